@@ -1,0 +1,169 @@
+"""Train the default pair: a small target and a smaller draft, on the Python standard library's own source.
+
+    python train_pair.py corpus DIR                              # text -> tokenizer.json, train.bin, held.bin
+    python train_pair.py train  DIR --out target --hidden 384 --layers 8 --heads 6 --kv-heads 2 --ffn 1024 --minutes 80
+    python train_pair.py train  DIR --out draft  --hidden 192 --layers 2 --heads 3 --kv-heads 1 --ffn 512 --minutes 12
+    python train_pair.py train  DIR --out draft2 --init draft --teacher target --minutes 8        # distilled on the target's laws
+
+Llama architecture, byte-level BPE of 4096 tokens (0 is the end of a file), tied embeddings, RoPE base 10000.
+Optimiser: Muon for matrices, AdamW for embeddings and norms; bf16 autocast; the last quarter of the time at 1024 tokens of context.
+Time, not steps, sets the schedule, so the same command fits any machine. Held-out: one file in fifty, by hash of its path.
+"""
+
+import argparse
+import hashlib
+import pathlib
+import sysconfig
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCAB = 4096
+
+
+def corpus(folder: pathlib.Path) -> None:
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    texts: dict[str, list[str]] = {"train": [], "held": []}
+    for path in sorted(root.rglob("*.py")):
+        if {"site-packages", "encodings", "pydoc_data"} & set(path.parts) or "lib2to3/tests/data" in str(path):
+            continue
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError:
+            continue
+        if 400 <= len(text) <= 400_000:
+            digest = hashlib.md5(str(path.relative_to(root)).encode()).hexdigest()
+            texts["held" if int(digest, 16) % 50 == 0 else "train"].append(text)
+    tokenizer = Tokenizer(models.BPE())
+    words = Regex(r"\n[ \t]*|[ ]?[A-Za-z_]+|[0-9]{1,3}|[ ]?[^\sA-Za-z_0-9]+|[ \t]+|\s+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(words, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        texts["train"],
+        trainers.BpeTrainer(
+            vocab_size=VOCAB, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        ),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for split, parts in texts.items():
+        ids = np.concatenate([np.array([*e.ids, 0], np.uint16) for e in tokenizer.encode_batch(parts)])
+        ids.tofile(folder / f"{split}.bin")
+        print(split, len(parts), "files", ids.size, "tokens")
+
+
+def loss_of(model, teacher, x, y, weight):  # x, y: [batch, time]
+    logits = model(x, use_cache=False).logits.float().view(-1, VOCAB)
+    hard = F.cross_entropy(logits, y.reshape(-1))
+    if teacher is None:
+        return hard
+    with torch.no_grad():
+        want = teacher(x, use_cache=False).logits.float().view(-1, VOCAB)
+    soft = F.kl_div(F.log_softmax(logits, -1), F.log_softmax(want, -1), log_target=True, reduction="batchmean")
+    return weight * soft + (1 - weight) * hard
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.init:
+        model = AutoModelForCausalLM.from_pretrained(args.init, dtype=torch.float32)
+    else:
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCAB,
+                hidden_size=args.hidden,
+                intermediate_size=args.ffn,
+                num_hidden_layers=args.layers,
+                num_attention_heads=args.heads,
+                num_key_value_heads=args.kv_heads,
+                max_position_embeddings=2048,
+                tie_word_embeddings=True,
+                rms_norm_eps=1e-5,
+                bos_token_id=0,
+                eos_token_id=0,
+                pad_token_id=0,
+            )
+        )
+    model.to(device)
+    teacher = (
+        AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.float32).to(device).eval() if args.teacher else None
+    )
+    data = {
+        s: torch.from_numpy(np.fromfile(args.folder / f"{s}.bin", np.uint16).astype(np.int64)) for s in ("train", "held")
+    }
+    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
+    optimisers = [
+        torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=args.lr, weight_decay=0.0, betas=(0.9, 0.95), fused=True),
+    ]
+    generator = torch.Generator().manual_seed(1)
+    length, batch, order = 512, args.batch, torch.empty(0, dtype=torch.long)
+    start, step, tokens = time.time(), 0, 0
+
+    def held_out() -> float:
+        x, y = (data["held"][i : i + 64 * 512].view(-1, 512).to(device) for i in (0, 1))
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+            return sum(loss_of(model, None, x[i : i + 8], y[i : i + 8], 0).item() for i in range(0, 64, 8)) / 8
+
+    while (done := (time.time() - start) / (60 * args.minutes)) < 1:
+        if done > 0.75 and length == 512:
+            length, batch, order = 1024, max(1, batch // 2), order[:0]
+        if order.numel() < batch:
+            shift = int(torch.randint(length, (1,), generator=generator))
+            order = torch.randperm((data["train"].numel() - 2 * length - 1) // length, generator=generator) * length + shift
+        rows, order = order[:batch], order[batch:]
+        x = torch.stack([data["train"][i : i + length] for i in rows]).to(device)
+        y = torch.stack([data["train"][i + 1 : i + length + 1] for i in rows]).to(device)
+        for optimiser in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = args.lr * min(1, (step + 1) / 60) * (1 if done < 0.5 else max(0.02, 2 * (1 - done)))
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = loss_of(model, teacher, x, y, 0.7)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        step, tokens = step + 1, tokens + x.numel()
+        if step % 50 == 0:
+            print(f"{done:6.1%} step {step} tokens {tokens} loss {loss.item():.3f} held-out {held_out():.3f}", flush=True)
+    print(f"held-out {held_out():.4f} nats a token after {tokens} tokens")
+    model.to("cpu", torch.bfloat16).save_pretrained(args.out)
+    PreTrainedTokenizerFast(
+        tokenizer_file=str(args.folder / "tokenizer.json"),
+        eos_token="<|end|>",
+        bos_token="<|end|>",
+        pad_token="<|end|>",
+        model_max_length=1024,
+    ).save_pretrained(args.out)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(required=True)
+    verb = verbs.add_parser("corpus")
+    verb.add_argument("folder", type=pathlib.Path)
+    verb.set_defaults(run=lambda a: corpus(a.folder))
+    verb = verbs.add_parser("train")
+    verb.add_argument("folder", type=pathlib.Path)
+    verb.add_argument("--out", required=True)
+    verb.add_argument("--init")
+    verb.add_argument("--teacher")
+    for name, default in (("hidden", 384), ("layers", 8), ("heads", 6), ("kv-heads", 2), ("ffn", 1024), ("batch", 8)):
+        verb.add_argument(f"--{name}", type=int, default=default)
+    verb.add_argument("--minutes", type=float, required=True)
+    verb.add_argument("--lr", type=float, default=8e-3)
+    verb.set_defaults(run=train)
+    arguments = parser.parse_args()
+    arguments.run(arguments)

@@ -1,0 +1,52 @@
+"""Outrider: lossless speculative decoding for any Hugging Face causal language model.
+
+The public names, loaded on first use so that `import outrider` and `outrider --help` stay fast.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.config import SpeculationConfig
+    from outrider.errors import OutriderError
+    from outrider.llm import LLM
+    from outrider.params import (
+        CompletionOutput,
+        RequestOutput,
+        RequestStats,
+        SamplingParams,
+        StreamPiece,
+        TokenOrigin,
+    )
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "outrider.llm",
+    "SpeculationConfig": "outrider.config",
+    "OutriderError": "outrider.errors",
+    **dict.fromkeys(
+        ("SamplingParams", "RequestOutput", "CompletionOutput", "RequestStats", "StreamPiece", "TokenOrigin"),
+        "outrider.params",
+    ),
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "OutriderError",
+    "RequestOutput",
+    "RequestStats",
+    "SamplingParams",
+    "SpeculationConfig",
+    "StreamPiece",
+    "TokenOrigin",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'outrider' has no attribute {name!r}")

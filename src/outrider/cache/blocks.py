@@ -1,0 +1,162 @@
+"""Block tables, reference counts and the prefix cache; plain Python, no tensors.
+
+A sequence's KV lives in fixed-size blocks named by its block table, as in PagedAttention (Kwon et al. 2023). A full block
+of committed tokens may be *published* under the exact tokens that led to it; a later sequence that starts with the same
+tokens then shares the block instead of computing it. Keys are compared token by token, never by a hash alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Sequence
+
+PrefixKey = tuple[Hashable, tuple[int, ...]]
+
+
+class BlockManager:
+    """Owns the blocks of one KV pool.
+
+    Args:
+        num_blocks: Blocks in the pool.
+        block_size: Tokens a block.
+        prefix_caching: Whether freed published blocks stay findable until their memory is needed.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self._ref_count = [0] * num_blocks
+        self._key: list[PrefixKey | None] = [None] * num_blocks
+        self._uid = [0] * num_blocks  # names a published block's content to its children; never used twice
+        self._next_uid = 1
+        self._free: deque[int] = deque(range(num_blocks))  # unpublished, unreferenced
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published, unreferenced; oldest first
+        self._published: dict[PrefixKey, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out, those that only the prefix cache holds included."""
+        return len(self._free) + len(self._idle)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks needed to hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out `count` blocks with one reference each; the caller has checked `num_free`."""
+        assert count <= self.num_free, "allocate() beyond num_free"
+        return [self._take() for _ in range(count)]
+
+    def grow(self, table: list[int], num_tokens: int) -> bool:
+        """Extend `table` until it holds `num_tokens`; False, and no change, where memory is short."""
+        missing = self.blocks_for(num_tokens) - len(table)
+        if missing > self.num_free:
+            return False
+        if missing > 0:
+            table.extend(self.allocate(missing))
+        return True
+
+    def fork(self, table: Sequence[int]) -> list[int]:
+        """A second table over the same blocks; whoever writes first copies (see `make_writable`)."""
+        for block in table:
+            self._ref_count[block] += 1
+        return list(table)
+
+    def free(self, table: list[int]) -> None:
+        """Drop one reference to each block and empty the table; tails go first, so that heads stay cached longest."""
+        for block in reversed(table):
+            assert self._ref_count[block] > 0, "block freed twice"
+            self._ref_count[block] -= 1
+            if self._ref_count[block] == 0:
+                if self._key[block] is None:
+                    self._free.appendleft(block)
+                else:
+                    self._idle[block] = None
+        table.clear()
+
+    def shared_from(self, table: Sequence[int], start: int, stop: int) -> list[int]:
+        """Indices into `table` of blocks that hold tokens [start, stop) and that someone else also references."""
+        first, last = start // self.block_size, self.blocks_for(stop)
+        return [i for i in range(first, min(last, len(table))) if self._ref_count[table[i]] > 1]
+
+    def make_writable(self, table: list[int], start: int, stop: int) -> list[tuple[int, int]]:
+        """Give `table` its own blocks for tokens [start, stop).
+
+        Returns:
+            (source, destination) blocks whose contents the caller must copy. The caller has checked `num_free`.
+        """
+        copies = []
+        for i in self.shared_from(table, start, stop):
+            fresh = self._take()
+            copies.append((table[i], fresh))
+            self._ref_count[table[i]] -= 1
+            table[i] = fresh
+        return copies
+
+    def match(self, token_ids: Sequence[int], namespace: Hashable = None) -> list[int]:
+        """Take a reference on the longest published prefix, at least one token short of `token_ids`; returns its blocks."""
+        table: list[int] = []
+        parent: Hashable = (namespace,)
+        for index in range((len(token_ids) - 1) // self.block_size if self.prefix_caching else 0):
+            block = self._published.get((parent, self._tokens_of(token_ids, index)))
+            if block is None:
+                break
+            self._idle.pop(block, None)
+            self._ref_count[block] += 1
+            table.append(block)
+            parent = self._uid[block]
+        return table
+
+    def publish(self, token_ids: Sequence[int], table: Sequence[int], first: int, namespace: Hashable = None) -> int:
+        """Make the full blocks of `token_ids` from index `first` on findable.
+
+        Returns:
+            The number of leading blocks that are settled, to pass as `first` next time.
+        """
+        full = min(len(token_ids) // self.block_size, len(table))
+        if not self.prefix_caching:
+            return full
+        for index in range(first, full):
+            block = table[index]
+            if self._key[block] is not None:
+                continue
+            parent = (namespace,) if index == 0 else self._uid[table[index - 1]]
+            assert parent, "blocks are published in order"
+            key = (parent, self._tokens_of(token_ids, index))
+            if key in self._published:  # a twin computed the same block first: this one stays private, its children do not
+                self._uid[block] = self._uid[self._published[key]]
+                continue
+            self._key[block], self._uid[block] = key, self._next_uid
+            self._published[key] = block
+            self._next_uid += 1
+        return full
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raise AssertionError unless the books agree with the tables that are in use."""
+        counted = [0] * self.num_blocks
+        for table in tables:
+            for block in table:
+                counted[block] += 1
+        assert counted == self._ref_count, "reference counts disagree with the tables"
+        unreferenced = [b for b in range(self.num_blocks) if counted[b] == 0]
+        assert sorted([*self._free, *self._idle]) == unreferenced, "free blocks lost or doubled"
+        assert all(self._key[b] is None for b in self._free), "a published block on the plain free list"
+        assert all(self._key[b] is not None for b in self._idle), "an unpublished block among the idle ones"
+        assert all(self._key[b] == key for key, b in self._published.items()), "prefix index out of step"
+
+    def _tokens_of(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
+        return tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.popleft()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            key = self._key[block]
+            assert key is not None
+            del self._published[key]
+            self._key[block] = None
+        self._uid[block] = 0
+        self._ref_count[block] = 1
+        return block

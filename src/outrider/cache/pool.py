@@ -1,0 +1,62 @@
+"""The KV tensors behind the block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+#: Which slots of the pool hold a context: a slice where they are consecutive (read without a copy), else their indices.
+Slots = slice | Tensor
+
+
+class KVPool:
+    """Keys and values of every layer, one slot a token, written by slot and read by slot.
+
+    Layers come to be on their first write, with the shapes of the tensors that the model hands over: under tensor
+    parallelism, latent attention or mixed head sizes the configuration would be wrong.
+
+    Args:
+        num_slots: Tokens the pool holds.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
+        """Store the KV of new rows.
+
+        Args:
+            layer: Layer index.
+            keys: [num_rows, num_kv_heads, head_dim]
+            values: [num_rows, num_kv_heads, value_dim]
+            slot_mapping: [num_rows] slot of each row.
+        """
+        if layer not in self._layers:
+            # Uninitialised on purpose: memory is paged in as it is used, and no slot is read before it is written.
+            self._layers[layer] = (
+                keys.new_empty((self.num_slots, *keys.shape[1:])),
+                values.new_empty((self.num_slots, *values.shape[1:])),
+            )
+        for store, rows in zip(self._layers[layer], (keys, values), strict=True):
+            store.index_copy_(0, slot_mapping, rows)
+
+    def read(self, layer: int, slots: Slots) -> tuple[Tensor, Tensor]:
+        """Keys [num_slots, num_kv_heads, head_dim] and values of the given slots."""
+        keys, values = self._layers[layer]
+        return keys[slots], values[slots]
+
+    def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy slots onto others in every layer, all sources read before any destination is written."""
+        if not sources:
+            return
+        for stores in self._layers.values():
+            for store in stores:
+                source = torch.tensor(sources, device=store.device)
+                store[torch.tensor(destinations, device=store.device)] = store[source]
+
+    def bytes_per_slot(self) -> int:
+        """Bytes that one token takes over all layers seen so far."""
+        return sum(t[0].numel() * t.element_size() for pair in self._layers.values() for t in pair)

@@ -1,0 +1,123 @@
+"""Frozen, composed configurations, validated once."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from outrider.errors import ContradictionError
+from outrider.validation import Frozen
+
+DTypeName = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+AttentionName = Literal["auto", "paged", "gather"]
+RuleName = Literal["auto", "walk", "token", "block", "coupled"]
+
+
+class ModelConfig(Frozen):
+    """Which checkpoint to load and how.
+
+    Attributes:
+        model: Local folder or hub id, as transformers takes it.
+        dtype: Weights and activations; "auto" takes the checkpoint's own.
+        device: A torch device; None takes CUDA where there is one, else the CPU.
+        revision: Hub revision.
+        trust_remote_code: Whether transformers may run code that the checkpoint brings.
+        attention_backend: "paged" (fast), "gather" (portable) or "auto", which probes at load.
+        max_model_len: Longest sequence, prompt and output together; None takes the checkpoint's context.
+    """
+
+    model: str = Field(min_length=1, description="Use a local folder or a hub id.")
+    dtype: DTypeName = Field("auto", description="Use auto, float64, float32, bfloat16 or float16.")
+    device: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    attention_backend: AttentionName = Field("auto", description="Use auto, paged or gather.")
+    max_model_len: int | None = Field(None, ge=2, description="Use 2 tokens or more, or None.")
+
+
+class CacheConfig(Frozen):
+    """How much key-value memory there is and how it is cut.
+
+    Attributes:
+        block_size: Tokens a block.
+        num_tokens: Capacity in tokens, rounded down to blocks; None sizes it from free memory and the scheduler's limits.
+        prefix_caching: Whether finished blocks are kept for later requests that start with the same tokens.
+    """
+
+    block_size: int = Field(16, ge=1, le=1024, description="Use 1 to 1024 tokens.")
+    num_tokens: int | None = Field(None, ge=1, description="Use 1 token or more, or None.")
+    prefix_caching: bool = True
+
+
+class SchedulerConfig(Frozen):
+    """How much work one step may hold.
+
+    Attributes:
+        max_num_seqs: Sequences that run at a time.
+        max_num_batched_tokens: Rows in one target pass: prefill chunks, last tokens and draft tokens together.
+    """
+
+    max_num_seqs: int = Field(32, ge=1, description="Use 1 or more.")
+    max_num_batched_tokens: int = Field(1024, ge=1, description="Use 1 or more.")
+
+    @model_validator(mode="after")
+    def _every_sequence_gets_a_row(self) -> SchedulerConfig:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ContradictionError(
+                "max_num_batched_tokens",
+                self.max_num_batched_tokens,
+                f"below max_num_seqs={self.max_num_seqs}, so a running sequence could find no row",
+                "Raise it or lower max_num_seqs.",
+            )
+        return self
+
+
+class SpeculationConfig(Frozen):
+    """Who guesses, how far, and how the guess is checked. Every setting gives the same output law.
+
+    Attributes:
+        proposer: A registered name: "draft_model", "ngram", "none", or one from an installed plug-in.
+        draft_model: Local folder or hub id; for proposer="draft_model".
+        draft_dtype: The draft model's dtype; None takes the target's.
+        num_draft_tokens: Most draft tokens a step.
+        rule: How sampled drafts are verified. "auto" takes block verification (Sun et al. 2024), or coupling for
+            seeded requests; "token" is Leviathan et al. 2023; "walk" ignores the draft's law; "coupled" shares the
+            target's noise. Drafts without a law are always verified by the walk.
+        draft_sampling: "sampled" draws drafts from the draft's law, "greedy" takes its most likely token.
+        ngram_max: Longest suffix that the ngram proposer looks up.
+        ngram_min: Shortest one.
+        options: Settings for plug-in proposers.
+    """
+
+    proposer: str = Field("none", min_length=1, description="Use a registered proposer's name.")
+    draft_model: str | None = Field(None, min_length=1, description="Use a local folder or a hub id.")
+    draft_dtype: DTypeName | None = None
+    num_draft_tokens: int = Field(5, ge=1, le=512, description="Use 1 to 512; proposer='none' turns drafting off.")
+    rule: RuleName = Field("auto", description="Use auto, walk, token, block or coupled.")
+    draft_sampling: Literal["sampled", "greedy"] = Field("sampled", description="Use sampled or greedy.")
+    ngram_max: int = Field(5, ge=1, description="Use 1 or more, at least ngram_min.")
+    ngram_min: int = Field(2, ge=1, description="Use 1 or more, at most ngram_max.")
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> SpeculationConfig:
+        if self.draft_model is not None and self.proposer in ("ngram", "none"):
+            raise ContradictionError(
+                "draft_model",
+                self.draft_model,
+                f"proposer={self.proposer!r} loads no model",
+                "Use proposer='draft_model'.",
+            )
+        if self.ngram_min > self.ngram_max:
+            raise ContradictionError(
+                "ngram_min", self.ngram_min, f"more than ngram_max={self.ngram_max}", "Lower it or raise ngram_max."
+            )
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        return self.proposer != "none"
+
+
+PLAIN = SpeculationConfig(proposer="none")

@@ -1,0 +1,1 @@
+"""Continuous batches: schedule, propose, forward, verify, commit."""

@@ -1,0 +1,92 @@
+"""Tokens to text as they come: half characters and half stop strings are held back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.params import TokenOrigin
+
+
+class TextStream:
+    """The growing text of one sequence.
+
+    Args:
+        tokenizer: A transformers tokenizer, or None, and then the text stays empty.
+        stop: Strings that end the text and are cut from it.
+    """
+
+    def __init__(self, tokenizer: Any | None, stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._decoder = _decoder(tokenizer)
+        self._token_ids: list[int] = []
+        self._marks: list[tuple[int, TokenOrigin]] = []  # (end of text, origin) of each token
+        self._released = 0  # characters handed out
+        self._open_mark = 0  # first token whose text is not all handed out
+        self._was_cut = False
+        self._finished = False
+        self.text = ""
+
+    def push(self, token_id: int, origin: TokenOrigin, *, watch: bool) -> str | None:
+        """Add a token; returns the stop string that it completed, after cutting the text before it.
+
+        Args:
+            token_id: The token.
+            origin: Where it came from.
+            watch: Whether stop strings count yet.
+        """
+        before = len(self.text)
+        self._token_ids.append(token_id)
+        self.text += self._decoder(token_id)
+        found = self._find_stop(before) if watch else None
+        if found is not None:
+            self.text = self.text[: found[0]]
+        self._marks.append((len(self.text), origin))
+        return found[1] if found else None
+
+    def finish(self) -> None:
+        """No more tokens: what was held back is text now; a character that never became whole shows as U+FFFD."""
+        if self._tokenizer is not None and not self._finished and self._marks and not self._was_cut:
+            whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+            if whole.startswith(self.text):
+                self.text = whole
+                self._marks[-1] = (len(whole), self._marks[-1][1])
+        self._finished = True
+
+    def release(self) -> list[tuple[str, TokenOrigin]]:
+        """Text that is certain and was not released before, cut by the origin of its tokens."""
+        end = len(self.text) if self._finished else len(self.text) - self._withheld()
+        spans = []
+        while self._released < end:
+            mark, origin = self._marks[self._open_mark]
+            if mark > self._released:
+                cut = min(mark, end)
+                spans.append((self.text[self._released : cut], origin))
+                self._released = cut
+            if mark <= self._released:
+                self._open_mark += 1
+        return spans
+
+    def _find_stop(self, before: int) -> tuple[int, str] | None:
+        longest = max(map(len, self._stop), default=0)
+        hits = [(self.text.find(s, max(0, before - longest + 1)), s) for s in self._stop]
+        hits = [hit for hit in hits if hit[0] >= 0]
+        if not hits:
+            return None
+        self._was_cut = True
+        return min(hits)
+
+    def _withheld(self) -> int:
+        """Length of the longest tail that a stop string might go on from."""
+        sizes = (n for s in self._stop for n in range(min(len(s) - 1, len(self.text)), 0, -1) if self.text.endswith(s[:n]))
+        return max(sizes, default=0)
+
+
+def _decoder(tokenizer: Any | None) -> Any:
+    """A function from the next token to the text it adds, "" while a character is incomplete."""
+    if tokenizer is None:
+        return lambda token_id: ""
+    from tokenizers.decoders import DecodeStream
+
+    stream, backend = DecodeStream(skip_special_tokens=True), tokenizer.backend_tokenizer
+    return lambda token_id: stream.step(backend, token_id) or ""

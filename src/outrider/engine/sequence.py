@@ -1,0 +1,147 @@
+"""A request and its sequences: all state of a text being written; no torch."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from outrider.config import SpeculationConfig
+from outrider.engine.detokenizer import TextStream
+from outrider.engine.stats import SequenceStats
+from outrider.errors import OutriderError
+from outrider.params import FinishReason, SamplingParams, StreamPiece, TokenOrigin
+from outrider.propose.base import Proposer, ProposerSequence, Tokens
+
+
+class Status(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = auto()  # holds no memory
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Request:
+    """One prompt and its parameters; owns the sequences of its n samples.
+
+    Args:
+        request_id: Unique while the engine lives.
+        prompt: As given, or None for token ids.
+        prompt_token_ids: Never empty.
+        params: Sampling parameters.
+        speculation: Who drafts for it and how.
+        proposer: The proposer itself; None decodes plainly.
+        seed: Of its noise: the caller's, or one drawn from the operating system.
+        eos_token_ids: Tokens that end a text of this model.
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt: str | None,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        speculation: SpeculationConfig,
+        proposer: Proposer | None,
+        seed: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.speculation = speculation
+        self.proposer = proposer
+        self.seed = seed
+        self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.sequences: list[Sequence] = []
+        self.error: OutriderError | None = None
+        self.outbox: list[StreamPiece] | None = None  # pieces not yet fetched; None where nobody streams
+
+    @property
+    def coupled(self) -> bool:
+        """Whether drafts guess with the target's own noise: seeded requests, or where the rule asks for it."""
+        rule = self.speculation.rule
+        return rule == "coupled" or (rule == "auto" and self.params.seed is not None)
+
+    @property
+    def finished(self) -> bool:
+        return self.error is not None or all(seq.status is Status.FINISHED for seq in self.sequences)
+
+
+class Sequence:
+    """One sample of a request.
+
+    Attributes:
+        seq_id: Unique while the engine lives.
+        token_ids: Prompt and committed output.
+        num_computed: Leading tokens whose target KV is in `block_table`.
+        block_table: The target's blocks.
+        num_published: Leading blocks that are settled in the prefix cache.
+        view: What proposers see of it.
+        demoted: A proposer fault lost a sampled draft; from then on its drafts are verified as opaque.
+    """
+
+    def __init__(self, seq_id: int, request: Request, index: int, text: TextStream, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self.seq_id = seq_id
+        self.request = request
+        self.index = index
+        self.text = text
+        self.status = Status.WAITING
+        self.token_ids = list(request.prompt_token_ids)
+        self.origins: list[TokenOrigin] = []
+        self.num_computed = 0
+        self.block_table: list[int] = []
+        self.num_published = 0
+        self.demoted = False
+        self.forked = request.params.n == 1 or index > 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.stats = SequenceStats()
+        self.view = ProposerSequence(
+            seq_id=seq_id,
+            token_ids=Tokens(self.token_ids),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            sampling=request.params,
+            forbidden=tuple(sorted(request.stop_token_ids)) if request.params.min_tokens else (),
+            seed=request.seed,
+            sample=index,
+            coupled=request.coupled,
+            greedy_drafts=request.speculation.draft_sampling == "greedy",
+        )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_missing(self) -> int:
+        """Rows the target has yet to compute; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    def append(self, token_id: int, origin: TokenOrigin) -> None:
+        """Commit one token and finish the sequence if it ends the text."""
+        self.token_ids.append(token_id)
+        self.origins.append(origin)
+        stop_string = self.text.push(token_id, origin, watch=self.num_output_tokens >= self.request.params.min_tokens)
+        if token_id in self.request.stop_token_ids:
+            explicit = token_id in self.request.params.stop_token_ids
+            self.finish("stop", token_id if explicit else None)
+        elif stop_string is not None:
+            self.finish("stop", stop_string)
+        elif self.num_output_tokens >= self.request.params.max_tokens or len(self.token_ids) >= self.max_model_len:
+            self.finish("length")
+
+    def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        self.status = Status.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.text.finish()

@@ -1,0 +1,123 @@
+"""Everything Outrider raises on purpose.
+
+OutriderError
+├── InputError (ValueError)          what the caller passed; carries field, value and remedy
+│   ├── InvalidParameterError        a value outside its range, of the wrong type, or an unknown name
+│   ├── ContradictionError           two settings that cannot hold together
+│   ├── UnsupportedParameterError    known elsewhere, not exact here yet, so refused
+│   └── InvalidPromptError           empty, too long, out of the vocabulary, not encodable
+├── ModelError                       a checkpoint or architecture; carries the model's name and a remedy
+│   ├── ModelLoadError               missing, unreadable or corrupt
+│   ├── UnsupportedModelError        loads, but cannot be driven exactly; says why
+│   └── VocabularyMismatchError      a draft model that speaks other tokens than its target
+├── RequestError                     one request failed; its neighbours did not
+│   ├── NonFiniteLogitsError         the target wrote NaN or infinity
+│   └── ForwardError                 the target's forward pass raised
+├── ProposerError                    a proposer cannot be found or built
+└── NoiseReuseError                  a random key was used twice: a defect, never a user's fault
+"""
+
+from __future__ import annotations
+
+
+class OutriderError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class InputError(OutriderError, ValueError):
+    """The caller passed something that cannot be used.
+
+    Args:
+        field: Name of the argument, as the caller wrote it.
+        value: The offending value.
+        problem: What is wrong with it, as a clause.
+        remedy: What would be right, as a sentence.
+    """
+
+    def __init__(self, field: str, value: object, problem: str, remedy: str) -> None:
+        self.field = field
+        self.value = value
+        self.problem = problem
+        self.remedy = remedy
+        super().__init__(f"{field}={_short(value)}: {problem}. {remedy}")
+
+
+class InvalidParameterError(InputError):
+    """A setting is unknown, of the wrong type, or outside its range."""
+
+
+class ContradictionError(InputError):
+    """Two settings cannot hold together."""
+
+
+class UnsupportedParameterError(InputError):
+    """A parameter that other engines know and this one does not yet compute exactly."""
+
+
+class InvalidPromptError(InputError):
+    """A prompt is empty, too long, out of the vocabulary, or cannot be encoded."""
+
+
+class ModelError(OutriderError):
+    """A checkpoint cannot be used.
+
+    Args:
+        model: Path or hub id.
+        problem: What is wrong, as a clause.
+        remedy: What would help, as a sentence.
+    """
+
+    def __init__(self, model: str, problem: str, remedy: str) -> None:
+        self.model = model
+        self.problem = problem
+        self.remedy = remedy
+        super().__init__(f"model {model!r}: {problem}. {remedy}")
+
+
+class ModelLoadError(ModelError):
+    """The checkpoint is missing, unreadable or corrupt."""
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture cannot be driven exactly by any attention backend."""
+
+
+class VocabularyMismatchError(ModelError):
+    """The draft model's tokens are not the target's."""
+
+
+class RequestError(OutriderError):
+    """One request failed while others went on.
+
+    Args:
+        request_id: The request.
+        problem: What happened, as a clause.
+        remedy: What would help, as a sentence.
+    """
+
+    def __init__(self, request_id: int, problem: str, remedy: str) -> None:
+        self.request_id = request_id
+        self.problem = problem
+        self.remedy = remedy
+        super().__init__(f"request {request_id}: {problem}. {remedy}")
+
+
+class NonFiniteLogitsError(RequestError):
+    """The target's logits held NaN or infinity where a token had to be chosen."""
+
+
+class ForwardError(RequestError):
+    """The target's forward pass raised; the cause is chained."""
+
+
+class ProposerError(OutriderError):
+    """A proposer cannot be found or built."""
+
+
+class NoiseReuseError(OutriderError):
+    """A random key was asked for twice, which would correlate draws that must be independent."""
+
+
+def _short(value: object, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -1,0 +1,1 @@
+"""Loading any transformers decoder and running it over a ragged batch with our own KV memory."""

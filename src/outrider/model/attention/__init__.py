@@ -1,0 +1,1 @@
+"""Two ways to drive a decoder's attention over our KV memory; registered by name."""

@@ -1,0 +1,52 @@
+"""The portable backend: stock attention, our own Cache subclass and an explicit 4D mask.
+
+Slower, because every sequence's rows are compared with every sequence's context, but it asks nothing of the attention
+code. It is the oracle that the paged backend is tested against.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from outrider.cache.pool import Slots
+from outrider.model import hf
+from outrider.model.attention.base import AttentionBackend
+from outrider.model.context import ForwardContext, LayerReach, additive, visible
+
+
+class GatherAttention(AttentionBackend):
+    """Hands stock attention the gathered contexts of all sequences and a block-diagonal mask."""
+
+    name: ClassVar[str] = "gather"
+
+    def install(self, model: Any) -> None:
+        self._layer_types = hf.layer_types(model.config)
+        self._reaches = hf.layer_reaches(model.config)
+        self._dtype = model.dtype
+        hf.set_attention(model, hf.stock_attention(model))
+
+    def forward_kwargs(self, context: ForwardContext) -> dict[str, Any]:
+        masks = {r: _block_diagonal(context, r, self._dtype) for r in set(self._reaches)}
+        by_type = {t: masks[r] for t, r in zip(self._layer_types, self._reaches, strict=True)}
+        mask: Any = next(iter(by_type.values())) if len(by_type) == 1 else by_type
+        cache = hf.PoolCache(context.pool, context.batch.slot_mapping, _all_slots(context))
+        return {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+
+
+def _all_slots(context: ForwardContext) -> Slots:
+    slots = context.batch.context_slots
+    device = context.batch.device
+    return torch.cat([torch.arange(s.start, s.stop, device=device) if isinstance(s, slice) else s for s in slots])
+
+
+def _block_diagonal(context: ForwardContext, reach: LayerReach, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask [1, 1, num_rows, sum of context lengths]."""
+    segments = context.batch.segments
+    widths = np.cumsum([0, *(s.context_len for s in segments)])
+    seen = np.zeros((context.batch.num_rows, int(widths[-1])), bool)
+    for segment, (first, end), left in zip(segments, context.batch.row_spans, widths, strict=False):
+        seen[first:end, left : left + segment.context_len] = visible(segment, reach)
+    return additive(seen, dtype, context.batch.device)[None, None]

@@ -1,0 +1,108 @@
+"""The ragged batch made explicit: which rows one flattened pass holds and where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.cache.pool import Slots
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The rows of one sequence.
+
+    Attributes:
+        token_ids: Tokens to compute, in row order.
+        start: Tokens of this sequence whose KV is already in the pool; the first row's position.
+        block_table: Blocks that hold positions 0 to start + len(token_ids) - 1.
+        parents: Row index of each row's parent in topological order, -1 for a row that continues the context; None for
+            a plain chain. A row sees the context, its ancestors and itself; its position is its depth past the context.
+        logits_from: First row whose logits are wanted; len(token_ids) for none.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    parents: tuple[int, ...] | None = None
+    logits_from: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def context_len(self) -> int:
+        """Slots the last row may look at: the context and every row of this pass."""
+        return self.start + self.num_rows
+
+    @cached_property
+    def positions(self) -> np.ndarray:  # [num_rows]
+        if self.parents is None:
+            return np.arange(self.start, self.context_len)
+        depth: list[int] = []
+        for parent in self.parents:
+            depth.append(0 if parent < 0 else depth[parent] + 1)
+        return np.asarray(depth) + self.start
+
+    @cached_property
+    def ancestry(self) -> np.ndarray:  # [num_rows, num_rows] bool: row sees column
+        if self.parents is None:
+            return np.tri(self.num_rows, dtype=bool)
+        seen = np.eye(self.num_rows, dtype=bool)
+        for row, parent in enumerate(self.parents):
+            if parent >= 0:
+                seen[row] |= seen[parent]
+        return seen
+
+
+class RaggedBatch:
+    """Segments laid end to end, with the index tensors a pass needs. No row is padding.
+
+    Attributes:
+        segments: In row order.
+        row_spans: (first, end) row of each segment.
+        input_ids: [1, num_rows]
+        position_ids: [1, num_rows]
+        slot_mapping: [num_rows] pool slot that each row's KV goes to.
+        context_slots: For each segment, where its context (and its own rows) lie.
+        logits_rows: [num_logits] rows whose logits are wanted.
+        logits_spans: (first, end) of each segment within logits_rows.
+    """
+
+    def __init__(self, segments: Sequence[Segment], block_size: int, device: torch.device) -> None:
+        self.segments = list(segments)
+        self.device = device
+        ends = np.cumsum([s.num_rows for s in self.segments]).tolist()
+        self.row_spans = list(zip([0, *ends[:-1]], ends, strict=True))
+        slots = [_slots_of(s.block_table, s.context_len, block_size) for s in self.segments]
+        wanted = [np.arange(a + s.logits_from, b) for s, (a, b) in zip(self.segments, self.row_spans, strict=True)]
+        logit_ends = np.cumsum([len(w) for w in wanted]).tolist()
+        self.logits_spans = list(zip([0, *logit_ends[:-1]], logit_ends, strict=True))
+        self.input_ids = self._tensor(np.concatenate([np.asarray(s.token_ids, np.int64) for s in self.segments]))[None]
+        self.position_ids = self._tensor(np.concatenate([s.positions for s in self.segments]))[None]
+        self.slot_mapping = self._tensor(np.concatenate([x[s.start :] for s, x in zip(self.segments, slots, strict=True)]))
+        self.context_slots: list[Slots] = [self._as_slots(x) for x in slots]
+        self.logits_rows = self._tensor(np.concatenate(wanted))
+
+    @property
+    def num_rows(self) -> int:
+        return sum(segment.num_rows for segment in self.segments)
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64, copy=False)).to(self.device)
+
+    def _as_slots(self, slots: np.ndarray) -> Slots:
+        first, last = int(slots[0]), int(slots[-1])
+        consecutive = last - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())
+        return slice(first, last + 1) if consecutive else self._tensor(slots)
+
+
+def _slots_of(block_table: Sequence[int], num_tokens: int, block_size: int) -> np.ndarray:
+    blocks = np.asarray(block_table, np.int64)[: -(-num_tokens // block_size)]
+    return (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)[:num_tokens]

@@ -1,0 +1,109 @@
+"""Which attention backend drives this model exactly: found by running it, not by its name."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+from torch import Tensor
+
+from outrider.cache.blocks import BlockManager
+from outrider.config import CacheConfig
+from outrider.errors import UnsupportedModelError
+from outrider.model import hf
+from outrider.model.attention.base import AttentionBackend
+from outrider.model.attention.gather import GatherAttention
+from outrider.model.attention.paged import PagedAttention
+from outrider.model.batch import Segment
+from outrider.model.loader import LoadedModel
+from outrider.model.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+BACKENDS: dict[str, type[AttentionBackend]] = {"paged": PagedAttention, "gather": GatherAttention}
+
+#: Largest difference from a plain forward, relative to the largest logit, that passes as rounding.
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+_PROBE_LEN, _PROBE_CUT, _PROBE_BLOCK = 12, 7, 4
+
+
+def make_runner(loaded: LoadedModel, attention_backend: str, cache: CacheConfig, max_num_seqs: int) -> ModelRunner:
+    """Choose a backend by probing, size the KV memory from what the probe wrote, and put the runner together.
+
+    Args:
+        loaded: The model.
+        attention_backend: "auto", or a backend's name.
+        cache: Block size and capacity.
+        max_num_seqs: Sequences that run at a time, to bound the default capacity.
+
+    Raises:
+        UnsupportedModelError: No backend reproduces a plain forward pass.
+    """
+    kinds = hf.recurrent_layers(loaded.model.config)
+    if kinds:
+        raise UnsupportedModelError(
+            loaded.name,
+            f"it has layers with a running state ({', '.join(kinds)}), which rejected draft tokens would corrupt",
+            "Use a model whose layers all attend.",
+        )
+    names = list(BACKENDS) if attention_backend == "auto" else [attention_backend]
+    failures = {}
+    for name in names:
+        backend = BACKENDS[name]()
+        try:
+            bytes_per_token = probe(loaded, backend)
+        except Exception as error:  # whatever the model's own code raises decides against this backend
+            logger.info("attention backend %s does not fit %s: %s", name, loaded.name, error)
+            failures[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
+            continue
+        num_blocks = _num_blocks(loaded, cache, max_num_seqs, bytes_per_token)
+        return ModelRunner(loaded, backend, BlockManager(num_blocks, cache.block_size, prefix_caching=cache.prefix_caching))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+    raise UnsupportedModelError(loaded.name, f"no attention backend reproduces its forward pass ({reasons})", "Report it.")
+
+
+def probe(loaded: LoadedModel, backend: AttentionBackend) -> int:
+    """Install `backend` and compare it with a plain forward pass, over a ragged batch in two chunks.
+
+    Returns:
+        Bytes of KV that one token takes.
+
+    Raises:
+        Exception: The model cannot run this way, or its logits differ by more than rounding.
+    """
+    tokens = [(7 * i + 3) % loaded.vocab_size for i in range(_PROBE_LEN)]
+    hf.set_attention(loaded.model, hf.stock_attention(loaded.model))
+    want = _plain_logits(loaded, tokens)
+    backend.install(loaded.model)
+    runner = ModelRunner(loaded, backend, BlockManager(2 * _PROBE_LEN // _PROBE_BLOCK + 2, _PROBE_BLOCK))
+    table, neighbour = runner.blocks.allocate(4), runner.blocks.allocate(3)
+    runner.forward([Segment(tokens[:_PROBE_CUT], 0, table), Segment(tokens, 0, neighbour)])
+    rows = [tokens[_PROBE_CUT], tokens[0], *tokens[_PROBE_CUT + 1 :]]
+    tree = (-1, 0, 0, 2, 3, 4)  # row 1 is a rejected sibling that nobody on the true path may see
+    got = runner.forward([Segment(rows, _PROBE_CUT, table, tree)]).logits[[0, 2, 3, 4, 5]]
+    scale = want.abs().max().item()
+    error = (got - want[_PROBE_CUT:]).abs().max().item() / scale
+    if not error <= TOLERANCE[loaded.dtype]:
+        raise ValueError(f"logits differ from a plain forward pass by {error:.1e} of their size")
+    return runner.pool.bytes_per_slot()
+
+
+@torch.inference_mode()
+def _plain_logits(loaded: LoadedModel, tokens: list[int]) -> Tensor:
+    logits: Tensor = loaded.model(torch.tensor([tokens], device=loaded.device), use_cache=False).logits[0]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _num_blocks(loaded: LoadedModel, cache: CacheConfig, max_num_seqs: int, bytes_per_token: int) -> int:
+    """Capacity: as asked, or what every running sequence could fill, within a share of the free memory."""
+    if cache.num_tokens is not None:
+        tokens = cache.num_tokens
+    elif loaded.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(loaded.device)
+        tokens = min(max_num_seqs * loaded.max_model_len, int(0.8 * free) // bytes_per_token)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**31
+        tokens = min(max_num_seqs * loaded.max_model_len, free // 4 // bytes_per_token)
+    return max(1, tokens // cache.block_size)

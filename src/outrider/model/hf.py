@@ -1,0 +1,88 @@
+"""The only file that touches what transformers does not promise to keep. Verified on 5.17 and 5.23."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, get_layer_types_and_kwargs
+
+from outrider.cache.pool import KVPool, Slots
+from outrider.model.context import LayerReach
+
+#: Layer types whose state is not a per-token KV, so that rejected rows cannot simply be dropped.
+_RECURRENT = frozenset({"linear_attention", "conv", "mamba", "mamba2", "hybrid", "hybrid_sliding", "recurrent", "rwkv"})
+
+
+def register_attention(name: str, function: Callable[..., Any]) -> str:
+    """Make an attention function known under `name`; returns the name."""
+    AttentionInterface.register(name, function)
+    return name
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Switch `model` to an attention implementation; raises ValueError where it stays on its own (it may only warn)."""
+    if model.config._attn_implementation != name:
+        model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise ValueError(f"{type(model).__name__} does not take a custom attention function")
+
+
+def stock_attention(model: Any) -> str:
+    """The stock implementation to trust: sdpa, or eager where sdpa would drop soft-capping or attention sinks."""
+    config = model.config.get_text_config()
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
+
+
+def layer_types(config: Any) -> list[str]:
+    """transformers' name for each layer's kind of attention."""
+    types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    return list(types)
+
+
+def layer_reaches(config: Any) -> list[LayerReach]:
+    """How far each layer looks back, from the configuration (attention functions are not told reliably)."""
+    types, kwargs = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    return [
+        LayerReach(chunk=extra.get("sliding_window"))
+        if kind == "chunked_attention"
+        else LayerReach(window=extra.get("sliding_window"))
+        for kind, extra in zip(types, kwargs, strict=True)
+    ]
+
+
+def recurrent_layers(config: Any) -> list[str]:
+    """Kinds of layer in this model that keep a running state instead of a KV cache."""
+    return sorted(set(layer_types(config)) & _RECURRENT)
+
+
+class PoolCache(Cache):  # type: ignore[misc]
+    """A Cache whose memory is a KVPool: writes this pass's rows, returns every context in the batch.
+
+    Args:
+        pool: KV memory.
+        slot_mapping: [num_rows] where new rows go.
+        context_slots: Slots of all sequences' contexts, one after another.
+    """
+
+    def __init__(self, pool: KVPool, slot_mapping: Tensor, context_slots: Slots) -> None:
+        super().__init__(layers=[])
+        self._pool = pool
+        self._slot_mapping = slot_mapping
+        self._context_slots = context_slots
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """New rows [1, num_kv_heads, num_rows, dim] in, all contexts [1, num_kv_heads, num_slots, dim] out."""
+        keys, values = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        self._pool.write(layer_idx, keys, values, self._slot_mapping)
+        keys, values = self._pool.read(layer_idx, self._context_slots)
+        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0

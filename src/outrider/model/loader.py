@@ -1,0 +1,150 @@
+"""From a path or hub id to a model in memory, with the facts about it that the engine needs."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.config import ModelConfig
+from outrider.errors import ModelLoadError, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A causal language model in memory.
+
+    Attributes:
+        name: Path or hub id.
+        model: The transformers model, in evaluation mode.
+        tokenizer: Its tokenizer; None where the checkpoint brings none, and then prompts are token ids.
+        vocab_size: Width of the logits.
+        max_model_len: Longest sequence it may hold.
+        eos_token_ids: Tokens that end a text.
+        device: Where it lies.
+        dtype: Of its weights.
+        slices_logits: Whether its forward computes the head for chosen rows only.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any | None
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    device: torch.device
+    dtype: torch.dtype
+    slices_logits: bool
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """Load weights and tokenizer through transformers.
+
+    Raises:
+        ModelLoadError: Missing, unreadable or corrupt, or the device cannot hold it.
+        UnsupportedModelError: Not a causal decoder.
+    """
+    from transformers import AutoConfig
+
+    device = _device(config)
+    source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    hf_config = _attempt(
+        config.model, "its configuration cannot be read", AutoConfig.from_pretrained, config.model, **source
+    )
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(config.model, "it is an encoder-decoder", "Use a decoder-only (causal) model.")
+    model = _load_weights(config, hf_config, source).to(device).eval()
+    model.requires_grad_(False)
+    text_config = hf_config.get_text_config(decoder=True)
+    context = getattr(text_config, "max_position_embeddings", None) or 2048
+    if config.max_model_len is not None and config.max_model_len > context:
+        logger.warning("max_model_len=%d exceeds the context of %s, %d", config.max_model_len, config.model, context)
+    return LoadedModel(
+        name=config.model,
+        model=model,
+        tokenizer=_load_tokenizer(config, source),
+        vocab_size=_vocab_size(model, text_config),
+        max_model_len=min(config.max_model_len or context, context),
+        eos_token_ids=_eos_token_ids(model, text_config),
+        device=device,
+        dtype=model.dtype,
+        slices_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
+    )
+
+
+def _device(config: ModelConfig) -> torch.device:
+    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelLoadError(config.model, f"device {name!r} is not usable ({error})", "Use 'cpu' or 'cuda'.") from error
+    return device
+
+
+def _load_weights(config: ModelConfig, hf_config: Any, source: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    model, info = _attempt(
+        config.model,
+        "its weights cannot be read",
+        AutoModelForCausalLM.from_pretrained,
+        config.model,
+        config=hf_config,
+        dtype=dtype,
+        output_loading_info=True,
+        **source,
+    )
+    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys", ()))
+    if missing:
+        raise ModelLoadError(
+            config.model,
+            f"{len(missing)} weights are missing or of the wrong shape, {missing[0]} first",
+            "Download or save the checkpoint again.",
+        )
+    return model
+
+
+def _load_tokenizer(config: ModelConfig, source: dict[str, Any]) -> Any | None:
+    from transformers import AutoTokenizer
+
+    folder = Path(config.model)
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+    if folder.is_dir() and not any((folder / name).exists() for name in names):
+        return None
+    return _attempt(config.model, "its tokenizer cannot be read", AutoTokenizer.from_pretrained, config.model, **source)
+
+
+def _attempt(model: str, problem: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call into transformers; whatever it raises becomes a ModelLoadError that keeps the first line of the reason."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        local = os.path.isdir(model)
+        remedy = (
+            "Check the files in this folder." if local else "Check that this folder exists, or that the hub is reachable."
+        )
+        raise ModelLoadError(model, f"{problem} ({reason})", remedy) from error
+
+
+def _vocab_size(model: Any, text_config: Any) -> int:
+    head = model.get_output_embeddings()
+    return int(head.weight.shape[0] if head is not None else text_config.vocab_size)
+
+
+def _eos_token_ids(model: Any, text_config: Any) -> frozenset[int]:
+    generation = getattr(model, "generation_config", None)
+    found: set[int] = set()
+    for holder in (generation, text_config):
+        value = getattr(holder, "eos_token_id", None)
+        found |= {value} if isinstance(value, int) else set(value or ())
+    return frozenset(found)

@@ -1,0 +1,101 @@
+"""One flattened forward pass of a model over its own KV memory; the target and a draft model use the same class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.cache.blocks import BlockManager
+from outrider.cache.pool import KVPool
+from outrider.model import hf
+from outrider.model.attention.base import AttentionBackend
+from outrider.model.batch import RaggedBatch, Segment
+from outrider.model.context import ForwardContext, forward_context
+from outrider.model.loader import LoadedModel
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """What a pass computed.
+
+    Attributes:
+        logits: [num_logits, vocab_size] in float32, or float64 for a float64 model.
+        logits_spans: (first, end) logits of each segment.
+        row_spans: (first, end) rows of each segment.
+        aux_hidden_states: By index as transformers counts them (0 is the embeddings, i the input of layer i):
+            [num_rows, hidden_size].
+    """
+
+    logits: Tensor
+    logits_spans: list[tuple[int, int]]
+    row_spans: list[tuple[int, int]]
+    aux_hidden_states: dict[int, Tensor]
+
+
+class ModelRunner:
+    """A loaded model, an attention backend and the KV memory they share.
+
+    Args:
+        loaded: The model.
+        backend: Already installed on it.
+        blocks: Bookkeeping of the KV memory.
+    """
+
+    def __init__(self, loaded: LoadedModel, backend: AttentionBackend, blocks: BlockManager) -> None:
+        self.loaded = loaded
+        self.backend = backend
+        self.blocks = blocks
+        self.pool = KVPool(blocks.num_blocks * blocks.block_size)
+        self.num_passes = 0
+        self._reaches = hf.layer_reaches(loaded.model.config)
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment], aux_layers: Sequence[int] = ()) -> ForwardOutput:
+        """Compute every row of `segments` in one pass and leave its KV in the pool."""
+        batch = RaggedBatch(segments, self.blocks.block_size, self.loaded.device)
+        context = ForwardContext(batch, self.pool, self._reaches)
+        kwargs = self.backend.forward_kwargs(context)
+        if self.loaded.slices_logits:
+            kwargs["logits_to_keep"] = batch.logits_rows
+        if aux_layers:
+            kwargs["output_hidden_states"] = list(aux_layers)
+        with forward_context(context):
+            out = self.loaded.model(input_ids=batch.input_ids, position_ids=batch.position_ids, **kwargs)
+        self.num_passes += 1
+        logits = out.logits[0] if self.loaded.slices_logits else out.logits[0, batch.logits_rows]
+        return ForwardOutput(
+            logits=logits.to(torch.promote_types(logits.dtype, torch.float32)),
+            logits_spans=batch.logits_spans,
+            row_spans=batch.row_spans,
+            aux_hidden_states={layer: out.hidden_states[layer][0] for layer in aux_layers},
+        )
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, destination) each."""
+        size = self.blocks.block_size
+        offsets = range(size)
+        self.pool.move(
+            [source * size + i for source, _ in pairs for i in offsets],
+            [destination * size + i for _, destination in pairs for i in offsets],
+        )
+
+    def compact(self, block_table: Sequence[int], start: int, rows: Sequence[int]) -> None:
+        """Move the KV of accepted tree rows so that they follow the context in path order.
+
+        Args:
+            block_table: The sequence's blocks.
+            start: Position of row 0.
+            rows: Accepted rows in path order; row i of the path ends at position start + i.
+        """
+        moved = [(row, depth) for depth, row in enumerate(rows) if row != depth]
+        self.pool.move(
+            [self._slot(block_table, start + row) for row, _ in moved],
+            [self._slot(block_table, start + depth) for _, depth in moved],
+        )
+
+    def _slot(self, block_table: Sequence[int], position: int) -> int:
+        block, offset = divmod(position, self.blocks.block_size)
+        return block_table[block] * self.blocks.block_size + offset

@@ -1,0 +1,1 @@
+"""Who guesses: the Proposer protocol, the Draft it returns, and one method a file."""

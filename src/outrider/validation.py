@@ -1,0 +1,45 @@
+"""Frozen, validated value types whose errors name the field, the value and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from outrider.errors import InputError, InvalidParameterError, UnsupportedParameterError
+
+
+class Frozen(BaseModel):
+    """An immutable record; unknown names and values out of range raise an InputError."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+    #: Names other engines accept that are refused here, each with the reason.
+    refused: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, **values: Any) -> None:
+        for name in sorted(values.keys() & self.refused.keys()):
+            raise UnsupportedParameterError(name, values[name], self.refused[name], "Leave it out.")
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _first_problem(type(self), error) from None
+
+    def replace(self, **changes: Any) -> Self:
+        """A validated copy with some fields changed."""
+        return type(self)(**{**dict(self), **changes})
+
+
+def _first_problem(kind: type[Frozen], error: ValidationError) -> InputError:
+    detail = error.errors()[0]
+    raised = detail.get("ctx", {}).get("error")
+    if isinstance(raised, InputError):
+        return raised
+    field = ".".join(str(part) for part in detail["loc"][:1]) or kind.__name__
+    if detail["type"] == "extra_forbidden":
+        known = ", ".join(sorted(kind.model_fields))
+        return InvalidParameterError(field, detail["input"], "no such setting", f"{kind.__name__} knows: {known}.")
+    problem = detail["msg"][0].lower() + detail["msg"][1:]
+    described = kind.model_fields.get(field)
+    remedy = (described.description if described else None) or f"See {kind.__name__}."
+    return InvalidParameterError(field, detail["input"], problem, remedy)

@@ -1,0 +1,129 @@
+"""The one place where sampling parameters become probabilities; the target and model proposers both pass through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class RowParams:
+    """How the token of one row is to be chosen.
+
+    Attributes:
+        sampling: The request's parameters.
+        forbidden: Tokens that may not be chosen here (ends of text before min_tokens).
+    """
+
+    sampling: SamplingParams
+    forbidden: tuple[int, ...] = ()
+
+
+def forbid(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
+    """Logits [n, vocab_size] with each row's forbidden tokens at minus infinity; the input where there are none."""
+    pairs = [(row, token) for row, params in enumerate(rows) for token in params.forbidden]
+    if not pairs:
+        return logits
+    index = torch.tensor(pairs, device=logits.device)
+    masked = logits.clone()
+    masked[index[:, 0], index[:, 1]] = float("-inf")
+    return masked
+
+
+def target_probs(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
+    """The law each row's token is drawn from: [n, vocab_size], in the dtype of `logits`.
+
+    Temperature, then top_k, then top_p, then min_p, each on what the one before left (transformers' order). A greedy row
+    is a point mass on its largest logit, the lowest id among equals. Among tokens tied at the edge of top_k all stay; at
+    the edge of top_p as many as the mass needs, lowest ids first.
+
+    Args:
+        logits: [n, vocab_size], finite or minus infinity, float32 or wider.
+        rows: Parameters of each row.
+    """
+    logits = forbid(logits, rows)
+    greedy = [row for row, params in enumerate(rows) if params.sampling.greedy]
+    if len(greedy) == len(rows):
+        return _point_masses(logits)
+    column = [params.sampling.temperature or 1.0 for params in rows]
+    scaled = logits / _column(column, logits)
+    scaled = _keep_top_k(scaled, [params.sampling.top_k for params in rows])
+    probs = scaled.softmax(-1)
+    probs = _keep_top_p(probs, [params.sampling.top_p for params in rows])
+    probs = _keep_min_p(probs, [params.sampling.min_p for params in rows])
+    if greedy:
+        index = torch.tensor(greedy, device=logits.device)
+        probs[index] = _point_masses(logits[index])
+    return probs
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Largest entry of each row [n], the lowest id among equals on every device."""
+    return (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
+
+
+def _point_masses(logits: Tensor) -> Tensor:
+    return torch.zeros_like(logits).scatter_(-1, argmax(logits)[:, None], 1.0)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _keep_top_k(logits: Tensor, top_k: Sequence[int]) -> Tensor:
+    vocab_size = logits.shape[-1]
+    active = [row for row, k in enumerate(top_k) if 0 < k < vocab_size]
+    if not active:
+        return logits
+    ranks = torch.tensor([top_k[row] - 1 for row in active], device=logits.device)
+    index = torch.tensor(active, device=logits.device)
+    best = logits[index].topk(max(top_k[row] for row in active), -1).values
+    edge = best.gather(-1, ranks[:, None])
+    kept = logits.clone()
+    kept[index] = logits[index].masked_fill(logits[index] < edge, float("-inf"))
+    return kept
+
+
+def _keep_top_p(probs: Tensor, top_p: Sequence[float]) -> Tensor:
+    """The smallest set of most likely tokens whose mass reaches top_p, renormalised; without sorting the vocabulary."""
+    active = [row for row, p in enumerate(top_p) if p < 1.0]
+    if not active:
+        return probs
+    index = torch.tensor(active, device=probs.device)
+    chosen = probs[index]
+    limit = _column([top_p[row] for row in active], probs)
+    best = _enough_of_the_top(chosen, limit)
+    before = best.cumsum(-1) - best
+    inside = before < limit  # a token stays while the mass above it falls short
+    count = inside.sum(-1, keepdim=True).clamp_(min=1)
+    edge = best.gather(-1, count - 1)
+    ties_wanted = count - (chosen > edge).sum(-1, keepdim=True)
+    tied = chosen == edge
+    keep = (chosen > edge) | (tied & (tied.cumsum(-1) <= ties_wanted))
+    kept = chosen * keep
+    result = probs.clone()
+    result[index] = kept / kept.sum(-1, keepdim=True)
+    return result
+
+
+def _enough_of_the_top(probs: Tensor, limit: Tensor) -> Tensor:
+    """The largest entries of each row in descending order, as many as it takes for every row's mass to reach its limit."""
+    vocab_size, count = probs.shape[-1], 256
+    while count < vocab_size:
+        best = probs.topk(count, -1).values
+        if bool((best.sum(-1, keepdim=True) >= limit).all()):
+            return best
+        count *= 4
+    return probs.sort(-1, descending=True).values
+
+
+def _keep_min_p(probs: Tensor, min_p: Sequence[float]) -> Tensor:
+    if not any(min_p):
+        return probs
+    kept = probs * (probs >= _column(min_p, probs) * probs.amax(-1, keepdim=True))
+    return kept / kept.sum(-1, keepdim=True)

@@ -1,0 +1,170 @@
+"""Keyed random numbers: the only source of chance in the engine.
+
+Every draw names a `Key`. Bits come from the key alone (a counter-based generator, SplitMix64 finalisers over the key's
+fields and the token id), never from how many draws came before, so results do not depend on batch, chunking or step.
+Two verbs exist, `bernoulli` and `categorical`. A key may be used once; asking again raises, because shared noise biases
+every rule but "accept iff equal". The one sanctioned sharing has its own stream: a coupled proposer *guesses* with the
+target's noise (`Stream.GUESS`), and such guesses are verified by equality alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.errors import NoiseReuseError
+
+
+class Stream(IntEnum):
+    """What a draw is for. Streams are independent, but for GUESS, which reads TARGET's noise."""
+
+    TARGET = 0  # the target's own choice of a token
+    DRAFT = 1  # a proposer's draw from its law
+    ACCEPT = 2  # the coin of an acceptance rule
+    RECOVER = 3  # the token after a rejection, from the residual
+    GUESS = 4  # a coupled proposer's prediction of TARGET at the same position
+
+
+_RACING = frozenset({Stream.TARGET, Stream.GUESS})
+
+
+class Key(NamedTuple):
+    """Names one draw.
+
+    Attributes:
+        owner: Sequence id; keeps two requests with the same seed apart in the ledger, and is no part of the noise.
+        seed: The request's seed.
+        sample: Sample index within the request.
+        stream: What the draw is for.
+        position: Index in the sequence of the token being chosen or checked.
+        round: Verify pass of the sequence; 0 for TARGET and RECOVER, which happen once a position.
+    """
+
+    owner: int
+    seed: int
+    sample: int
+    stream: Stream
+    position: int
+    round: int = 0
+
+
+class NoiseSource(Protocol):
+    """Where chance comes from; `outrider.prove` puts one that takes every branch in the place of the keyed one."""
+
+    def bernoulli(self, probability: Tensor, keys: Sequence[Key]) -> Tensor:
+        """Coins [n] bool that fall True with `probability` [n]; surely never at 0 and always at 1."""
+        ...
+
+    def categorical(self, probs: Tensor, keys: Sequence[Key]) -> Tensor:
+        """Tokens [n] drawn from the rows of `probs` [n, vocab_size], which need not sum to exactly 1."""
+        ...
+
+    def forget(self, owner: int) -> None:
+        """The sequence is finished: its keys will not come again."""
+        ...
+
+
+class KeyedNoise:
+    """The production source.
+
+    TARGET and GUESS draw by Gumbel-max, one exponential a token, so that close laws under the same key mostly agree
+    (a maximal-overlap coupling in the sense of Daliri et al. 2024). The other streams need no coupling and invert the
+    cumulative law with a single uniform.
+    """
+
+    def __init__(self) -> None:
+        self._used: defaultdict[int, set[Key]] = defaultdict(set)
+
+    def bernoulli(self, probability: Tensor, keys: Sequence[Key]) -> Tensor:
+        self._spend(keys)
+        bits = torch.from_numpy(key_bits(keys)).to(probability.device)
+        return uniform(bits) < probability
+
+    def categorical(self, probs: Tensor, keys: Sequence[Key]) -> Tensor:
+        self._spend(keys)
+        bits = torch.from_numpy(key_bits(keys)).to(probs.device)
+        racing = torch.tensor([key.stream in _RACING for key in keys], device=probs.device)
+        tokens = torch.empty_like(bits)
+        for method, rows in ((gumbel_max, racing), (invert_cdf, ~racing)):
+            if bool(rows.any()):
+                tokens[rows] = method(probs[rows], bits[rows])
+        return tokens
+
+    def forget(self, owner: int) -> None:
+        self._used.pop(owner, None)
+
+    def _spend(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            used = self._used[key.owner]
+            if key in used:
+                raise NoiseReuseError(f"{key} was used before")
+            used.add(key)
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def _signed(constant: int) -> int:
+    return constant - 2**64 if constant >= 2**63 else constant
+
+
+def key_bits(keys: Sequence[Key]) -> np.ndarray:
+    """64 well-mixed bits a key, as int64 [n]. GUESS keys get the bits of TARGET at the same position."""
+    rows = [
+        (k.seed, k.sample, Stream.TARGET, k.position, 0)
+        if k.stream is Stream.GUESS
+        else (k.seed, k.sample, k.stream, k.position, k.round)
+        for k in keys
+    ]
+    fields = np.array(rows, dtype=np.uint64).reshape(len(keys), 5)
+    state = np.zeros(len(keys), np.uint64)
+    for column in fields.T:
+        state = _mix_numpy(state + column + np.uint64(_GOLDEN))
+    bits: np.ndarray = state.view(np.int64)
+    return bits
+
+
+def _mix_numpy(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX[0])
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX[1])
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+def _mix_torch(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele et al. 2014) on int64, whose right shift must be made logical."""
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        x = (x ^ _shift_right(x, shift)) * _signed(factor)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """int64 bits to float64 uniforms strictly inside (0, 1)."""
+    return (_shift_right(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
+
+
+def gumbel_max(probs: Tensor, bits: Tensor) -> Tensor:
+    """Tokens [n] from `probs` [n, vocab_size]: who wins an exponential race run on per-token noise of `bits` [n]."""
+    tokens = torch.arange(1, probs.shape[-1] + 1, device=probs.device)
+    noise = uniform(_mix_torch(bits[:, None] + tokens * _signed(_GOLDEN)))
+    return (probs.to(torch.float64) / -noise.log()).argmax(-1)
+
+
+def invert_cdf(probs: Tensor, bits: Tensor) -> Tensor:
+    """Tokens [n] from `probs` [n, vocab_size] by one uniform each, made of `bits` [n]; never one of probability 0."""
+    mass = probs.to(torch.float64).cumsum(-1)
+    total = mass[:, -1:]
+    below = torch.minimum(uniform(bits)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(mass, below, right=True)
+    return tokens.clamp_(max=probs.shape[-1] - 1).squeeze(-1)
