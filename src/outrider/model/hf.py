@@ -39,19 +39,25 @@ def stock_attention(model: Any) -> str:
 
 def layer_types(config: Any) -> list[str]:
     """transformers' name for each layer's kind of attention."""
-    types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    return list(types)
+    return [kind for kind, _ in _layers(config)]
 
 
 def layer_reaches(config: Any) -> list[LayerReach]:
     """How far each layer looks back, from the configuration (attention functions are not told reliably)."""
-    types, kwargs = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     return [
-        LayerReach(chunk=extra.get("sliding_window"))
-        if kind == "chunked_attention"
-        else LayerReach(window=extra.get("sliding_window"))
-        for kind, extra in zip(types, kwargs, strict=True)
+        LayerReach(chunk=size) if kind == "chunked_attention" else LayerReach(window=size) for kind, size in _layers(config)
     ]
+
+
+def _layers(config: Any) -> list[tuple[str, int | None]]:
+    """Kind of attention and size of its window or chunk, layer by layer.
+
+    Releases differ: older ones give one set of arguments for all layers, newer ones a set for each.
+    """
+    types, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    each = arguments if isinstance(arguments, list) else [arguments] * len(types)
+    sizes = (extra.get("sliding_window") for extra in each)
+    return [(kind, None if kind == "full_attention" else size) for kind, size in zip(types, sizes, strict=True)]
 
 
 def recurrent_layers(config: Any) -> list[str]:

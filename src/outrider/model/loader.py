@@ -13,6 +13,7 @@ import torch
 
 from outrider.config import ModelConfig
 from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.kernels.linear import use_skinny_linear
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         raise UnsupportedModelError(config.model, "it is an encoder-decoder", "Use a decoder-only (causal) model.")
     model = _load_weights(config, hf_config, source).to(device).eval()
     model.requires_grad_(False)
+    use_skinny_linear(model)
     text_config = hf_config.get_text_config(decoder=True)
     context = getattr(text_config, "max_position_embeddings", None) or 2048
     if config.max_model_len is not None and config.max_model_len > context:
