@@ -169,8 +169,9 @@ class LLM:
         Raises:
             OutriderError: The prompt cannot be served, or the request failed on the way.
         """
-        request = self._submit(prompt, params, speculation, streaming=True)
-        return self._pieces(request)
+        pieces = self._pieces(self._submit(prompt, params, speculation, streaming=True))
+        next(pieces)  # started at once: a stream that is dropped unread must still cancel its request
+        return cast(Iterator[StreamPiece], pieces)
 
     def chat(
         self,
@@ -273,9 +274,11 @@ class LLM:
         cache = self._cache_config.replace(num_tokens=capacity)
         return make_runner(load_model(config), "auto", cache, self.engine.scheduler.config.max_num_seqs)
 
-    def _pieces(self, request: Request) -> Iterator[StreamPiece]:
+    def _pieces(self, request: Request) -> Iterator[StreamPiece | None]:
+        """None once, then the pieces."""
         assert request.outbox is not None
         try:
+            yield None
             while True:
                 while request.outbox:
                     yield request.outbox.pop(0)

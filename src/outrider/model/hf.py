@@ -60,6 +60,23 @@ def _layers(config: Any) -> list[tuple[str, int | None]]:
     return [(kind, None if kind == "full_attention" else size) for kind, size in zip(types, sizes, strict=True)]
 
 
+def fixed_rope_context(config: Any) -> int | None:
+    """Longest sequence for which rotary factors do not depend on how long the batch is; None for no such limit.
+
+    longrope switches all factors of a batch when one of its positions passes the original context, so that one long
+    request would change its neighbours.
+    """
+    text_config = config.get_text_config(decoder=True)
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    sets = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
+    limits = []
+    for rope in sets:
+        if rope.get("rope_type") in ("longrope", "dynamic"):
+            original = rope.get("original_max_position_embeddings")
+            limits.append(original or getattr(text_config, "original_max_position_embeddings", None))
+    return min((limit for limit in limits if limit), default=None)
+
+
 def recurrent_layers(config: Any) -> list[str]:
     """Kinds of layer in this model that keep a running state instead of a KV cache."""
     return sorted(set(layer_types(config)) & _RECURRENT)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from outrider.config import ModelConfig
-from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.errors import InvalidParameterError, ModelLoadError, UnsupportedModelError
 from outrider.kernels.linear import use_skinny_linear
+from outrider.model import hf
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +66,12 @@ def load_model(config: ModelConfig) -> LoadedModel:
     model.requires_grad_(False)
     use_skinny_linear(model)
     text_config = hf_config.get_text_config(decoder=True)
-    context = getattr(text_config, "max_position_embeddings", None) or 2048
-    if config.max_model_len is not None and config.max_model_len > context:
-        logger.warning("max_model_len=%d exceeds the context of %s, %d", config.max_model_len, config.model, context)
     return LoadedModel(
         name=config.model,
         model=model,
         tokenizer=_load_tokenizer(config, source),
         vocab_size=_vocab_size(model, text_config),
-        max_model_len=min(config.max_model_len or context, context),
+        max_model_len=_max_model_len(config, text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
         device=device,
         dtype=model.dtype,
@@ -150,3 +148,20 @@ def _eos_token_ids(model: Any, text_config: Any) -> frozenset[int]:
         value = getattr(holder, "eos_token_id", None)
         found |= {value} if isinstance(value, int) else set(value or ())
     return frozenset(found)
+
+
+def _max_model_len(config: ModelConfig, text_config: Any) -> int:
+    """The checkpoint's context, or less where the caller asks for less or a longer text would change its neighbours."""
+    context = getattr(text_config, "max_position_embeddings", None) or 2048
+    fixed = hf.fixed_rope_context(text_config)
+    if fixed is not None and fixed < context:
+        logger.warning("%s: context limited to %d tokens, where its rotary factors are constant", config.model, fixed)
+        context = fixed
+    if config.max_model_len is not None and config.max_model_len > context:
+        raise InvalidParameterError(
+            "max_model_len",
+            config.max_model_len,
+            f"the context of {config.model} is {context}",
+            "Lower it or leave it out.",
+        )
+    return config.max_model_len or int(context)
