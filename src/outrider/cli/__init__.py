@@ -1,0 +1,1 @@
+"""The command line, one verb a file. Nothing here imports torch before a verb runs, so that --help stays fast."""

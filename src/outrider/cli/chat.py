@@ -1,0 +1,90 @@
+"""`outrider chat`: a conversation in the terminal, through the tokenizer's own chat template."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outrider.cli import options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.llm import LLM
+    from outrider.params import SamplingParams
+
+_HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+
+def chat(
+    model: options.Model = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    proposer: options.Proposer = None,
+    draft_model: options.DraftModel = None,
+    num_draft_tokens: options.NumDraftTokens = None,
+    rule: options.Rule = None,
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    seed: options.Seed = None,
+    dtype: options.DType = "auto",
+    device: options.Device = None,
+    attention_backend: options.Backend = "auto",
+    no_color: options.NoColor = False,
+) -> None:
+    """Talk with a model that has a chat template."""
+    from rich.console import Console
+
+    console = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
+    params = options.sampling(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    )
+    settings = options.speculation(proposer, draft_model, num_draft_tokens, rule)
+    notes = Console(stderr=True, no_color=no_color or None, highlight=False, soft_wrap=True)
+    llm = options.load(notes, model, settings, dtype=dtype, device=device, attention_backend=attention_backend)
+    opening = [{"role": "system", "content": system}] if system else []
+    llm.chat_prompt([*opening, {"role": "user", "content": "hello"}])  # refuse now, not after the first question
+    notes.print(_HELP, style="dim")
+    _converse(llm, opening, params, console, notes)
+
+
+def _converse(llm: LLM, opening: list[dict[str, str]], params: SamplingParams, console: Console, notes: Console) -> None:
+    messages = list(opening)
+    while True:
+        try:
+            question = console.input("[bold]> [/bold]").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if question == "/exit":
+            return
+        if question == "/reset":
+            messages = list(opening)
+        elif question:
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": _answer(llm, messages, params, console, notes)})
+
+
+def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, console: Console, notes: Console) -> str:
+    """Stream one turn; an interrupt keeps what was written so far."""
+    from outrider.cli.render import closing_line, coloured
+
+    start, written = perf_counter(), ""
+    stream = llm.stream(llm.chat_prompt(messages), params)
+    try:
+        for piece in stream:
+            console.print(coloured(piece.spans), end="")
+            written += piece.text
+            if piece.output is not None:
+                console.print()
+                notes.print(
+                    closing_line(len(piece.output.token_ids), perf_counter() - start, piece.output.stats), style="dim"
+                )
+    except KeyboardInterrupt:
+        stream.close()  # type: ignore[attr-defined]
+        console.print(" [dim](stopped)[/dim]")
+    return written

@@ -1,0 +1,232 @@
+"""`outrider generate`: complete prompts, coloured by where each token came from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli import options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.llm import LLM
+    from outrider.params import CompletionOutput, RequestOutput, SamplingParams
+
+
+def generate(
+    model: options.Model = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
+    file: Annotated[list[Path] | None, typer.Option("--file", "-f", help="A file that holds one prompt.")] = None,
+    proposer: options.Proposer = None,
+    draft_model: options.DraftModel = None,
+    num_draft_tokens: options.NumDraftTokens = None,
+    rule: options.Rule = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    seed: options.Seed = None,
+    n: Annotated[int | None, typer.Option("-n", help="Samples of each prompt.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Write on past the end of the text.")] = False,
+    dtype: options.DType = "auto",
+    device: options.Device = None,
+    attention_backend: options.Backend = "auto",
+    max_num_seqs: Annotated[int, typer.Option(help="Prompts that run at a time.")] = 32,
+    compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly, and show the speedup.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    no_color: options.NoColor = False,
+) -> None:
+    """Complete prompts from --prompt, --file or standard input."""
+    from rich.console import Console
+
+    notes = Console(stderr=True, no_color=no_color or None, highlight=False, soft_wrap=True)
+    prompts = _prompts(prompt or [], file or [])
+    params = options.sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        n=n,
+        stop=tuple(stop) if stop else None,
+        ignore_eos=ignore_eos,
+    )
+    settings = options.speculation(proposer, draft_model, num_draft_tokens, rule)
+    llm = options.load(
+        notes,
+        model,
+        settings,
+        dtype=dtype,
+        device=device,
+        attention_backend=attention_backend,
+        max_num_seqs=max_num_seqs,
+    )
+    if as_json:
+        failed = _as_json(llm, prompts, params, compare)
+    elif len(prompts) == 1 and params.n == 1:
+        failed = _stream(llm, prompts[0], params, notes, no_color=no_color, compare=compare)
+    else:
+        failed = _batch(llm, prompts, params, notes, no_color=no_color, compare=compare)
+    if failed:
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One timed run over all prompts."""
+
+    outputs: list[RequestOutput]
+    seconds: float
+    shares: dict[str, float]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(c.token_ids) for o in self.outputs for c in o.outputs)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / max(self.seconds, 1e-9)
+
+
+def _prompts(given: list[str], files: list[Path]) -> list[str]:
+    from outrider.errors import InvalidPromptError
+
+    prompts = list(given)
+    for path in files:
+        try:
+            prompts.append(sys.stdin.read() if str(path) == "-" else path.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidPromptError("file", str(path), f"cannot be read ({error})", "Give a text file in UTF-8.") from None
+    if not prompts and not sys.stdin.isatty():
+        prompts.append(sys.stdin.read())
+    if not prompts:
+        raise InvalidPromptError("prompt", None, "there is none", "Use --prompt, --file or standard input.")
+    return prompts
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no_color: bool, compare: bool) -> bool:
+    """One prompt, shown as it is written; closing line on standard error."""
+    from rich.console import Console
+
+    from outrider.cli.render import closing_line, coloured, legend
+
+    paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
+    if notes.is_terminal and llm.speculation.enabled:
+        notes.print(legend())
+    paper.print(prompt, end="", markup=False, style="dim" if paper.is_terminal else None)
+    start, final = perf_counter(), None
+    for piece in llm.stream(prompt, params):
+        paper.print(coloured(piece.spans), end="")
+        paper.file.flush()
+        final = piece.output or final
+    seconds = perf_counter() - start
+    paper.print()
+    assert final is not None
+    notes.print(closing_line(len(final.token_ids), seconds, final.stats), style="dim")
+    if compare:
+        plain = _run(llm, [prompt], params, speculation="none")
+        _show_comparison(notes, plain, len(final.token_ids) / max(seconds, 1e-9))
+        _show_identity(notes, params, plain.outputs[0].outputs[0], final)
+    return False
+
+
+def _batch(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console, *, no_color: bool, compare: bool) -> bool:
+    """Several prompts or samples: a progress bar, then the texts."""
+    from rich.console import Console
+
+    from outrider.cli.render import closing_line
+
+    paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
+    run = _run_with_progress(llm, prompts, params, notes)
+    for place, output in enumerate(run.outputs):
+        if output.error is not None:
+            notes.print(f"prompt {place + 1}: {output.error}", style="red", markup=False)
+        for completion in output.outputs:
+            sample = f", sample {completion.index + 1}" if params.n > 1 else ""
+            paper.print(f"── prompt {place + 1}{sample} ──", style="bold" if paper.is_terminal else None)
+            paper.print(_spans_of(llm, completion))
+    notes.print(closing_line(run.num_tokens, run.seconds, llm.stats.finished.freeze()), style="dim")
+    if compare:
+        _show_comparison(notes, _run(llm, prompts, params, speculation="none"), run.tokens_per_second)
+    return any(output.error is not None for output in run.outputs)
+
+
+def _spans_of(llm: LLM, completion: CompletionOutput) -> Any:
+    """A finished text with its colours, replayed token by token."""
+    from outrider.cli.render import coloured
+    from outrider.engine.detokenizer import TextStream
+
+    stream = TextStream(llm.tokenizer, ())
+    for token, origin in zip(completion.token_ids, completion.origins, strict=True):
+        stream.push(token, origin, watch=False)
+    stream.finish()
+    return coloured(stream.release())[: len(completion.text)]
+
+
+def _run(llm: LLM, prompts: list[str], params: SamplingParams, **kwargs: Any) -> _Run:
+    """Generate for all prompts; a single one that fails raises."""
+    llm.stats.reset()
+    start = perf_counter()
+    outputs = llm.generate(prompts if len(prompts) > 1 else prompts[0], params, **kwargs)
+    return _Run(outputs, perf_counter() - start, llm.stats.shares())
+
+
+def _run_with_progress(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console) -> _Run:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("writing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as progress:
+        task = progress.add_task("", total=len(prompts))
+        return _run(llm, prompts, params, on_finished=lambda _: progress.advance(task))
+
+
+def _as_json(llm: LLM, prompts: list[str], params: SamplingParams, compare: bool) -> bool:
+    """One object: the completion itself for one prompt and sample, else a list of them."""
+    run = _run(llm, prompts, params)
+    each = [_output_json(output, run) for output in run.outputs]
+    answer: dict[str, Any] = each[0] if len(each) == 1 else {"outputs": each}
+    answer["tokens_per_second"] = run.tokens_per_second
+    answer["time_shares"] = run.shares
+    if compare:
+        plain = _run(llm, prompts, params, speculation="none")
+        answer["plain_tokens_per_second"] = plain.tokens_per_second
+        answer["speedup"] = run.tokens_per_second / plain.tokens_per_second
+    sys.stdout.write(json.dumps(answer, ensure_ascii=False) + "\n")
+    return any(output.error is not None for output in run.outputs)
+
+
+def _output_json(output: RequestOutput, run: _Run) -> dict[str, Any]:
+    from outrider.cli.render import completion_json
+
+    head = {"prompt": output.prompt}
+    if output.error is not None:
+        return {**head, "error": {"type": type(output.error).__name__, "message": str(output.error)}}
+    samples = [completion_json(completion) for completion in output.outputs]
+    return {**head, **samples[0]} if len(samples) == 1 else {**head, "samples": samples}
+
+
+def _show_comparison(notes: Console, plain: _Run, tokens_per_second: float) -> None:
+    ratio = tokens_per_second / plain.tokens_per_second
+    style = "bold green" if ratio >= 1 else "bold red"
+    notes.print(f"plain decoding: {plain.tokens_per_second:.1f} tokens/s, speedup {ratio:.2f}x", style=style)
+
+
+def _show_identity(notes: Console, params: SamplingParams, plain: CompletionOutput, drafted: CompletionOutput) -> None:
+    if params.greedy or params.seed is not None:
+        same = plain.token_ids == drafted.token_ids
+        notes.print(
+            "same text, token by token"
+            if same
+            else "the texts part where two tokens are nearly equal: bits depend on shapes in this dtype (see float64)",
+            style="dim",
+        )

@@ -1,0 +1,74 @@
+"""How tokens look: a colour for every origin, a closing line, and the JSON form of an output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from outrider.params import CompletionOutput, RequestStats
+
+#: Chosen to stay apart for colour-blind readers and on light and dark backgrounds; plain tokens keep the default.
+STYLES = {
+    "plain": "",
+    "accepted": "green",
+    "recovered": "bold red",
+    "bonus": "bold blue",
+}
+
+
+def legend() -> Text:
+    """One line that says what the colours mean."""
+    from rich.text import Text
+
+    meanings = {
+        "accepted": "draft token that stood",
+        "recovered": "the target's own, after a rejection",
+        "bonus": "the target's own, after a whole draft stood",
+    }
+    line = Text()
+    for origin, meaning in meanings.items():
+        line.append(f"{origin} ", STYLES[origin])
+        line.append(f"{meaning}   ", "dim")
+    return line
+
+
+def coloured(spans: Any) -> Text:
+    """Text from (piece, origin) pairs."""
+    from rich.text import Text
+
+    text = Text()
+    for piece, origin in spans:
+        text.append(piece, STYLES[str(origin)])
+    return text
+
+
+def closing_line(num_tokens: int, seconds: float, stats: RequestStats) -> str:
+    """tokens/s, mean acceptance length and acceptance rate of one run."""
+    line = f"{num_tokens} tokens in {seconds:.2f} s, {num_tokens / max(seconds, 1e-9):.1f} tokens/s"
+    if stats.num_drafts:
+        line += f", mean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate {stats.acceptance_rate:.0%}"
+    return line
+
+
+def completion_json(output: CompletionOutput) -> dict[str, Any]:
+    """One completion as plain data."""
+    return {
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "origins": [str(origin) for origin in output.origins],
+        "stats": stats_json(output.stats),
+    }
+
+
+def stats_json(stats: RequestStats) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        **asdict(stats),
+        "acceptance_rate": stats.acceptance_rate,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+    }
