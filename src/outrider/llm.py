@@ -222,10 +222,11 @@ class LLM:
         config = self.speculation if speculation is None else self._resolve(speculation)
         text = prompt if isinstance(prompt, str) else None
         return self.engine.add_request(
-            self._encode(prompt), params, config, self.proposers.get(config), prompt=text, streaming=streaming
+            self.encode(prompt), params, config, self.proposers.get(config), prompt=text, streaming=streaming
         )
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt, as generate() sees them; raises InvalidPromptError."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidPromptError("prompt", prompt, "the model has no tokenizer", "Give a list of token ids.")

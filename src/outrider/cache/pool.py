@@ -25,6 +25,11 @@ class KVPool:
         self.num_slots = num_slots
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @property
+    def layers(self) -> list[int]:
+        """Layers that have been written."""
+        return sorted(self._layers)
+
     def write(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
         """Store the KV of new rows.
 

@@ -80,7 +80,7 @@ class RaggedBatch:
         self.device = device
         ends = np.cumsum([s.num_rows for s in self.segments]).tolist()
         self.row_spans = list(zip([0, *ends[:-1]], ends, strict=True))
-        slots = [_slots_of(s.block_table, s.context_len, block_size) for s in self.segments]
+        slots = [slots_of(s.block_table, s.context_len, block_size) for s in self.segments]
         wanted = [np.arange(a + s.logits_from, b) for s, (a, b) in zip(self.segments, self.row_spans, strict=True)]
         logit_ends = np.cumsum([len(w) for w in wanted]).tolist()
         self.logits_spans = list(zip([0, *logit_ends[:-1]], logit_ends, strict=True))
@@ -103,6 +103,7 @@ class RaggedBatch:
         return slice(first, last + 1) if consecutive else self._tensor(slots)
 
 
-def _slots_of(block_table: Sequence[int], num_tokens: int, block_size: int) -> np.ndarray:
+def slots_of(block_table: Sequence[int], num_tokens: int, block_size: int) -> np.ndarray:
+    """Pool slots [num_tokens] of a sequence's first tokens."""
     blocks = np.asarray(block_table, np.int64)[: -(-num_tokens // block_size)]
     return (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)[:num_tokens]

@@ -123,8 +123,12 @@ def key_bits(keys: Sequence[Key]) -> np.ndarray:
         else (k.seed, k.sample, k.stream, k.position, k.round)
         for k in keys
     ]
-    fields = np.array(rows, dtype=np.uint64).reshape(len(keys), 5)
-    state = np.zeros(len(keys), np.uint64)
+    return mix_fields(np.array(rows, dtype=np.uint64).reshape(len(keys), 5))
+
+
+def mix_fields(fields: np.ndarray) -> np.ndarray:
+    """64 well-mixed bits a row, int64 [n], from (seed, sample, stream, position, round) as uint64 [n, 5]."""
+    state = np.zeros(len(fields), np.uint64)
     for column in fields.T:
         state = _mix_numpy(state + column + np.uint64(_GOLDEN))
     bits: np.ndarray = state.view(np.int64)
