@@ -53,6 +53,7 @@ class KVPool:
         keys, values = self._layers[layer]
         return keys[slots], values[slots]
 
+    @torch.inference_mode()  # the tensors were made in a forward pass, and such may be changed nowhere else
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy slots onto others in every layer, all sources read before any destination is written."""
         if not sources:

@@ -211,8 +211,8 @@ class Engine:
         seq.num_computed += kept
         seq.stats.num_target_passes += 1
         self.stats.num_committed_tokens += seq.num_output_tokens - before
+        seq.view.round += 1  # also where a drawn draft was lost: its keys are spent
         if len(draft):
-            seq.view.round += 1
             seq.stats.observe_draft(len(draft), draft.depth, len(verdict.path))
         if seq.request.outbox is not None:
             seq.request.outbox.append(self._piece(seq, before))

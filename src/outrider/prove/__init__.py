@@ -1,0 +1,1 @@
+"""Losslessness proofs as a library: exact and sampled laws, identity of text, truth of the cache."""

@@ -1,0 +1,81 @@
+"""Identity of text and truth of the cache, on the caller's own model or the embedded pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from outrider.config import SpeculationConfig
+from outrider.llm import LLM, default_model
+from outrider.params import SamplingParams
+from outrider.prove.cache_truth import CacheAudit
+from outrider.prove.report import Finding
+
+#: Float32 islands (norms, rotary factors) round differently when a pass has another shape.
+KV_BOUND = 1e-5
+
+_PROMPTS = (
+    "def parse(line):\n",
+    "class Reader:\n    def __init__(self, path):\n",
+    "import os\nimport sys\n\ndef main(",
+    "for name in names:\n    for name in names:\n    for",
+    "x = [1, 2, 3]\ny = [1, 2, 3]\nz = [",
+)
+
+
+class OwnModel:
+    """A model in float64, loaded on first use, and the ways to draft for it.
+
+    Args:
+        model: Path or hub id; None takes the embedded pair.
+        draft_model: Its draft model, if any.
+    """
+
+    def __init__(self, model: str | None, draft_model: str | None) -> None:
+        self._model = model
+        self._draft = draft_model or (default_model("draft") if model is None else None)
+
+    @cached_property
+    def llm(self) -> LLM:
+        return LLM(self._model, dtype="float64", speculation="none", block_size=8)
+
+    @cached_property
+    def speculations(self) -> list[SpeculationConfig]:
+        ways = [SpeculationConfig(proposer="ngram", ngram_min=1, num_draft_tokens=4)]
+        if self._draft is not None:
+            lengths = (1, 3, 6)
+            ways += [
+                SpeculationConfig(proposer="draft_model", draft_model=self._draft, num_draft_tokens=k) for k in lengths
+            ]
+        return ways
+
+    @cached_property
+    def prompts(self) -> list[tuple[int, ...]]:
+        if self.llm.tokenizer is not None:
+            return [self.llm.encode(prompt) for prompt in _PROMPTS]
+        vocab_size = self.llm.engine.runner.loaded.vocab_size
+        return [tuple((5 * i * i + j) % vocab_size for i in range(6 + j)) for j in range(5)]
+
+    def text_is_identical(self, params: SamplingParams) -> Finding:
+        """Token by token the same with every proposer and length, in a batch, as plainly and alone."""
+        plain = [self.llm.generate(prompt, params)[0].token_ids for prompt in self.prompts]
+        wrong = compared = 0
+        for config in self.speculations:
+            batch = self.llm.generate(self.prompts, params, speculation=config)
+            wrong += sum(a != b.token_ids for a, b in zip(plain, batch, strict=True))
+            compared += len(plain)
+        return Finding(wrong, 0.0, f"{compared} texts of {params.max_tokens} tokens, float64, batched against alone")
+
+    def cache_is_true(self, max_tokens: int) -> Finding:
+        """KV of every running sequence after every commit, relative to a fresh prefill of its tokens."""
+        for prompt, config in self._pairs():
+            params = SamplingParams(seed=5, max_tokens=max_tokens)
+            self.llm.engine.add_request(prompt, params, config, self.llm.proposers.get(config))
+        audit = CacheAudit(self.llm.engine)
+        audit.run()
+        holds = audit.num_checked > 0 and audit.worst <= KV_BOUND
+        return Finding(audit.worst, KV_BOUND, f"{audit.num_checked} comparisons with a fresh prefill", holds)
+
+    def _pairs(self) -> Iterator[tuple[tuple[int, ...], SpeculationConfig]]:
+        for i, prompt in enumerate(self.prompts):
+            yield prompt, self.speculations[i % len(self.speculations)]

@@ -1,0 +1,280 @@
+"""The acceptance rules in exact rational arithmetic, written from the papers and from nothing else in this package.
+
+R1: Leviathan et al. 2023, Chen et al. 2023. R2: sample from the target, follow the draft while it agrees. R3: block
+verification, Sun et al. 2024. RC: R2 with the proposer and the target running one exponential race (Daliri et al. 2024).
+Laws depend on the whole context. `speculative_law` gives the joint law of the first tokens over as many consecutive rounds
+as they take; against `plain_law` its total variation must be 0, exactly.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from fractions import Fraction
+from functools import cache
+from itertools import product
+from random import Random
+
+from outrider.prove.simplex import WHOLE, Polygon, area, cell
+
+VOCAB_SIZE = 3
+Context = tuple[int, ...]
+Probs = tuple[Fraction, ...]
+Joint = dict[Context, Fraction]
+
+
+class ReferenceRule(StrEnum):
+    TOKEN = "token"
+    BLOCK = "block"
+    WALK = "walk"
+    COUPLED = "coupled"
+
+
+#: How the two laws of a case relate.
+KINDS = ("generic", "zeros", "equal", "one-hot draft", "one-hot target", "disjoint", "near", "mixed")
+
+
+class Case:
+    """A target and a draft law for every context over three tokens.
+
+    Args:
+        kind: One of KINDS; "mixed" takes another one at every context.
+        seed: Fixes all laws.
+    """
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self.kind, self.seed = kind, seed
+        self._laws: dict[Context, tuple[Probs, Probs]] = {}
+
+    def target(self, context: Context) -> Probs:
+        return self._pair(context)[0]
+
+    def draft(self, context: Context) -> Probs:
+        return self._pair(context)[1]
+
+    def _pair(self, context: Context) -> tuple[Probs, Probs]:
+        if context not in self._laws:
+            random = Random(f"{self.seed}:{context}")
+            kind = random.choice(KINDS[:-1]) if self.kind == "mixed" else self.kind
+            self._laws[context] = _random_pair(kind, random)
+        return self._laws[context]
+
+    def __str__(self) -> str:
+        return f"{self.kind} #{self.seed}"
+
+
+def cases(count: int, seed: int = 0) -> list[Case]:
+    """`count` cases, the kinds in turn."""
+    return [Case(KINDS[i % len(KINDS)], seed * 1_000_003 + i) for i in range(count)]
+
+
+def _random_pair(kind: str, random: Random) -> tuple[Probs, Probs]:
+    p, q = _random_law(random, 1), _random_law(random, 1)
+    spot = random.randrange(VOCAB_SIZE)
+    one_hot = tuple(Fraction(int(t == spot)) for t in range(VOCAB_SIZE))
+    if kind == "zeros":
+        return _random_law(random, 0), _random_law(random, 0)
+    if kind == "equal":
+        return p, p
+    if kind == "one-hot draft":
+        return p, one_hot
+    if kind == "one-hot target":
+        return one_hot, q
+    if kind == "disjoint":
+        rest = _normalised([0 if t == spot else random.randint(1, 9) for t in range(VOCAB_SIZE)])
+        return (one_hot, rest) if random.random() < 0.5 else (rest, one_hot)
+    if kind == "near":
+        return p, _normalised([100 * w + random.randint(1, 9) for w in p])
+    return p, q
+
+
+def _random_law(random: Random, least: int) -> Probs:
+    weights = [random.randint(1, 12) if least or random.random() < 0.6 else 0 for _ in range(VOCAB_SIZE)]
+    return _normalised(weights if any(weights) else [1, 0, 2])
+
+
+def _normalised(weights: list[int] | list[Fraction]) -> Probs:
+    total = Fraction(sum(weights)) or Fraction(1)
+    return tuple(Fraction(w) / total for w in weights)
+
+
+# -- joint laws --------------------------------------------------------------------------------------------------------
+
+
+def plain_law(case: Case, length: int) -> Joint:
+    """Joint law of the target's first `length` tokens."""
+    joint: Joint = {(): Fraction(1)}
+    for _ in range(length):
+        joint = {(*c, t): weight * p for c, weight in joint.items() for t, p in enumerate(case.target(c)) if p}
+    return joint
+
+
+def speculative_law(case: Case, rule: ReferenceRule, num_draft_tokens: int, length: int) -> Joint:
+    """Joint law of the first `length` tokens under consecutive rounds of draft and verification."""
+    if rule is ReferenceRule.COUPLED:
+        return _coupled_law(case, num_draft_tokens, length)
+
+    @cache
+    def continued(context: Context) -> Mapping[Context, Fraction]:
+        if len(context) >= length:
+            return {context[:length]: Fraction(1)}
+        joint: defaultdict[Context, Fraction] = defaultdict(Fraction)
+        for tokens, weight in round_law(case, rule, context, num_draft_tokens).items():
+            for outcome, share in continued(context + tokens).items():
+                joint[outcome] += weight * share
+        return joint
+
+    return dict(continued(()))
+
+
+def distance(a: Mapping[Context, Fraction], b: Mapping[Context, Fraction]) -> Fraction:
+    """Total variation, exactly."""
+    zero = Fraction(0)
+    return sum((abs(a.get(c, zero) - b.get(c, zero)) for c in a.keys() | b.keys()), zero) / 2
+
+
+def round_law(case: Case, rule: ReferenceRule, context: Context, num_draft_tokens: int) -> Joint:
+    """Law of the tokens that one round commits after `context`, the recovered or bonus token included."""
+    joint: defaultdict[Context, Fraction] = defaultdict(Fraction)
+    for draft in product(range(VOCAB_SIZE), repeat=num_draft_tokens):
+        chance = Fraction(1)
+        for i, token in enumerate(draft):
+            chance *= case.draft(context + draft[:i])[token]
+        if chance:
+            for accepted, weight, law in stops(case, rule, context, draft):
+                for token, p in enumerate(law):
+                    joint[(*draft[:accepted], token)] += chance * weight * p
+    return {tokens: weight for tokens, weight in joint.items() if weight}
+
+
+def stops(case: Case, rule: ReferenceRule, context: Context, draft: Context) -> Iterator[tuple[int, Fraction, Probs]]:
+    """(accepted length, its chance, law of the next token) for one draft."""
+    if rule is ReferenceRule.TOKEN:
+        yield from _token_stops(case, context, draft)
+    elif rule is ReferenceRule.BLOCK:
+        yield from _block_stops(case, context, draft)
+    else:
+        yield from _walk_stops(case, context, draft)
+
+
+def _token_stops(case: Case, context: Context, draft: Context) -> Iterator[tuple[int, Fraction, Probs]]:
+    reached = Fraction(1)
+    for i, coin in enumerate(token_coins(case, context, draft)):
+        here = context + draft[:i]
+        if coin < 1:
+            yield i, reached * (1 - coin), owed(case.target(here), case.draft(here), Fraction(1))
+        reached *= coin
+    yield len(draft), reached, case.target(context + draft)
+
+
+def token_coins(case: Case, context: Context, draft: Context) -> list[Fraction]:
+    """R1: min(1, p / q) of each draft token."""
+    return [min(Fraction(1), ratio) for ratio in _likelihood_ratios(case, context, draft)]
+
+
+def _block_stops(case: Case, context: Context, draft: Context) -> Iterator[tuple[int, Fraction, Probs]]:
+    coins, weights = block_coins(case, context, draft)
+    remaining = Fraction(1)
+    for i in range(len(draft), -1, -1):  # the largest i whose coin falls wins; at 0 it always does
+        coin = coins[i - 1] if i else Fraction(1)
+        here = context + draft[:i]
+        law = case.target(here) if i == len(draft) else owed(case.target(here), case.draft(here), weights[i])
+        if remaining * coin:
+            yield i, remaining * coin, law
+        remaining *= 1 - coin
+
+
+def block_coins(case: Case, context: Context, draft: Context) -> tuple[list[Fraction], list[Fraction]]:
+    """R3: the coins h_1 .. h_K and the weights P_0 .. P_K."""
+    weights = [Fraction(1)]
+    for ratio in _likelihood_ratios(case, context, draft):
+        weights.append(min(Fraction(1), weights[-1] * ratio))
+    coins = []
+    for i in range(1, len(draft)):
+        p, q = case.target(context + draft[:i]), case.draft(context + draft[:i])
+        excess = sum((max(Fraction(0), weights[i] * a - b) for a, b in zip(p, q, strict=True)), Fraction(0))
+        below = excess + 1 - weights[i]
+        coins.append(excess / below if below else Fraction(1))
+    return [*coins, weights[-1]], weights
+
+
+def _walk_stops(case: Case, context: Context, draft: Context) -> Iterator[tuple[int, Fraction, Probs]]:
+    reached = Fraction(1)
+    for i, token in enumerate(draft):
+        p = case.target(context + draft[:i])
+        if p[token] < 1:
+            others = [a if t != token else Fraction(0) for t, a in enumerate(p)]
+            yield i, reached * (1 - p[token]), _normalised(others)
+        reached *= p[token]
+    if reached:
+        yield len(draft), reached, case.target(context + draft)
+
+
+def owed(target_law: Probs, draft_law: Probs, weight: Fraction) -> Probs:
+    """norm((weight * p - q)+), or p where nothing is owed."""
+    parts = [max(Fraction(0), weight * a - b) for a, b in zip(target_law, draft_law, strict=True)]
+    return _normalised(parts) if any(parts) else target_law
+
+
+def _likelihood_ratios(case: Case, context: Context, draft: Context) -> list[Fraction]:
+    rows = [context + draft[:i] for i in range(len(draft))]
+    return [case.target(row)[token] / case.draft(row)[token] for row, token in zip(rows, draft, strict=True)]
+
+
+# -- shared noise ------------------------------------------------------------------------------------------------------
+
+
+def _coupled_law(case: Case, num_draft_tokens: int, length: int) -> Joint:
+    """RC over consecutive rounds; a position's noise outlives the round that first guessed with it."""
+    joint: defaultdict[Context, Fraction] = defaultdict(Fraction)
+    noise = dict.fromkeys(range(length), WHOLE)
+    todo: list[tuple[Context, Fraction, dict[int, Polygon]]] = [((), Fraction(1), noise)]
+    while todo:
+        context, weight, noise = todo.pop()
+        budget = min(num_draft_tokens, length - len(context))
+        for draft, share, guessed in _guesses(case, context, budget, noise):
+            for tokens, rest, left in _checks(case, context, draft, length, guessed):
+                if len(context) + len(tokens) >= length:
+                    joint[context + tokens] += weight * share * rest
+                else:
+                    todo.append((context + tokens, weight * share * rest, left))
+    return dict(joint)
+
+
+Branch = tuple[Context, Fraction, dict[int, Polygon]]
+
+
+def _guesses(case: Case, context: Context, budget: int, noise: dict[int, Polygon]) -> list[Branch]:
+    branches: list[Branch] = [((), Fraction(1), noise)]
+    for _ in range(budget):
+        branches = [
+            ((*draft, token), weight * share, after)
+            for draft, weight, before in branches
+            for token, share, after in _race(case.draft(context + draft), len(context) + len(draft), before)
+        ]
+    return branches
+
+
+def _checks(case: Case, context: Context, draft: Context, length: int, noise: dict[int, Polygon]) -> Iterator[Branch]:
+    """The target's own race at each position, for as long as the draft agrees."""
+    alive: list[Branch] = [((), Fraction(1), noise)]
+    while alive:
+        tokens, weight, before = alive.pop()
+        for token, share, after in _race(case.target(context + tokens), len(context) + len(tokens), before):
+            branch = ((*tokens, token), weight * share, after)
+            agrees = len(tokens) < len(draft) and draft[len(tokens)] == token
+            if agrees and len(context) + len(tokens) + 1 < length:
+                alive.append(branch)
+            else:
+                yield branch
+
+
+def _race(law: Probs, position: int, noise: dict[int, Polygon]) -> Iterator[tuple[int, Fraction, dict[int, Polygon]]]:
+    known = noise[position]
+    whole = area(known)
+    for token, p in enumerate(law):
+        if p:
+            won = cell(known, law, token)
+            if share := Fraction(area(won)) / whole:
+                yield token, share, {**noise, position: won}

@@ -1,0 +1,199 @@
+"""The production rules and the production Verifier against the rational reference, on synthetic laws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from fractions import Fraction
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from outrider.config import SpeculationConfig
+from outrider.engine.detokenizer import TextStream
+from outrider.engine.sequence import Request, Sequence
+from outrider.engine.verifier import Candidate, Verifier
+from outrider.params import SamplingParams
+from outrider.propose.base import DraftNoise
+from outrider.propose.draft import EMPTY, Draft, Law
+from outrider.prove import forking, reference
+from outrider.prove.reference import VOCAB_SIZE, Case, Context, ReferenceRule
+from outrider.prove.report import Finding
+from outrider.verify import rules
+from outrider.verify.noise import Key, NoiseSource
+
+_PROMPT = (0,)
+_MANY = 1_000
+
+
+def prove_reference(rule: ReferenceRule, count: int, num_draft_tokens: int, length: int) -> Finding:
+    """Rational enumeration: the reference itself has total variation exactly 0."""
+    worst = Fraction(0)
+    for case in reference.cases(count):
+        law = reference.speculative_law(case, rule, num_draft_tokens, length)
+        worst = max(worst, reference.distance(law, reference.plain_law(case, length)))
+    detail = f"{count} laws, {num_draft_tokens} draft tokens, joint of {length} tokens, in fractions"
+    return Finding(float(worst), 0.0, detail, worst == 0)
+
+
+def prove_functions(count: int, num_draft_tokens: int = 3) -> Finding:
+    """`verify.rules` against the reference: chances of every coin, weights and residuals, for every draft."""
+    worst = 0.0
+    for case in reference.cases(count, seed=1):
+        worst = max(worst, _functions_differ(case, num_draft_tokens))
+    return Finding(worst, 1e-13, f"{count} laws, every draft of {num_draft_tokens}: coins, weights, residuals")
+
+
+def _functions_differ(case: Case, k: int) -> float:
+    drafts = [d for d in product(range(VOCAB_SIZE), repeat=k) if all(case.draft(d[:i])[d[i]] for i in range(k))]
+    p = _tensor([[case.target(d[:i]) for i in range(k + 1)] for d in drafts])
+    q = _tensor([[case.draft(d[:i]) for i in range(k)] for d in drafts])
+    x = torch.tensor(drafts)
+    blocks = [reference.block_coins(case, (), d) for d in drafts]
+    chances, weights = rules.block_acceptance(p, q, x)
+    pairs = [
+        (rules.token_acceptance(p, q, x), _tensor([reference.token_coins(case, (), d) for d in drafts])),
+        (chances, _tensor([coins for coins, _ in blocks])),
+        (weights, _tensor([weight for _, weight in blocks])),
+    ]
+    for i in range(k):
+        for scale, exact in ((weights[:, i], [w[i] for _, w in blocks]), (weights[:, 0], [Fraction(1)] * len(drafts))):
+            law = _tensor(
+                [reference.owed(case.target(d[:i]), case.draft(d[:i]), e) for d, e in zip(drafts, exact, strict=True)]
+            )
+            here = (p[:, i], q[:, i], scale)
+            pairs.append((_owing(rules.residual(*here), *here), _owing(law, *here)))
+    return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+
+
+def _owing(law: Tensor, p: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    """Rows where so little is owed that rounding decides its shape count for nothing: they are reached as rarely."""
+    owed = (scale[:, None] * p - q).clamp(min=0).sum(-1, keepdim=True)
+    return law * (owed > 1e-9)
+
+
+# -- decisions on a grid -----------------------------------------------------------------------------------------------
+
+
+class GridNoise:
+    """Injected coins: each falls True where its grid point is below its chance; tokens are the likeliest."""
+
+    def __init__(self, grid: Seq[float]) -> None:
+        self.grid = grid
+
+    def bernoulli(self, probability: Tensor, keys: Seq[Key]) -> Tensor:
+        return torch.tensor(self.grid, dtype=probability.dtype) < probability
+
+    def categorical(self, probs: Tensor, keys: Seq[Key]) -> Tensor:
+        return probs.argmax(-1)
+
+    def forget(self, owner: int) -> None:
+        pass
+
+
+def prove_decisions(rule: ReferenceRule, count: int, steps: int = 7, k: int = 2) -> Finding:
+    """The Verifier under injected coins on a grid accepts as many tokens as the reference's coins say; 0 may differ."""
+    points = [Fraction(2 * i + 1, 2 * steps) + Fraction(1, 10_007) for i in range(steps)]  # off every likely tie
+    points[0] = Fraction(0)  # a coin at exactly 0 must not accept what the target forbids
+    wrong = total = 0
+    for case in reference.cases(count, seed=2):
+        for draft in product(range(VOCAB_SIZE), repeat=k):
+            if all(case.draft(draft[:i])[draft[i]] for i in range(k)):
+                for coins in product(points, repeat=k):
+                    wrong += _accepted(case, rule, draft, coins) != _expected(case, rule, draft, coins)
+                    total += 1
+    return Finding(float(wrong), 0.0, f"{total} decisions with injected coins over {count} laws")
+
+
+def _accepted(case: Case, rule: ReferenceRule, draft: Context, coins: Seq[Fraction]) -> int:
+    seq = make_sequence(0, rule)
+    guess = Draft.chain(draft, Law.SAMPLED, _tensor([case.draft(draft[:i]) for i in range(len(draft))]))
+    logits = _tensor([case.target(draft[:i]) for i in range(len(draft) + 1)]).log()
+    verifier = Verifier(GridNoise([float(c) for c in coins]))
+    return len(verifier.verify([Candidate(seq, guess, (0, len(draft) + 1))], logits)[0].path)
+
+
+def _expected(case: Case, rule: ReferenceRule, draft: Context, coins: Seq[Fraction]) -> int:
+    if rule is ReferenceRule.TOKEN:
+        falls = [u < c for u, c in zip(coins, reference.token_coins(case, (), draft), strict=True)]
+        return next((i for i, fell in enumerate(falls) if not fell), len(falls))
+    chances, _ = reference.block_coins(case, (), draft)
+    return max((i + 1 for i, (u, c) in enumerate(zip(coins, chances, strict=True)) if u < c), default=0)
+
+
+# -- the forked Verifier -----------------------------------------------------------------------------------------------
+
+
+def prove_verifier(rule: ReferenceRule, count: int, num_draft_tokens: int, length: int) -> Finding:
+    """The production Verifier, forked over consecutive rounds, against the exact law of the target."""
+    worst, paths = 0.0, 0
+    for case in reference.cases(count, seed=3):
+        law = verifier_law(case, rule, num_draft_tokens, length)
+        exact = {c: float(w) for c, w in reference.plain_law(case, length).items()}
+        worst = max(worst, forking.total_variation(law.probs, exact) + law.dropped)
+        paths += law.num_paths
+    detail = f"{count} laws, {num_draft_tokens} draft tokens, joint of {length} tokens, {paths} paths"
+    return Finding(worst, 1e-12, detail)
+
+
+def verifier_law(case: Case, rule: ReferenceRule, num_draft_tokens: int, length: int) -> forking.Law:
+    """Joint law of the first `length` tokens that rounds of drafting and `Verifier.verify` write."""
+    noise = forking.ForkingNoise()
+    return forking.explore(lambda width: _decode(case, rule, noise, num_draft_tokens, length, width), noise, width=_MANY)
+
+
+def _decode(case: Case, rule: ReferenceRule, noise: NoiseSource, k: int, length: int, width: int) -> list[forking.Outcome]:
+    sequences = [make_sequence(i, rule) for i in range(width)]
+    verifier = Verifier(noise)
+    while running := [s for s in sequences if s.num_output_tokens < length]:
+        drafts = _draft(case, running, noise, k, length)
+        rows: list[reference.Probs] = []
+        candidates = []
+        for seq, draft in zip(running, drafts, strict=True):
+            context = tuple(seq.output_token_ids)
+            first = len(rows)
+            rows += [case.target(context + draft.token_ids[:i]) for i in range(len(draft) + 1)]
+            candidates.append(Candidate(seq, draft, (first, len(rows))))
+        verdicts = verifier.verify(candidates, _tensor(rows).log())
+        for seq, draft, verdict in zip(running, drafts, verdicts, strict=True):
+            for token in (*(draft.token_ids[node] for node in verdict.path), verdict.token_id):
+                seq.append(token, verdict.origin)
+            seq.view.round += 1
+    return [tuple(s.output_token_ids[:length]) for s in sequences]
+
+
+def _draft(case: Case, sequences: list[Sequence], noise: NoiseSource, k: int, length: int) -> list[Draft]:
+    """Drafts of up to `k` tokens, never more than the text has room for beside the target's own token."""
+    source = DraftNoise(noise)
+    budgets = [min(k, length - s.num_output_tokens - 1) for s in sequences]
+    tokens: list[list[int]] = [[] for _ in sequences]
+    laws: list[list[reference.Probs]] = [[] for _ in sequences]
+    for offset in range(k):
+        members = [i for i, budget in enumerate(budgets) if offset < budget]
+        if not members:
+            break
+        rows = [case.draft((*sequences[i].output_token_ids, *tokens[i])) for i in members]
+        drawn = source.categorical(_tensor(rows), [sequences[i].view for i in members], [offset] * len(members))
+        for i, row, token in zip(members, rows, drawn.tolist(), strict=True):
+            tokens[i].append(token)
+            laws[i].append(row)
+    return [
+        Draft.chain(t, source.law(s.view), _tensor(q)) if t else EMPTY
+        for s, t, q in zip(sequences, tokens, laws, strict=True)
+    ]
+
+
+def make_sequence(seq_id: int, rule: ReferenceRule) -> Sequence:
+    """A sequence of one prompt token that asks for `rule`, outside any engine."""
+    speculation = SpeculationConfig(rule=rule.value)
+    params = SamplingParams(max_tokens=64)
+    request = Request(seq_id, None, _PROMPT, params, speculation, None, 0, frozenset())
+    return Sequence(seq_id, request, 0, TextStream(None, ()), 128)
+
+
+def _tensor(values: object) -> Tensor:
+    return torch.tensor(_floats(values), dtype=torch.float64)
+
+
+def _floats(values: object) -> object:
+    return [_floats(v) for v in values] if isinstance(values, list | tuple) else float(values)  # type: ignore[arg-type]

@@ -1,0 +1,71 @@
+"""Real checkpoints so small that every path through the engine can be walked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.llm import LLM
+
+
+def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3) -> str:
+    """Write a one-layer Llama with random weights in float64, no tokenizer and no end of text; returns its path.
+
+    Weights are drawn wide: at the usual spread of 0.02 all laws are nearly uniform, and a wrong mask changes nothing.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = LlamaForCausalLM(config).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.7)
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def raise_norms(model: Any) -> None:
+    """Let the norms of a float64 model compute in float64.
+
+    transformers normalises in float32, where a difference of 1e-16 between two batch shapes can round to one of 1e-7.
+    Without that island two passes over the same tokens agree to about 1e-15, and bounds can be tight.
+    """
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = _Norm(module)
+
+
+class _Norm:
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self._module.variance_epsilon)
+        result: Tensor = self._module.weight * hidden_states * scale
+        return result
+
+
+def raise_engine_norms(llm: LLM) -> None:
+    """`raise_norms` on the target and on every draft model that is alive."""
+    raise_norms(llm.engine.runner.loaded.model)
+    for proposer in llm.proposers:
+        runner = getattr(proposer, "runner", None)
+        if runner is not None:
+            raise_norms(runner.loaded.model)

@@ -1,0 +1,119 @@
+"""Every family through both attention backends writes what stock transformers writes, and a wrong mask is noticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider.errors import UnsupportedModelError
+from outrider.model import context
+from outrider.model.batch import Segment
+from outrider.model.runner import ModelRunner
+from tests.model import checkpoints
+
+PROMPT = [(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(23)]  # longer than window and chunk
+NGRAM = SpeculationConfig(proposer="ngram", ngram_min=1, num_draft_tokens=4)
+TREE = (-1, 0, 0, 1, 2, 2, 4)  # two branches, with uncles
+
+
+@pytest.fixture(scope="module", params=checkpoints.FAMILIES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    return checkpoints.save(request.param, folder / request.param)
+
+
+def load(path: str, backend: str) -> LLM:
+    return LLM(path, dtype="float64", attention_backend=backend, block_size=4, max_num_batched_tokens=9, max_num_seqs=4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["paged", "gather"])
+def test_writes_what_transformers_writes(path: str, backend: str) -> None:
+    want = checkpoints.greedy_by_transformers(path, PROMPT, 20)
+    llm = load(path, backend)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    for speculation in ("none", NGRAM):
+        assert llm.generate(PROMPT, params, speculation=speculation)[0].token_ids == want
+
+
+@torch.inference_mode()
+def path_logits(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
+    """Logits after the last token, from a fresh plain chain."""
+    table = runner.blocks.allocate(runner.blocks.blocks_for(len(tokens)))
+    logits = runner.forward([Segment(tokens, 0, table, logits_from=len(tokens) - 1)]).logits[0]
+    runner.blocks.free(table)
+    return logits
+
+
+def tree_error(runner: ModelRunner) -> float:
+    """Largest difference between a tree's rows, computed beside a chain, and plain chains of each path."""
+    rows = [3, 9, 14, 27, 33, 2, 50]
+    table = runner.blocks.allocate(runner.blocks.blocks_for(len(PROMPT) + len(rows)))
+    other = runner.blocks.allocate(runner.blocks.blocks_for(12))
+    runner.forward([Segment(PROMPT, 0, table), Segment(PROMPT[:8], 0, other)])
+    out = runner.forward([Segment(PROMPT[8:12], 8, other), Segment(rows, len(PROMPT), table, TREE)])
+    got = out.logits[out.logits_spans[1][0] :]
+    worst = 0.0
+    for row in range(len(rows)):
+        line, at = [], row
+        while at >= 0:
+            line.append(rows[at])
+            at = TREE[at]
+        worst = max(worst, float((path_logits(runner, PROMPT + line[::-1]) - got[row]).abs().max()))
+    runner.blocks.free(table)
+    runner.blocks.free(other)
+    return worst
+
+
+@pytest.mark.parametrize("backend", ["paged", "gather"])
+def test_tree_rows_equal_plain_paths(path: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = load(path, backend).engine.runner
+    assert tree_error(runner) < 1e-5  # float32 islands in norms and rotary factors
+
+    def sees_everything(segment: Segment, reach: context.LayerReach) -> Any:
+        seen = context_visible(segment, reach)
+        seen[-1] = True  # the last row sees its uncles
+        return seen
+
+    context_visible = context.visible
+    monkeypatch.setattr(context, "visible", sees_everything)
+    monkeypatch.setattr("outrider.model.attention.gather.visible", sees_everything)
+    assert tree_error(runner) > 1e-3
+
+
+@pytest.mark.parametrize("path", ["mistral", "gemma2"], indirect=True)
+def test_a_forgotten_window_is_noticed(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = checkpoints.greedy_by_transformers(path, PROMPT, 20)
+    llm = load(path, "paged")
+    real = context.visible
+    monkeypatch.setattr(context, "visible", lambda segment, reach: real(segment, context.LayerReach()))
+    assert llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20))[0].token_ids != want
+
+
+def test_every_layer_type_is_present(tmp_path: Path) -> None:
+    from outrider.model import hf
+
+    llm = load(checkpoints.save("gemma2", tmp_path / "gemma2"), "auto")
+    assert llm.engine.runner.backend.name == "paged"
+    assert set(hf.layer_types(llm.engine.runner.loaded.model.config)) == {"sliding_attention", "full_attention"}
+
+
+def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    shape = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16, "n_groups": 1}
+    config = Mamba2Config(**shape, state_size=8, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    Mamba2ForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    with pytest.raises(UnsupportedModelError):
+        LLM(str(tmp_path / "mamba"))
+
+
+def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
+    from transformers import T5Config
+
+    T5Config(vocab_size=61, d_model=16, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path / "t5")
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        LLM(str(tmp_path / "t5"))

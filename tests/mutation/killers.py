@@ -1,0 +1,250 @@
+"""Checks that tell a mutant from the real engine; run as `python killers.py NAME` with the package to judge on PYTHONPATH.
+
+Each function raises where its claim fails. They stand alone so that a mutant costs one short process.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.config import SpeculationConfig
+from outrider.llm import LLM
+from outrider.params import SamplingParams
+from outrider.propose import registry
+from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
+from outrider.propose.draft import Draft, Law
+from outrider.prove.engine_law import EngineProof, Setting
+from outrider.prove.tiny import save_tiny_llama
+from outrider.verify.noise import Key, KeyedNoise, Stream
+from outrider.verify.rules import residual
+
+PROMPT = [1, 5, 9, 2, 7, 7, 3, 11, 4]
+
+
+# -- laws --------------------------------------------------------------------------------------------------------------
+
+
+def _law(rule: str, **params: Any) -> None:
+    folder = Path(tempfile.mkdtemp())
+    proof = EngineProof(save_tiny_llama(folder / "target", seed=1), save_tiny_llama(folder / "draft", seed=2))
+    setting = Setting(rule, {"proposer": "draft_model", "num_draft_tokens": 2, "rule": rule}, params)
+    finding = proof.prove(setting, 3)
+    assert finding.passed, finding
+
+
+def law_block() -> None:
+    _law("block")
+
+
+def law_token() -> None:
+    _law("token")
+
+
+def law_walk() -> None:
+    _law("walk")
+
+
+def law_filtered() -> None:
+    _law("block", temperature=0.6)
+
+
+def law_seeded() -> None:
+    _law("auto", seed=4)
+
+
+def noise_is_independent() -> None:
+    noise = KeyedNoise()
+    keys = [Key(i, 5, 0, Stream.TARGET, i) for i in range(4000)]
+    tokens = noise.categorical(torch.full((4000, 4), 0.25), keys)
+    shares = torch.bincount(tokens, minlength=4) / 4000
+    assert (shares - 0.25).abs().max() < 0.05, shares
+
+
+def empty_residual() -> None:
+    law = torch.tensor([[0.25, 0.75]])
+    assert torch.equal(residual(law, law, torch.ones(1)), law)
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+
+class _Tree(Proposer):
+    """Two wrong children beside the right guess at every depth, which comes from a recorded text."""
+
+    def __init__(self, text: Sequence[int], vocab_size: int) -> None:
+        self._text, self._vocab_size = list(text), vocab_size
+
+    def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> list[Draft]:
+        return [self._draft(request) for request in requests]
+
+    def _draft(self, request: ProposeRequest) -> Draft:
+        done = len(request.sequence.token_ids) - request.sequence.num_prompt_tokens
+        tokens: list[int] = []
+        parents: list[int] = []
+        at = -1
+        for token in self._text[done : done + request.budget // 3]:
+            first = len(tokens)
+            tokens += [(token + 1) % self._vocab_size, (token + 2) % self._vocab_size, token]
+            parents += [at, at, at]
+            at = first + 2
+        return Draft(tuple(tokens), tuple(parents), (Law.DETERMINISTIC,) * len(tokens))
+
+
+@cache
+def _llm(**settings: Any) -> LLM:
+    path = save_tiny_llama(Path(tempfile.mkdtemp()), seed=3, vocab_size=16)
+    return LLM(path, dtype="float64", block_size=4, **settings)
+
+
+def _greedy(prompt: list[int], speculation: Any = "none", **params: Any) -> tuple[int, ...]:
+    return (
+        _llm()
+        .generate(prompt, SamplingParams(temperature=0, **{"max_tokens": 24, **params}), speculation=speculation)[0]
+        .token_ids
+    )
+
+
+def _self_draft(**settings: Any) -> SpeculationConfig:
+    name = _llm().engine.runner.loaded.name
+    return SpeculationConfig(proposer="draft_model", draft_model=name, num_draft_tokens=4, **settings)
+
+
+def tree_text() -> None:
+    plain = _greedy(PROMPT)
+    registry.register("recorded_tree", lambda context: _Tree(plain, context.target.vocab_size))
+    config = SpeculationConfig(proposer="recorded_tree", num_draft_tokens=9)
+    output = _llm().generate(PROMPT, SamplingParams(temperature=0, max_tokens=24), speculation=config)[0]
+    assert output.token_ids == plain
+    # A wrong mask or position would lose the right branch now and then.
+    assert output.stats.accepted_per_position == output.stats.drafted_per_position, output.stats
+
+
+def self_draft_is_accepted() -> None:
+    params = SamplingParams(temperature=0, max_tokens=40)
+    stats = _llm().generate(PROMPT, params, speculation=_self_draft())[0].stats
+    assert stats.acceptance_rate == 1.0, stats
+
+
+def min_tokens() -> None:
+    plain = _greedy(PROMPT)
+    for allowed in range(3, 12):
+        ends = (plain[allowed],)
+        limits: dict[str, Any] = {"stop_token_ids": ends, "min_tokens": allowed}
+        assert _greedy(PROMPT, _self_draft(), **limits) == _greedy(PROMPT, **limits)
+
+
+def stop_inside_draft() -> None:
+    plain = _greedy(PROMPT)
+    for end in set(plain):
+        assert _greedy(PROMPT, _self_draft(), stop_token_ids=(end,)) == plain[: plain.index(end) + 1]
+
+
+def cache_truth() -> None:
+    from outrider.prove.cache_truth import CacheAudit
+
+    llm = _llm()
+    config = SpeculationConfig(proposer="ngram", ngram_min=1, num_draft_tokens=4)
+    for shift in range(3):
+        params = SamplingParams(seed=shift, max_tokens=30)
+        llm.engine.add_request((*PROMPT, shift), params, config, llm.proposers.get(config))
+    audit = CacheAudit(llm.engine)
+    audit.run()
+    assert audit.num_checked > 20
+    assert audit.worst < 1e-5, audit.worst
+
+
+def batch_equals_alone() -> None:
+    prompts = [PROMPT[:n] for n in (3, 9, 6)]
+    batch = _llm().generate(prompts, SamplingParams(temperature=0, max_tokens=24))
+    assert [out.token_ids for out in batch] == [_greedy(prompt) for prompt in prompts]
+
+
+def prefix_cache() -> None:
+    llm = LLM(_llm().engine.runner.loaded.name, dtype="float64", block_size=4, speculation="none")
+    same = [3, 3, 3, 3]
+    prompts = [[1, 2, 4, 5, *same, 6, 7], [9, 8, 7, 5, *same, 6, 7], [*same, 2, 2]]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    for prompt in prompts:
+        fresh = LLM(_llm().engine.runner.loaded.name, dtype="float64", prefix_caching=False)
+        assert llm.generate(prompt, params)[0].token_ids == fresh.generate(prompt, params)[0].token_ids
+
+
+def samples_apart() -> None:
+    params = SamplingParams(seed=9, n=3, max_tokens=20)
+    together = _llm().generate(PROMPT, params)[0].outputs
+    for _ in range(2):  # the prompt's last block is shared while the first step writes to it
+        again = _llm().generate([PROMPT, PROMPT[:5]], params)[0].outputs
+        assert [a.token_ids for a in again] == [b.token_ids for b in together]
+    alone = LLM(_llm().engine.runner.loaded.name, dtype="float64", max_num_seqs=3, block_size=1)  # nothing to copy
+    assert [o.token_ids for o in alone.generate(PROMPT, params)[0].outputs] == [o.token_ids for o in together]
+
+
+def window() -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        sliding_window=4,
+        eos_token_id=None,
+    )
+    model = MistralForCausalLM(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.7)
+    folder = tempfile.mkdtemp()
+    model.save_pretrained(folder)
+    text = list(PROMPT)
+    for _ in range(10):
+        text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    llm = LLM(folder, dtype="float64", attention_backend="paged")
+    assert llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=10))[0].token_ids == tuple(text[len(PROMPT) :])
+
+
+def longrope() -> None:
+    from transformers import Phi3Config
+
+    from outrider.model.hf import fixed_rope_context
+
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 32,
+        "factor": 8.0,
+    }
+    config = Phi3Config(
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        original_max_position_embeddings=32,
+        rope_parameters=rope,
+        pad_token_id=0,
+    )
+    assert fixed_rope_context(config) == 32
+
+
+CHECKS = {
+    name: check
+    for name, check in list(globals().items())
+    if callable(check) and getattr(check, "__module__", None) == __name__ and not name.startswith("_")
+}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    CHECKS[sys.argv[1]]()

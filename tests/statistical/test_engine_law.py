@@ -1,0 +1,79 @@
+"""The law of LLM.generate on a real checkpoint under every setting, with controls that must turn red."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.engine import drafting, verifier
+from outrider.propose.base import DraftNoise
+from outrider.prove.engine_law import BOUND, SETTINGS, EngineProof
+from outrider.prove.tiny import save_tiny_llama
+
+BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny tensors
+    folder = tmp_path_factory.mktemp("tiny")
+    yield EngineProof(save_tiny_llama(folder / "target", 1), save_tiny_llama(folder / "draft", 2))
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_joint_law_of_generate(proof, name):
+    finding = proof.prove(BY_NAME[name], 3)
+    assert finding.measured <= BOUND
+
+
+@pytest.mark.parametrize("name", ["plain", "block", "ngram", "greedy drafts"])
+def test_joint_law_of_four_tokens(proof, name):
+    assert proof.prove(BY_NAME[name], 4).measured <= BOUND
+
+
+def test_control_wrong_residual(proof, monkeypatch):
+    monkeypatch.setattr(verifier, "residual", lambda p, q, weight: p)
+    assert proof.prove(BY_NAME["block"], 3).measured > 1e-4
+
+
+def test_control_raw_draft_law_reported_for_a_truncated_draw(proof, monkeypatch):
+    real = verifier._draft_probs
+
+    def flattened(draft):
+        probs = real(draft) + 0.2
+        return probs / probs.sum(-1, keepdim=True)
+
+    monkeypatch.setattr(verifier, "_draft_probs", flattened)
+    assert proof.prove(BY_NAME["block, top_k"], 3).measured > 1e-4
+
+
+def test_control_draft_dropped_for_what_it_says(proof, monkeypatch):
+    real = drafting.sound_prefix
+
+    def choosy(draft, budget, vocab_size):
+        return (drafting.EMPTY, None) if len(draft) and draft.token_ids[0] == 1 else real(draft, budget, vocab_size)
+
+    monkeypatch.setattr(drafting, "sound_prefix", choosy)
+    assert proof.prove(BY_NAME["token"], 3).measured > 1e-4
+
+
+def test_control_target_noise_shared_with_the_recovered_token(proof, monkeypatch):
+    monkeypatch.setattr(verifier, "rule_for", lambda d, n: verifier.Rule.TOKEN if len(d) else verifier.Rule.WALK)
+    monkeypatch.setattr(
+        verifier, "_next_key", lambda c, accepted, length: verifier._key(c, verifier.Stream.TARGET, accepted, 0)
+    )
+    assert proof.prove(BY_NAME["coupled"], 3).measured > 1e-4
+
+
+def test_control_sampled_draft_lost_and_still_believed(proof, monkeypatch):
+    """A draft kept or lost by its content is not forgiven by calling it sampled."""
+    real = DraftNoise.categorical
+
+    def picky(self, probs, sequences, offsets):
+        tokens = real(self, probs, sequences, offsets)
+        return torch.where(tokens == 2, probs.argmax(-1), tokens)
+
+    monkeypatch.setattr(DraftNoise, "categorical", picky)
+    assert proof.prove(BY_NAME["token"], 3).measured > 1e-4

@@ -1,0 +1,122 @@
+"""Rules R1, R2, R3 and RC: rational enumeration, production code against it, and the pitfalls that must show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.engine import verifier
+from outrider.prove import reference, rules_law
+from outrider.prove.reference import ReferenceRule
+from outrider.verify import rules
+
+RULES = list(ReferenceRule)
+RATIO_RULES = (ReferenceRule.TOKEN, ReferenceRule.BLOCK)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_joint_law_is_the_targets_exactly(rule):
+    length = 3 if rule is ReferenceRule.COUPLED else 4
+    finding = rules_law.prove_reference(rule, 56, 2, length)
+    assert finding.measured == 0.0
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_longer_drafts_are_exact(rule):
+    assert rules_law.prove_reference(rule, 8, 3, 4).measured == 0.0
+
+
+def test_acceptance_functions_are_the_reference():
+    finding = rules_law.prove_functions(56)
+    assert finding.measured <= finding.bound
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_decisions_on_a_grid_of_injected_coins(rule):
+    assert rules_law.prove_decisions(rule, 16).measured == 0.0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_forked_verifier_has_the_targets_law(rule):
+    finding = rules_law.prove_verifier(rule, 56, 2, 3)
+    assert finding.measured <= finding.bound
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_forked_verifier_over_more_rounds(rule):
+    finding = rules_law.prove_verifier(rule, 16, 2, 4)
+    assert finding.measured <= finding.bound
+
+
+# -- negative controls: each planted pitfall must turn a proof red -----------------------------------------------------
+
+
+def _red(rule: ReferenceRule) -> bool:
+    finding = rules_law.prove_verifier(rule, 24, 2, 3)
+    return finding.measured > 1e-4 > finding.bound
+
+
+def test_block_acceptance_with_the_token_rules_residual_shows(monkeypatch):
+    monkeypatch.setattr(verifier, "residual", lambda p, q, weight: rules.residual(p, q, torch.ones_like(weight)))
+    assert _red(ReferenceRule.BLOCK)
+
+
+def test_a_residual_that_is_the_target_itself_shows(monkeypatch):
+    monkeypatch.setattr(verifier, "residual", lambda p, q, weight: p)
+    assert _red(ReferenceRule.TOKEN)
+
+
+def test_stopping_at_the_first_block_coin_shows(monkeypatch):
+    monkeypatch.setattr(verifier, "rule_for", lambda draft, name: verifier.Rule.TOKEN if len(draft) else verifier.Rule.WALK)
+    monkeypatch.setattr(verifier, "token_acceptance", lambda p, q, x: rules.block_acceptance(p, q, x)[0])
+    assert _red(ReferenceRule.BLOCK)
+
+
+def test_an_epsilon_in_the_draft_law_shows(monkeypatch):
+    monkeypatch.setattr(verifier, "token_acceptance", lambda p, q, x: rules.token_acceptance(p, q + 0.01, x))
+    assert _red(ReferenceRule.TOKEN)
+
+
+def test_accepting_the_likeliest_token_shows(monkeypatch):
+    def greedy(p, q, x):
+        return (q.argmax(-1) == x).to(p)
+
+    monkeypatch.setattr(verifier, "token_acceptance", greedy)
+    assert _red(ReferenceRule.TOKEN)
+
+
+def test_a_ratio_test_on_coupled_drafts_shows(monkeypatch):
+    """Guesses share the target's noise; drawing the recovered token with it too is biased under u * q < p."""
+    real = verifier.rule_for
+    monkeypatch.setattr(verifier, "rule_for", lambda d, n: verifier.Rule.TOKEN if len(d) else real(d, n))
+    monkeypatch.setattr(
+        verifier, "_next_key", lambda c, accepted, length: verifier._key(c, verifier.Stream.TARGET, accepted, 0)
+    )
+    assert _red(ReferenceRule.COUPLED)
+
+
+def test_dropping_unlikely_drawn_tokens_shows(monkeypatch):
+    real = rules_law._draft
+
+    def unlikely(draft):
+        return len(draft) > 0 and float(draft.draft_probs[0, draft.token_ids[0]]) < 0.4
+
+    def dropping(*args):
+        return [draft.first(0) if unlikely(draft) else draft for draft in real(*args)]
+
+    monkeypatch.setattr(rules_law, "_draft", dropping)
+    assert _red(ReferenceRule.TOKEN)
+
+
+def test_accepting_at_equality_shows(monkeypatch):
+    class Lenient(rules_law.GridNoise):
+        def bernoulli(self, probability, keys):
+            return torch.tensor(self.grid, dtype=probability.dtype) <= probability
+
+    monkeypatch.setattr(rules_law, "GridNoise", Lenient)
+    assert rules_law.prove_decisions(ReferenceRule.TOKEN, 8).measured > 0
+
+
+def test_a_wrong_reference_is_no_reference(monkeypatch):
+    monkeypatch.setattr(reference, "owed", lambda p, q, weight: p)
+    assert rules_law.prove_reference(ReferenceRule.TOKEN, 8, 2, 3).measured > 0
