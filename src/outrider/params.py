@@ -20,6 +20,8 @@ _LATER = "it is not yet computed exactly along a draft path, and this engine doe
 def _as_tuple(value: object) -> object:
     if isinstance(value, str | int):
         return (value,)
+    if isinstance(value, bytes | bytearray):
+        return value  # a sequence of integers to Python, and not what anyone means
     return tuple(value) if isinstance(value, Sequence | set | frozenset) else value
 
 

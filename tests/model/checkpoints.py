@@ -34,7 +34,9 @@ def _config(family: str) -> Any:
     if family == "qwen3":
         return t.Qwen3Config(**_SHAPE, head_dim=8)
     if family == "gemma2":
-        return t.Gemma2Config(**_SHAPE, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=5.0)
+        return t.Gemma2Config(
+            **_SHAPE, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=5.0
+        )
     assert family == "gpt2"
     return t.GPT2Config(
         vocab_size=VOCAB_SIZE,

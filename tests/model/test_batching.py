@@ -20,7 +20,9 @@ SETTINGS: dict[str, Any] = {"dtype": "float64", "block_size": 4}
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder: Path = tmp_path_factory.mktemp("pair")
-    return checkpoints.save("mistral", folder / "target", seed=1), checkpoints.save("llama", folder / "draft", seed=1, layers=1)
+    return checkpoints.save("mistral", folder / "target", seed=1), checkpoints.save(
+        "llama", folder / "draft", seed=1, layers=1
+    )
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,8 @@ from outrider.propose import registry
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.draft import Draft, Law
 from outrider.prove.engine_law import EngineProof, Setting
+from outrider.prove.reference import ReferenceRule
+from outrider.prove.rules_law import prove_verifier
 from outrider.prove.tiny import save_tiny_llama
 from outrider.verify.noise import Key, KeyedNoise, Stream
 from outrider.verify.rules import residual
@@ -41,6 +43,12 @@ def _law(rule: str, **params: Any) -> None:
 
 def law_block() -> None:
     _law("block")
+
+
+def verifier_block() -> None:
+    """Many unlike laws: on one pair of models a wrong residual may make no difference at all."""
+    finding = prove_verifier(ReferenceRule.BLOCK, 24, 2, 3)
+    assert finding.passed, finding
 
 
 def law_token() -> None:

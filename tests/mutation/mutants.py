@@ -57,7 +57,7 @@ MUTANTS = (
         "engine/verifier.py",
         "q_next, weights[lane, accepted])",
         "q_next, torch.ones_like(weights[lane, accepted]))",
-        "law_block",
+        "verifier_block",
     ),
     Mutant(
         "token rule takes any accepted token, not the leading ones",
@@ -209,7 +209,8 @@ MUTANTS = (
         23,
         "engine/drafting.py",
         "    bad_laws = _unsound_laws(draft)\n",
-        "    bad_laws = _unsound_laws(draft)\n    if 0 in draft.token_ids:\n        return draft.first(draft.token_ids.index(0)), None\n",
+        "    bad_laws = _unsound_laws(draft)\n    if 0 in draft.token_ids:\n"
+        "        return draft.first(draft.token_ids.index(0)), None\n",
         "law_block",
     ),
     Mutant(
@@ -235,7 +236,8 @@ MUTANTS = (
         14,
         "cache/blocks.py",
         "            block = self._published.get((parent, self._tokens_of(token_ids, index)))\n",
-        "            block = next((b for k, b in self._published.items() if k[1] == self._tokens_of(token_ids, index)), None)\n",
+        "            tokens = self._tokens_of(token_ids, index)\n"
+        "            block = next((b for k, b in self._published.items() if k[1] == tokens), None)\n",
         "prefix_cache",
     ),
     Mutant(

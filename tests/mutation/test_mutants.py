@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.mutation.mutants import MUTANTS, Mutant
 
 PACKAGE = Path(__file__).parents[2] / "src" / "outrider"

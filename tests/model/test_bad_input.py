@@ -1,0 +1,238 @@
+"""Bad input: a typed error with field, value and remedy; neighbours finish."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider.errors import (
+    ContradictionError,
+    InputError,
+    InvalidParameterError,
+    InvalidPromptError,
+    ModelLoadError,
+    OutriderError,
+    UnsupportedParameterError,
+    VocabularyMismatchError,
+)
+from outrider.llm import default_model
+from tests.model import checkpoints
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(max_num_seqs=4, kv_cache_tokens=512)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"n": 0}, "n"),
+        ({"stop": ""}, "stop"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids"),
+        ({"temprature": 1.0}, "temprature"),
+    ],
+)
+def test_parameters_out_of_range(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        SamplingParams(**values)
+    assert caught.value.field == field
+    assert caught.value.remedy
+    assert field in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "logprobs", "logit_bias", "bad_words", "logits_processors"])
+def test_parameters_that_would_not_be_exact_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedParameterError, match="exact") as caught:
+        SamplingParams(**{name: 1})
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({"proposer": "ngram", "draft_model": "x"}, ContradictionError),
+        ({"proposer": "ngram", "ngram_min": 4, "ngram_max": 2}, ContradictionError),
+        ({"num_draft_tokens": 0}, InvalidParameterError),
+        ({"rule": "lossy"}, InvalidParameterError),
+        ({"unknown": 1}, InvalidParameterError),
+    ],
+)
+def test_speculation_settings(values: dict[str, Any], kind: type[InputError]) -> None:
+    with pytest.raises(kind):
+        SpeculationConfig(**values)
+
+
+def test_min_tokens_above_max_tokens() -> None:
+    with pytest.raises(ContradictionError):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [
+        ("", {}),
+        ([4096], {}),
+        ([-1], {}),
+        ([1] * 2048, {}),
+        ([1] * 300, {"max_tokens": 300}),
+        ([1, 2], {"n": 5}),
+        ([1, 2], {"stop_token_ids": (9999,)}),
+        ([1.5], {}),
+        (7, {}),
+    ],
+)
+def test_prompts_that_cannot_be_served(llm: LLM, prompt: Any, params: dict[str, Any]) -> None:
+    good = "def f("
+    outputs = llm.generate(
+        [good, prompt, good],
+        SamplingParams(temperature=0, max_tokens=4).replace(**params)
+        if params
+        else SamplingParams(temperature=0, max_tokens=4),
+    )
+    bad = outputs[1]
+    assert isinstance(bad.error, InputError)
+    assert bad.error.field
+    with pytest.raises(type(bad.error)):
+        _ = bad.text
+    if not params:
+        assert outputs[0].error is None
+        assert outputs[0].token_ids == outputs[2].token_ids
+
+
+def test_a_single_bad_prompt_raises(llm: LLM) -> None:
+    with pytest.raises(InvalidPromptError):
+        llm.generate("")
+    with pytest.raises(InvalidPromptError):
+        llm.stream("")
+
+
+def test_chat_without_a_template_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidPromptError, match="chat template"):
+        llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}# answer:{% endif %}"
+    assert llm.tokenizer is not None
+    llm.tokenizer.chat_template = template
+    try:
+        ids = llm.chat_prompt([{"role": "user", "content": "hi"}])
+        assert llm.tokenizer.decode(ids) == "# user: hi\n# answer:"
+        assert len(llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=3, seed=0))[0].token_ids) == 3
+    finally:
+        llm.tokenizer.chat_template = None
+
+
+def test_lists_of_the_wrong_length(llm: LLM) -> None:
+    with pytest.raises(InvalidParameterError, match="2 entries for 1 prompts"):
+        llm.generate(["a"], [SamplingParams(), SamplingParams()])
+
+
+def test_a_seed_and_a_rule_that_breaks_its_promise(llm: LLM) -> None:
+    with pytest.raises(ContradictionError) as caught:
+        llm.generate("x", SamplingParams(seed=1), speculation=SpeculationConfig(proposer="ngram", rule="block"))
+    assert caught.value.field == "seed"
+
+
+def test_unknown_proposers(llm: LLM) -> None:
+    with pytest.raises(InvalidParameterError, match="ngram"):
+        llm.generate("x", speculation="psychic")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_seqs": 0},
+        {"max_num_batched_tokens": 0},
+        {"max_num_seqs": 8, "max_num_batched_tokens": 4},
+        {"block_size": 0},
+        {"kv_cache_tokens": 0},
+        {"dtype": "int8"},
+        {"attention_backend": "magic"},
+        {"max_model_len": 1},
+        {"max_model_len": 10**6},
+    ],
+)
+def test_engine_settings(settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        LLM(**settings)
+
+
+def copy_of(part: str, folder: Path) -> Path:
+    shutil.copytree(default_model(part), folder)
+    return folder
+
+
+def test_missing_folder() -> None:
+    with pytest.raises(ModelLoadError):
+        LLM("/nowhere/at/all")
+
+
+def test_corrupt_weights(tmp_path: Path) -> None:
+    folder = copy_of("draft", tmp_path / "m")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(ModelLoadError, match="weights cannot be read"):
+        LLM(str(folder))
+
+
+def test_missing_weights(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = copy_of("draft", tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match="missing"):
+        LLM(str(folder))
+
+
+def test_corrupt_configuration(tmp_path: Path) -> None:
+    folder = copy_of("draft", tmp_path / "m")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="configuration"):
+        LLM(str(folder))
+
+
+def test_unusable_device() -> None:
+    with pytest.raises(ModelLoadError, match="device"):
+        LLM(device="cuda:77")
+
+
+def test_vocabularies_of_different_size(tmp_path: Path) -> None:
+    other = checkpoints.save("llama", tmp_path / "other", layers=1)
+    with pytest.raises(VocabularyMismatchError):
+        LLM(speculation=SpeculationConfig(proposer="draft_model", draft_model=other))
+
+
+def test_vocabularies_that_name_tokens_differently(tmp_path: Path) -> None:
+    folder = copy_of("draft", tmp_path / "m")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    a, b = list(vocab)[300:302]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    with pytest.raises(VocabularyMismatchError, match="2 differ"):
+        LLM(speculation=SpeculationConfig(proposer="draft_model", draft_model=str(folder)))
+
+
+def test_every_error_is_an_outrider_error(llm: LLM) -> None:
+    with pytest.raises(OutriderError):
+        llm.generate("x", params="hot")  # type: ignore[arg-type]

@@ -1,0 +1,154 @@
+"""Configurations: every range, every contradiction, and nothing unknown gets in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pydantic
+import pytest
+
+from outrider.config import PLAIN, CacheConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.validation import Frozen
+
+NEEDED: dict[type[Frozen], dict[str, Any]] = {ModelConfig: {"model": "m"}}
+KINDS = [ModelConfig, CacheConfig, SchedulerConfig, SpeculationConfig]
+
+
+def make(kind: type[Frozen], **values: Any) -> Frozen:
+    return kind(**{**NEEDED.get(kind, {}), **values})
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (ModelConfig, "max_model_len", 2),
+        (ModelConfig, "max_model_len", None),
+        *[(ModelConfig, "dtype", name) for name in ("auto", "float64", "float32", "bfloat16", "float16")],
+        *[(ModelConfig, "attention_backend", name) for name in ("auto", "paged", "gather")],
+        (CacheConfig, "block_size", 1),
+        (CacheConfig, "block_size", 1024),
+        (CacheConfig, "num_tokens", 1),
+        (CacheConfig, "num_tokens", None),
+        (SchedulerConfig, "max_num_seqs", 1),
+        (SpeculationConfig, "num_draft_tokens", 1),
+        (SpeculationConfig, "num_draft_tokens", 512),
+        *[(SpeculationConfig, "rule", name) for name in ("auto", "walk", "token", "block", "coupled")],
+        (SpeculationConfig, "draft_sampling", "greedy"),
+        (SpeculationConfig, "ngram_max", 2),
+        (SpeculationConfig, "ngram_min", 5),
+        (SpeculationConfig, "options", {"a": [1]}),
+    ],
+)
+def test_both_ends_of_every_range_are_allowed(kind: type[Frozen], field: str, value: Any) -> None:
+    assert getattr(make(kind, **{field: value}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (ModelConfig, "model", ""),
+        (ModelConfig, "model", 3),
+        (ModelConfig, "dtype", "float8"),
+        (ModelConfig, "dtype", None),
+        (ModelConfig, "device", 0),
+        (ModelConfig, "trust_remote_code", "yes"),
+        (ModelConfig, "attention_backend", "flash"),
+        (ModelConfig, "max_model_len", 1),
+        (ModelConfig, "max_model_len", 8.0),
+        (CacheConfig, "block_size", 0),
+        (CacheConfig, "block_size", 1025),
+        (CacheConfig, "block_size", "16"),
+        (CacheConfig, "num_tokens", 0),
+        (CacheConfig, "prefix_caching", 1),
+        (SchedulerConfig, "max_num_seqs", 0),
+        (SchedulerConfig, "max_num_seqs", True),
+        (SchedulerConfig, "max_num_batched_tokens", 0),
+        (SpeculationConfig, "proposer", ""),
+        (SpeculationConfig, "proposer", None),
+        (SpeculationConfig, "draft_model", ""),
+        (SpeculationConfig, "draft_dtype", "int8"),
+        (SpeculationConfig, "num_draft_tokens", 0),
+        (SpeculationConfig, "num_draft_tokens", 513),
+        (SpeculationConfig, "num_draft_tokens", 2.5),
+        (SpeculationConfig, "rule", "typical"),
+        (SpeculationConfig, "draft_sampling", "beam"),
+        (SpeculationConfig, "ngram_max", 0),
+        (SpeculationConfig, "ngram_min", 0),
+        (SpeculationConfig, "options", ["a"]),
+    ],
+)
+def test_a_value_outside_is_refused_by_field_value_and_remedy(kind: type[Frozen], field: str, value: Any) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        make(kind, **{field: value})
+    assert (caught.value.field, caught.value.value) == (field, value)
+    assert caught.value.remedy.endswith(".")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unknown_key_is_refused_and_the_known_ones_listed(kind: type[Frozen]) -> None:
+    with pytest.raises(InvalidParameterError, match="no such setting") as caught:
+        make(kind, num_speculative_tokens=5)
+    assert caught.value.field == "num_speculative_tokens"
+    for name in kind.model_fields:
+        assert name in caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_configs_are_frozen(kind: type[Frozen]) -> None:
+    config = make(kind)
+    field = next(iter(kind.model_fields))
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        setattr(config, field, getattr(config, field))
+
+
+def test_a_missing_model_is_named() -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        ModelConfig()
+    assert caught.value.field == "model"
+    assert caught.value.remedy == "Use a local folder or a hub id."
+
+
+def test_every_running_sequence_can_have_a_row() -> None:
+    assert SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=8).max_num_batched_tokens == 8
+    with pytest.raises(ContradictionError, match="max_num_seqs=8") as caught:
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=7)
+    assert (caught.value.field, caught.value.value) == ("max_num_batched_tokens", 7)
+
+
+@pytest.mark.parametrize("proposer", ["none", "ngram"])
+def test_a_draft_model_that_nobody_would_load_is_a_contradiction(proposer: str) -> None:
+    with pytest.raises(ContradictionError) as caught:
+        SpeculationConfig(proposer=proposer, draft_model="m")
+    assert caught.value.field == "draft_model"
+    assert proposer in caught.value.problem
+    assert SpeculationConfig(proposer="plugin", draft_model="m").draft_model == "m"
+
+
+def test_ngram_lengths_must_not_cross() -> None:
+    assert SpeculationConfig(ngram_min=3, ngram_max=3).ngram_min == 3
+    with pytest.raises(ContradictionError) as caught:
+        SpeculationConfig(ngram_min=4, ngram_max=3)
+    assert (caught.value.field, caught.value.value) == ("ngram_min", 4)
+
+
+def test_plain_is_off_and_everything_else_is_on() -> None:
+    assert not PLAIN.enabled
+    assert not SpeculationConfig().enabled
+    assert SpeculationConfig(proposer="ngram").enabled
+
+
+def test_replace_validates() -> None:
+    config = SpeculationConfig(proposer="draft_model", draft_model="m")
+    assert config.replace(num_draft_tokens=7).draft_model == "m"
+    with pytest.raises(ContradictionError):
+        config.replace(proposer="ngram")
+    with pytest.raises(InvalidParameterError):
+        config.replace(lenght=3)
+
+
+def test_options_do_not_alias_the_callers_dict() -> None:
+    given = {"a": 1}
+    config = SpeculationConfig(proposer="plugin", options=given)
+    given["a"] = 2
+    assert config.options == {"a": 1}
