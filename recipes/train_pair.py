@@ -1,12 +1,13 @@
 """Train the default pair: a small target and a smaller draft, on the Python standard library's own source.
 
-    python train_pair.py corpus DIR                              # text -> tokenizer.json, train.bin, held.bin
-    python train_pair.py train  DIR --out target --hidden 384 --layers 8 --heads 6 --kv-heads 2 --ffn 1024 --minutes 80
-    python train_pair.py train  DIR --out draft  --hidden 192 --layers 2 --heads 3 --kv-heads 1 --ffn 512 --minutes 12
-    python train_pair.py train  DIR --out draft2 --init draft --teacher target --minutes 8        # distilled on the target's laws
+    python recipes/train_pair.py corpus DIR                     # text -> tokenizer.json, train.bin, held.bin
+    python recipes/train_pair.py train DIR --out target --minutes 80
+    python recipes/train_pair.py train DIR --out draft --minutes 12 \\
+        --hidden 192 --layers 2 --heads 3 --kv-heads 1 --ffn 512
+    python recipes/train_pair.py train DIR --out draft2 --init draft --teacher target --minutes 8     # distilled
 
 Llama architecture, byte-level BPE of 4096 tokens (0 is the end of a file), tied embeddings, RoPE base 10000.
-Optimiser: Muon for matrices, AdamW for embeddings and norms; bf16 autocast; the last quarter of the time at 1024 tokens of context.
+Optimiser: Muon for matrices, AdamW for embeddings and norms; bf16 autocast; the last quarter of the time at 1024 tokens.
 Time, not steps, sets the schedule, so the same command fits any machine. Held-out: one file in fifty, by hash of its path.
 """
 
@@ -139,7 +140,7 @@ def train(args: argparse.Namespace) -> None:
         if step % 50 == 0:
             print(f"{done:6.1%} step {step} tokens {tokens} loss {loss.item():.3f} held-out {held_out():.3f}", flush=True)
     print(f"held-out {held_out():.4f} nats a token after {tokens} tokens")
-    model.to("cpu", torch.bfloat16).save_pretrained(args.out)
+    model.to("cpu", torch.bfloat16).save_pretrained(args.out, max_shard_size="12MB")
     PreTrainedTokenizerFast(
         tokenizer_file=str(args.folder / "tokenizer.json"),
         eos_token="<|end|>",

@@ -1,11 +1,11 @@
 """Make a *wide* copy of a Llama-style checkpoint: the same function at many times the weight traffic.
 
-The hidden state, the heads and the feed-forward units are tiled and the matching input weights divided, so the network computes what
-it computed before (up to the rounding of longer sums; powers of two make the divisions exact). Acceptance measured on the wide copy is
-therefore the real pair's, while a forward pass reads as many bytes as a model of that size: a memory-bound target for benchmarks, made
-from a checkpoint small enough to ship. Say so wherever such a figure is reported.
+The hidden state, the heads and the feed-forward units are tiled and the matching input weights divided, so the network
+computes what it computed before (up to the rounding of longer sums; powers of two make the divisions exact). Acceptance
+measured on the wide copy is therefore the real pair's, while a forward pass reads as many bytes as a model of that size: a
+memory-bound target for benchmarks, made from a checkpoint small enough to ship. Say so wherever such a figure is reported.
 
-    python widen.py SOURCE_DIR TARGET_DIR --hidden 4 --ffn 8 --dtype bfloat16      # 384 x 1024 -> 1536 x 8192, 0.36 B parameters
+    python recipes/widen.py SOURCE_DIR TARGET_DIR --hidden 4 --ffn 8 --dtype bfloat16    # 384 x 1024 -> 1536 x 8192
 """
 
 import argparse
@@ -32,9 +32,7 @@ def widen(source: str, target: str, hidden: int, ffn: int, dtype: torch.dtype) -
             state[name] = w.repeat(hidden) / hidden
         elif w.dim() == 1:  # inner norms
             state[name] = w.repeat(hidden)
-        elif name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) or name.endswith(
-            "o_proj.weight"
-        ):  # [heads, hidden]
+        elif name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")):  # [heads, hidden]
             state[name] = w.repeat(hidden, hidden) / hidden
         elif name.endswith(("gate_proj.weight", "up_proj.weight")):  # [ffn, hidden]
             state[name] = w.repeat(ffn, hidden) / hidden

@@ -129,7 +129,10 @@ def test_chat_without_a_template_is_refused(llm: LLM) -> None:
 
 
 def test_chat_uses_the_template(llm: LLM) -> None:
-    template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}# answer:{% endif %}"
+    template = (
+        "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}# answer:{% endif %}"
+    )
     assert llm.tokenizer is not None
     llm.tokenizer.chat_template = template
     try:

@@ -192,7 +192,7 @@ def test_cancelling_frees_everything_and_disturbs_nobody(paths: tuple[str, str],
     next(dropped)
     first = next(kept)
     dropped.close()  # type: ignore[attr-defined]
-    rest = [piece for piece in kept]
+    rest = list(kept)
     tokens = tuple(t for piece in (first, *rest) for t in piece.token_ids)
     assert tokens == alone.generate([1, 2, 3], params)[0].token_ids
     unread = llm.stream([4, 4], params)

@@ -1,0 +1,1 @@
+"""Measurements; ratios from one interleaved run, medians, with the command that makes them."""
