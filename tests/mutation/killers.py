@@ -185,13 +185,11 @@ def prefix_cache() -> None:
 
 
 def samples_apart() -> None:
+    prompt = PROMPT[:7]  # the last token but one lies in the middle of a block, which all samples then want to write
     params = SamplingParams(seed=9, n=3, max_tokens=20)
-    together = _llm().generate(PROMPT, params)[0].outputs
-    for _ in range(2):  # the prompt's last block is shared while the first step writes to it
-        again = _llm().generate([PROMPT, PROMPT[:5]], params)[0].outputs
-        assert [a.token_ids for a in again] == [b.token_ids for b in together]
+    together = [o.token_ids for o in _llm().generate(prompt, params)[0].outputs]
     alone = LLM(_llm().engine.runner.loaded.name, dtype="float64", max_num_seqs=3, block_size=1)  # nothing to copy
-    assert [o.token_ids for o in alone.generate(PROMPT, params)[0].outputs] == [o.token_ids for o in together]
+    assert [o.token_ids for o in alone.generate(prompt, params)[0].outputs] == together
 
 
 def window() -> None:

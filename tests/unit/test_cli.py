@@ -69,7 +69,8 @@ def test_prompts_from_files_and_standard_input(tmp_path: Path) -> None:
 def test_text_goes_to_standard_output_without_colours() -> None:
     result = outrider("generate", "-p", "def f(", "--max-tokens", "8", "--seed", "1")
     assert result.returncode == 0
-    assert result.stdout.startswith("def f(")
+    answer = as_json("-p", "def f(", "--max-tokens", "8", "--seed", "1")
+    assert result.stdout == f"def f({answer['text']}\n"
     assert "\x1b" not in result.stdout
     assert "tokens/s" in result.stderr
     assert "mean acceptance length" in result.stderr

@@ -121,11 +121,12 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no
     from outrider.cli.render import closing_line, coloured, legend
 
     paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
+    pieces = llm.stream(prompt, params)  # what cannot be served is refused before anything is shown
     if notes.is_terminal and llm.speculation.enabled:
         notes.print(legend())
     paper.print(prompt, end="", markup=False, style="dim" if paper.is_terminal else None)
     start, final = perf_counter(), None
-    for piece in llm.stream(prompt, params):
+    for piece in pieces:
         paper.print(coloured(piece.spans), end="")
         paper.file.flush()
         final = piece.output or final

@@ -24,8 +24,8 @@ def legend() -> Text:
 
     meanings = {
         "accepted": "draft token that stood",
-        "recovered": "the target's own, after a rejection",
-        "bonus": "the target's own, after a whole draft stood",
+        "recovered": "written after a rejection",
+        "bonus": "written after a whole draft stood",
     }
     line = Text()
     for origin, meaning in meanings.items():

@@ -50,8 +50,9 @@ def target_probs(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
     greedy = [row for row, params in enumerate(rows) if params.sampling.greedy]
     if len(greedy) == len(rows):
         return _point_masses(logits)
-    column = [params.sampling.temperature or 1.0 for params in rows]
-    scaled = logits / _column(column, logits)
+    column = _column([params.sampling.temperature or 1.0 for params in rows], logits)
+    # The largest logit moves to 0 first, so that no temperature, however small, makes an infinity of it.
+    scaled = (logits - logits.amax(-1, keepdim=True)).div_(column.clamp_(min=torch.finfo(logits.dtype).tiny))
     scaled = _keep_top_k(scaled, [params.sampling.top_k for params in rows])
     probs = scaled.softmax(-1)
     probs = _keep_top_p(probs, [params.sampling.top_p for params in rows])
@@ -123,7 +124,13 @@ def _enough_of_the_top(probs: Tensor, limit: Tensor) -> Tensor:
 
 
 def _keep_min_p(probs: Tensor, min_p: Sequence[float]) -> Tensor:
-    if not any(min_p):
+    active = [row for row, p in enumerate(min_p) if p > 0.0]
+    if not active:
         return probs
-    kept = probs * (probs >= _column(min_p, probs) * probs.amax(-1, keepdim=True))
-    return kept / kept.sum(-1, keepdim=True)
+    index = torch.tensor(active, device=probs.device)
+    chosen = probs[index]
+    limit = _column([min_p[row] for row in active], probs) * chosen.amax(-1, keepdim=True)
+    kept = chosen * (chosen >= limit)
+    result = probs.clone()
+    result[index] = kept / kept.sum(-1, keepdim=True)
+    return result

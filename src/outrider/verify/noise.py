@@ -89,7 +89,7 @@ class KeyedNoise:
     def categorical(self, probs: Tensor, keys: Sequence[Key]) -> Tensor:
         self._spend(keys)
         bits = torch.from_numpy(key_bits(keys)).to(probs.device)
-        racing = torch.tensor([key.stream in _RACING for key in keys], device=probs.device)
+        racing = torch.tensor([key.stream in _RACING for key in keys], dtype=torch.bool, device=probs.device)
         tokens = torch.empty_like(bits)
         for method, rows in ((gumbel_max, racing), (invert_cdf, ~racing)):
             if bool(rows.any()):

@@ -45,7 +45,7 @@ def block_acceptance(target_probs: Tensor, draft_probs: Tensor, draft_token_ids:
     # Mass that the target still has to place after stopping at i; only rows 1 to k - 1 have a draft token behind them.
     inner = weight[:, 1:-1]
     excess = (inner[..., None] * target_probs[:, 1:-1] - draft_probs[:, 1:]).clamp(min=0.0).sum(-1)
-    denominator = excess + 1.0 - inner
+    denominator = excess + (1.0 - inner)  # in this order: a coin is exactly 1 where the weight is, and never above
     coins = torch.where(denominator > 0, excess / denominator.clamp(min=torch.finfo(ratios.dtype).tiny), 1.0)
     return torch.cat([coins, weight[:, -1:]], 1), weight
 
