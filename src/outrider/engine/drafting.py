@@ -90,19 +90,25 @@ def sound_prefix(draft: Draft, budget: int, vocab_size: int) -> tuple[Draft, str
         if problem is None and node >= budget:
             problem = f"more than {budget} nodes"
         if problem is not None:
-            return draft.first(node), f"node {node}: {problem}"
+            return draft.first(node) if node else EMPTY, f"node {node}: {problem}"
     return draft, None
 
 
 def _node_problem(draft: Draft, node: int, vocab_size: int) -> str | None:
-    token, parent = draft.token_ids[node], draft.parents[node]
-    if isinstance(token, bool) or not isinstance(token, int):
+    token, parent, law = draft.token_ids[node], draft.parents[node], draft.laws[node]
+    if not _is_int(token):
         return f"token {token!r} is no int"
     if not 0 <= token < vocab_size:
         return f"token {token} is outside the vocabulary of {vocab_size}"
-    if not -1 <= parent < node:
-        return f"parent {parent} does not come before it"
+    if not _is_int(parent) or not -1 <= parent < node:
+        return f"parent {parent!r} does not come before it"
+    if not isinstance(law, Law):
+        return f"law {law!r} is no Law"
     return None
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _unsound_laws(draft: Draft) -> dict[int, str]:
@@ -117,6 +123,6 @@ def _unsound_laws(draft: Draft) -> dict[int, str]:
         token = draft.token_ids[node]
         if not (abs(mass[node] - 1.0) <= _MASS_TOLERANCE and least[node] >= 0.0):
             problems[node] = f"its law sums to {mass[node]}, least entry {least[node]}"
-        elif isinstance(token, int) and 0 <= token < probs.shape[-1] and not float(probs[node, token]) > 0.0:
+        elif _is_int(token) and 0 <= token < probs.shape[-1] and not float(probs[node, token]) > 0.0:
             problems[node] = f"token {token} has probability 0 under its own law"
     return problems

@@ -1,0 +1,116 @@
+"""Counts and what they add up to."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.engine import stats as module
+from outrider.engine.stats import PHASES, EngineStats, SequenceStats
+
+
+def observed(*drafts: tuple[int, int, int]) -> SequenceStats:
+    stats = SequenceStats()
+    for draft in drafts:
+        stats.observe_draft(*draft)
+    return stats
+
+
+def test_nothing_drafted_is_all_zero() -> None:
+    frozen = SequenceStats().freeze()
+    assert (frozen.num_drafts, frozen.num_draft_tokens, frozen.num_accepted_tokens) == (0, 0, 0)
+    assert frozen.acceptance_histogram == frozen.drafted_per_position == ()
+    assert (frozen.acceptance_rate, frozen.mean_acceptance_length) == (0.0, 1.0)
+
+
+def test_a_worked_example() -> None:
+    frozen = observed((3, 3, 3), (3, 3, 1), (2, 2, 0)).freeze()
+    assert (frozen.num_drafts, frozen.num_draft_tokens, frozen.num_accepted_tokens) == (3, 8, 4)
+    assert frozen.drafted_per_position == (3, 3, 2)
+    assert frozen.accepted_per_position == (2, 1, 1)
+    assert frozen.acceptance_histogram == (1, 1, 0, 1)
+    assert frozen.acceptance_rate == 0.5
+    assert frozen.mean_acceptance_length == pytest.approx(1 + 4 / 3)
+
+
+def test_a_tree_counts_nodes_as_drafted_and_depth_as_positions() -> None:
+    frozen = observed((7, 3, 2)).freeze()
+    assert frozen.num_draft_tokens == 7
+    assert (frozen.drafted_per_position, frozen.accepted_per_position) == ((1, 1, 1), (1, 1, 0))
+
+
+rounds = st.lists(
+    st.integers(1, 6).flatmap(lambda depth: st.tuples(st.integers(depth, 9), st.just(depth), st.integers(0, depth))),
+    max_size=12,
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(rounds)
+def test_the_counts_agree_with_each_other(drafts: list[tuple[int, int, int]]) -> None:
+    frozen = observed(*drafts).freeze()
+    assert frozen.num_drafts == len(drafts) == sum(frozen.acceptance_histogram)
+    assert frozen.num_accepted_tokens == sum(frozen.accepted_per_position) == sum(a for _, _, a in drafts)
+    assert frozen.num_draft_tokens == sum(n for n, _, _ in drafts)
+    assert len(frozen.drafted_per_position) == len(frozen.accepted_per_position)
+    for i, (drafted, accepted) in enumerate(zip(frozen.drafted_per_position, frozen.accepted_per_position, strict=True)):
+        assert drafted == sum(depth > i for _, depth, _ in drafts)
+        assert accepted == sum(a > i for _, _, a in drafts)
+    assert all(n == sum(a == i for _, _, a in drafts) for i, n in enumerate(frozen.acceptance_histogram))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(rounds, rounds)
+def test_adding_is_observing_both(one: list[tuple[int, int, int]], other: list[tuple[int, int, int]]) -> None:
+    total = observed(*one)
+    total.add(observed(*other))
+    assert total.freeze() == observed(*one, *other).freeze()
+
+
+def test_adding_sums_every_plain_count() -> None:
+    names = ("num_target_passes", "num_proposer_faults", "num_cached_tokens", "num_preemptions")
+    one, other = SequenceStats(), SequenceStats()
+    for value, name in enumerate(names, 1):
+        setattr(one, name, value)
+        setattr(other, name, 10 * value)
+    one.add(other)
+    assert [getattr(one.freeze(), name) for name in names] == [11, 22, 33, 44]
+    assert [getattr(other, name) for name in names] == [10, 20, 30, 40]
+
+
+def test_frozen_counts_do_not_move_with_the_running_ones() -> None:
+    stats = observed((2, 2, 1))
+    frozen = stats.freeze()
+    stats.observe_draft(2, 2, 2)
+    assert frozen == observed((2, 2, 1)).freeze()
+
+
+def test_time_is_booked_to_its_phase_even_where_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 3.0, 10.0, 14.0, 20.0, 25.0])
+    monkeypatch.setattr(module, "perf_counter", lambda: next(clock))
+    stats = EngineStats()
+    with stats.timed("forward"):
+        pass
+    with stats.timed("verify"):
+        pass
+    with pytest.raises(ValueError, match="oops"), stats.timed("forward"):
+        raise ValueError("oops")
+    assert stats.seconds == {**dict.fromkeys(PHASES, 0.0), "forward": 7.0, "verify": 4.0}
+
+
+def test_shares_sum_to_one_and_host_is_schedule_and_commit() -> None:
+    stats = EngineStats(seconds=dict(zip(PHASES, (1.0, 2.0, 10.0, 4.0, 3.0), strict=True)))
+    assert stats.shares() == pytest.approx({"propose": 0.1, "forward": 0.5, "verify": 0.2, "host": 0.2})
+
+
+def test_shares_before_any_step_are_zero() -> None:
+    assert set(EngineStats().shares().values()) == {0.0}
+
+
+def test_reset_forgets_everything() -> None:
+    stats = EngineStats(num_steps=3, num_rows=9, num_committed_tokens=5)
+    stats.seconds["forward"] = 2.0
+    stats.finished.observe_draft(2, 2, 1)
+    stats.reset()
+    assert stats == EngineStats()
