@@ -12,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # two workers, a thread each: more would spin
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

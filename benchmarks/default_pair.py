@@ -1,6 +1,7 @@
 """The embedded pair and its wide copy: plain against speculative decoding, and what a verify pass costs.
 
-    python -m benchmarks.default_pair             about eight minutes; writes benchmarks/results/
+    python -m benchmarks.default_pair             some minutes; writes benchmarks/results/
+    python -m benchmarks.default_pair --only wide:float32     one part; parts of one machine add up
     python -m benchmarks.default_pair --quick     a short look, writes nothing
 
 Every configuration is run in turn, round after round, so that a slow moment of the machine hits all alike. Figures are
@@ -154,8 +155,8 @@ def measure(name: str, dtype: str, *, quick: bool, progress: Progress) -> tuple[
     rows = []
     for sampling, batch in (("T=1", 1), ("greedy", 1), ("T=1", 8), ("greedy", 8)):
         load = Workload(name, dtype, sampling, batch)
-        rounds = 2 if quick or batch > 1 else 4
-        num_tokens = 16 if quick else (32 if name == "wide" else 96) // (1 if batch == 1 else 2)
+        rounds = 2 if quick or batch > 1 else 3
+        num_tokens = 16 if quick else (24 if name == "wide" else 96) // (1 if batch == 1 else 2)
         runs: dict[str, list[Run]] = defaultdict(list)
         task = progress.add_task(str(load), total=rounds * len(proposers()))
         for turn in range(rounds):
@@ -261,30 +262,47 @@ def plot(result: dict[str, Any], folder: Path) -> None:
         figure.savefig(folder / f"default_pair.{suffix}", dpi=130)
 
 
+def load_result(out: Path) -> dict[str, Any]:
+    """What earlier runs on this machine left, to which this one adds."""
+    file = out / "default_pair.json"
+    old = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    if old.get("hardware") != hardware():
+        return {"hardware": hardware(), "cost": {}, "rows": []}
+    old["cost"] = {label: {int(n): t for n, t in cost.items()} for label, cost in old["cost"].items()}
+    return old
+
+
+def store(result: dict[str, Any], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "default_pair.json").write_text(json.dumps(result, indent=1), "utf-8")
+    (out / "default_pair.md").write_text(markdown(result), "utf-8")
+    plot(result, out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", action="append", help="model:dtype, as wide:float32; may be repeated")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    result: dict[str, Any] = {"hardware": hardware(), "cost": {}, "rows": []}
+    result = load_result(args.out)
     with Progress(console=console) as progress:
         for name in ("wide", "starter"):
             for dtype in ("float32", "bfloat16"):
+                if args.only and f"{name}:{dtype}" not in args.only:
+                    continue
                 rows, cost = measure(name, dtype, quick=args.quick, progress=progress)
-                result["rows"] += rows
-                result["cost"][f"{name}, {dtype}"] = cost
+                kept = [row for row in result["rows"] if (row["model"], row["dtype"]) != (name, dtype)]
+                result["rows"], result["cost"][f"{name}, {dtype}"] = kept + rows, cost
+                if not args.quick:
+                    store(result, args.out)
     table = Table(*COLUMNS, header_style="bold")
     for row in result["rows"]:
         table.add_row(*cells(row))
     console.print(table)
-    if not args.quick:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "default_pair.json").write_text(json.dumps(result, indent=1), "utf-8")
-        (args.out / "default_pair.md").write_text(markdown(result), "utf-8")
-        plot(result, args.out)
 
 
 if __name__ == "__main__":
