@@ -21,9 +21,11 @@ PROMPT = "class Reader:\n    def __init__(self, path):\n"
 def main() -> None:
     console = Console(record=True, width=104, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     llm = LLM(dtype="float32")
-    console.print(Text('$ outrider generate --seed 4 -t 0.8 --max-tokens 120 -p "class Reader: ..."', style="bold"))
+    console.print(
+        Text('$ outrider generate --dtype float32 --seed 4 -t 0.8 --max-tokens 120 -p "class Reader: ..."', style="bold")
+    )
     console.print(legend())
-    text = Text(PROMPT, style="dim")
+    text = Text().append(PROMPT, "dim")
     start, last = perf_counter(), None
     for piece in llm.stream(PROMPT, SamplingParams(seed=4, temperature=0.8, max_tokens=120)):
         text.append_text(coloured(piece.spans))

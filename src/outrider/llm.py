@@ -232,7 +232,10 @@ class LLM:
                 raise InvalidPromptError("prompt", prompt, "the model has no tokenizer", "Give a list of token ids.")
             if not prompt:
                 raise InvalidPromptError("prompt", prompt, "it is empty", "Give at least one character.")
-            return tuple(self.tokenizer(prompt)["input_ids"])
+            try:
+                return tuple(self.tokenizer(prompt)["input_ids"])
+            except (TypeError, UnicodeError) as error:  # half a surrogate pair, as undecodable bytes in argv become
+                raise InvalidPromptError("prompt", prompt, "it is not valid Unicode", "Give text in UTF-8.") from error
         if isinstance(prompt, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
             return tuple(cast(Sequence[int], prompt))
         raise InvalidPromptError("prompt", prompt, "neither text nor token ids", "Give a string or a list of integers.")

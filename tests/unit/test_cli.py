@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from outrider.cli.main import app
+from outrider.cli.render import write
+from outrider.llm import default_model
+
+COLOURS = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
 
 
 def outrider(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -23,10 +35,15 @@ def outrider(*arguments: str, stdin: str = "", **environment: str) -> subprocess
     )
 
 
+def inside(*arguments: str, stdin: str = "", **environment: str) -> str:
+    """Standard output of the same command in this process, where torch is loaded already."""
+    result = CliRunner().invoke(app, arguments, input=stdin, env=environment)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
 def as_json(*arguments: str, **kwargs: Any) -> Any:
-    result = outrider("generate", "--json", *arguments, **kwargs)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return json.loads(inside("generate", "--json", *arguments, **kwargs))
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("chat", "-h"), ("prove", "--help")])
@@ -40,6 +57,12 @@ def test_version() -> None:
     from outrider import __version__
 
     assert outrider("--version").stdout.split() == ["outrider", __version__]
+
+
+def test_help_loads_no_torch() -> None:
+    code = "import sys, outrider.cli.main; print(sorted({'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "[]"
 
 
 def test_json_is_one_object_with_everything() -> None:
@@ -76,11 +99,28 @@ def test_text_goes_to_standard_output_without_colours() -> None:
     assert "mean acceptance length" in result.stderr
 
 
+def test_text_is_kept_character_for_character() -> None:
+    prompt = "if x:\n\treturn d[:smile:] [bold]a[/bold]\x0c\n"
+    assert inside("generate", "-p", prompt, "--max-tokens", "2").startswith(prompt)
+    paper = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=10)
+    write(paper, [("\tlonger than the paper is wide \x0c", "accepted"), (":smile:\n", "plain")])
+    assert re.sub(r"\x1b\[[0-9;]*m", "", paper.file.getvalue()) == "\tlonger than the paper is wide \x0c:smile:\n"  # type: ignore[attr-defined]
+
+
+def test_colours_only_on_a_terminal_that_wants_them() -> None:
+    command = ("generate", "-p", "def f(", "--max-tokens", "8", "-t", "0")
+    assert "38;2;18;160;122" in inside(*command, **COLOURS)
+    assert "38;2" not in inside(*command, **COLOURS, NO_COLOR="1")
+    assert "38;2" not in inside(*command, "--no-color", **COLOURS)
+
+
 def test_compare_shows_the_speedup() -> None:
     result = outrider("generate", "-p", "def f(", "--max-tokens", "8", "--seed", "1", "--dtype", "float64", "--compare")
     assert "speedup" in result.stderr
     assert "same text, token by token" in result.stderr
-    assert as_json("-p", "x", "--max-tokens", "4", "--compare")["speedup"] > 0
+    answer = as_json("-p", "x", "--max-tokens", "4", "--compare")
+    assert answer["speedup"] > 0
+    assert answer["identical"] is None  # unseeded samples promise the same law, not the same text
 
 
 def test_one_bad_prompt_among_several() -> None:
@@ -98,7 +138,10 @@ def test_one_bad_prompt_among_several() -> None:
         (("generate", "-p", "x", "--proposer", "ngram", "--draft-model", "y"), 2, "draft_model"),
         (("generate", "-p", "x", "--seed", "1", "--rule", "block"), 2, "seed"),
         (("generate", "-p", "x", "--frobnicate"), 2, "No such option"),
+        (("generate", "-p", "x", "-k", "0"), 2, "num_draft_tokens=0"),
+        (("generate", "/nowhere/at/all", "-p", "x", "-k", "3"), 2, "nothing drafts"),
         (("generate", "-f", "/nowhere/at/all"), 2, "cannot be read"),
+        (("generate", "-p", os.fsdecode(b"half\xff")), 2, "not valid Unicode"),
         (("generate",), 2, "is empty"),
         (("generate", "/nowhere/at/all", "-p", "x"), 1, "cannot be read"),
         (("chat",), 2, "chat template"),
@@ -112,6 +155,48 @@ def test_failures_are_one_clear_line(arguments: tuple[str, ...], code: int, says
     assert result.stdout == ""
 
 
+def test_bytes_that_are_no_text_spoil_only_their_own_prompt(tmp_path: Path) -> None:
+    result = outrider("generate", "-p", os.fsdecode(b"half\xff"), "-p", "def f(", "--max-tokens", "2")
+    assert result.returncode == 1
+    assert "prompt 2" in result.stdout
+    (tmp_path / "latin1").write_bytes(b"caf\xe9")
+    assert outrider("generate", "-f", str(tmp_path / "latin1")).returncode == 2
+
+
+def test_debug_shows_the_traceback() -> None:
+    result = outrider("--debug", "generate", "/nowhere/at/all", "-p", "x")
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+
+
+def test_an_interrupt_leaves_quietly() -> None:
+    command = [sys.executable, "-m", "outrider.cli.main", "generate", "-p", "def f(", "--max-tokens", "900", "--ignore-eos"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1) == "d"
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(60) == 130
+        assert process.stderr.read() == ""
+
+
+def test_chat_goes_on_after_a_question_that_cannot_be_served(tmp_path: Path) -> None:
+    model = tmp_path / "conversing"
+    shutil.copytree(default_model("target"), model)
+    settings = json.loads((model / "tokenizer_config.json").read_text("utf-8"))
+    settings["chat_template"] = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+    questions = f"hello\n{'word ' * 3000}\n/reset\nhello\n/exit\n"
+    result = outrider("chat", str(model), "--max-tokens", "4", "-t", "0", stdin=questions)
+    assert result.returncode == 0
+    assert result.stderr.count("tokens/s") == 2
+    assert result.stderr.count("outrider: ") == 1
+    answers = [answer for answer in map(str.strip, result.stdout.split("> ")) if answer]
+    assert len(answers) == 2
+    assert answers[0] == answers[1]  # /reset forgot the first
+
+
 def test_unreadable_output_pipe_is_no_traceback() -> None:
     command = f"{sys.executable} -m outrider.cli.main generate -p x --max-tokens 30 | head -c 1"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
@@ -119,9 +204,6 @@ def test_unreadable_output_pipe_is_no_traceback() -> None:
 
 
 def test_prove_reports_and_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer.testing import CliRunner
-
-    from outrider.cli.main import app
     from outrider.prove import suite
     from outrider.prove.report import Finding
 

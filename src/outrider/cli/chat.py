@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outrider.cli import options
+from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from rich.console import Console
 
     from outrider.llm import LLM
@@ -65,26 +71,52 @@ def _converse(llm: LLM, opening: list[dict[str, str]], params: SamplingParams, c
         if question == "/reset":
             messages = list(opening)
         elif question:
-            messages.append({"role": "user", "content": question})
-            messages.append({"role": "assistant", "content": _answer(llm, messages, params, console, notes)})
+            messages = _turn(llm, [*messages, {"role": "user", "content": question}], params, console, notes)
+
+
+def _turn(
+    llm: LLM, messages: list[dict[str, str]], params: SamplingParams, console: Console, notes: Console
+) -> list[dict[str, str]]:
+    """The conversation after one answer; a question that cannot be answered is reported and forgotten."""
+    try:
+        return [*messages, {"role": "assistant", "content": _answer(llm, messages, params, console, notes)}]
+    except OutriderError as error:
+        notes.print(f"outrider: {error}", style="red", markup=False)
+        return messages[:-1]
 
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, console: Console, notes: Console) -> str:
-    """Stream one turn; an interrupt keeps what was written so far."""
-    from outrider.cli.render import closing_line, coloured
+    """Stream one turn; an interrupt ends it between two steps and keeps what was written so far."""
+    from outrider.cli.render import closing_line, write
 
     start, written = perf_counter(), ""
     stream = llm.stream(llm.chat_prompt(messages), params)
-    try:
+    with _interrupts() as interrupted:
         for piece in stream:
-            console.print(coloured(piece.spans), end="")
+            write(console, piece.spans)
             written += piece.text
             if piece.output is not None:
                 console.print()
-                notes.print(
-                    closing_line(len(piece.output.token_ids), perf_counter() - start, piece.output.stats), style="dim"
-                )
-    except KeyboardInterrupt:
-        stream.close()  # type: ignore[attr-defined]
-        console.print(" [dim](stopped)[/dim]")
+                spent = perf_counter() - start
+                notes.print(closing_line(len(piece.output.token_ids), spent, piece.output.stats), style="dim")
+            elif interrupted():
+                stream.close()  # type: ignore[attr-defined]
+                console.print(" [dim](stopped)[/dim]")
+                break
     return written
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Note the first Ctrl-C instead of breaking off in the middle of an engine step; the second one breaks off."""
+    caught: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(caught)
+    finally:
+        signal.signal(signal.SIGINT, before)

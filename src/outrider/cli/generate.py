@@ -14,6 +14,8 @@ import typer
 from outrider.cli import options
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from rich.console import Console
 
     from outrider.llm import LLM
@@ -104,31 +106,41 @@ def _prompts(given: list[str], files: list[Path]) -> list[str]:
     prompts = list(given)
     for path in files:
         try:
-            prompts.append(sys.stdin.read() if str(path) == "-" else path.read_text("utf-8"))
+            prompts.append(_standard_input() if str(path) == "-" else path.read_bytes().decode())
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidPromptError("file", str(path), f"cannot be read ({error})", "Give a text file in UTF-8.") from None
     if not prompts and not sys.stdin.isatty():
-        prompts.append(sys.stdin.read())
+        prompts.append(_standard_input())
     if not prompts:
         raise InvalidPromptError("prompt", None, "there is none", "Use --prompt, --file or standard input.")
     return prompts
+
+
+def _standard_input() -> str:
+    from outrider.errors import InvalidPromptError
+
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InvalidPromptError("stdin", "...", f"cannot be read ({error})", "Give text in UTF-8.") from None
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no_color: bool, compare: bool) -> bool:
     """One prompt, shown as it is written; closing line on standard error."""
     from rich.console import Console
 
-    from outrider.cli.render import closing_line, coloured, legend
+    from outrider.cli.render import closing_line, legend, write
 
     paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
-    pieces = llm.stream(prompt, params)  # what cannot be served is refused before anything is shown
+    if compare:
+        _warm_up(llm, [prompt], params)
+    start, final = perf_counter(), None
+    stream = llm.stream(prompt, params)  # a prompt that is refused is not echoed
     if notes.is_terminal and llm.speculation.enabled:
         notes.print(legend())
-    paper.print(prompt, end="", markup=False, style="dim" if paper.is_terminal else None)
-    start, final = perf_counter(), None
-    for piece in pieces:
-        paper.print(coloured(piece.spans), end="")
-        paper.file.flush()
+    write(paper, [(prompt, "prompt")])
+    for piece in stream:
+        write(paper, piece.spans)
         final = piece.output or final
     seconds = perf_counter() - start
     paper.print()
@@ -137,7 +149,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no
     if compare:
         plain = _run(llm, [prompt], params, speculation="none")
         _show_comparison(notes, plain, len(final.token_ids) / max(seconds, 1e-9))
-        _show_identity(notes, params, plain.outputs[0].outputs[0], final)
+        _show_identity(notes, llm, _identical(params, plain.outputs[0].outputs, (final,)))
     return False
 
 
@@ -145,9 +157,11 @@ def _batch(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console,
     """Several prompts or samples: a progress bar, then the texts."""
     from rich.console import Console
 
-    from outrider.cli.render import closing_line
+    from outrider.cli.render import closing_line, write
 
     paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
+    if compare:
+        _warm_up(llm, prompts, params)
     run = _run_with_progress(llm, prompts, params, notes)
     for place, output in enumerate(run.outputs):
         if output.error is not None:
@@ -155,23 +169,28 @@ def _batch(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console,
         for completion in output.outputs:
             sample = f", sample {completion.index + 1}" if params.n > 1 else ""
             paper.print(f"── prompt {place + 1}{sample} ──", style="bold" if paper.is_terminal else None)
-            paper.print(_spans_of(llm, completion))
+            write(paper, _spans_of(llm, completion))
+            paper.print()
     notes.print(closing_line(run.num_tokens, run.seconds, llm.stats.finished.freeze()), style="dim")
     if compare:
-        _show_comparison(notes, _run(llm, prompts, params, speculation="none"), run.tokens_per_second)
+        plain = _run(llm, prompts, params, speculation="none")
+        _show_comparison(notes, plain, run.tokens_per_second)
+        _show_identity(notes, llm, _identical(params, _samples(plain), _samples(run)))
     return any(output.error is not None for output in run.outputs)
 
 
-def _spans_of(llm: LLM, completion: CompletionOutput) -> Any:
-    """A finished text with its colours, replayed token by token."""
-    from outrider.cli.render import coloured
+def _spans_of(llm: LLM, completion: CompletionOutput) -> Iterator[tuple[str, str]]:
+    """A finished text with its colours, replayed token by token and cut where a stop string cut it."""
     from outrider.engine.detokenizer import TextStream
 
     stream = TextStream(llm.tokenizer, ())
     for token, origin in zip(completion.token_ids, completion.origins, strict=True):
         stream.push(token, origin, watch=False)
     stream.finish()
-    return coloured(stream.release())[: len(completion.text)]
+    left = len(completion.text)
+    for piece, origin in stream.release():
+        yield piece[:left], str(origin)
+        left -= min(left, len(piece))
 
 
 def _run(llm: LLM, prompts: list[str], params: SamplingParams, **kwargs: Any) -> _Run:
@@ -180,6 +199,13 @@ def _run(llm: LLM, prompts: list[str], params: SamplingParams, **kwargs: Any) ->
     start = perf_counter()
     outputs = llm.generate(prompts if len(prompts) > 1 else prompts[0], params, **kwargs)
     return _Run(outputs, perf_counter() - start, llm.stats.shares())
+
+
+def _warm_up(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
+    """A few tokens either way, so that a comparison gives the first run no cold start and the second no cached prompt."""
+    short = params.replace(max_tokens=4, min_tokens=0)
+    _run(llm, prompts, short)
+    _run(llm, prompts, short, speculation="none")
 
 
 def _run_with_progress(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console) -> _Run:
@@ -193,6 +219,8 @@ def _run_with_progress(llm: LLM, prompts: list[str], params: SamplingParams, not
 
 def _as_json(llm: LLM, prompts: list[str], params: SamplingParams, compare: bool) -> bool:
     """One object: the completion itself for one prompt and sample, else a list of them."""
+    if compare:
+        _warm_up(llm, prompts, params)
     run = _run(llm, prompts, params)
     each = [_output_json(output, run) for output in run.outputs]
     answer: dict[str, Any] = each[0] if len(each) == 1 else {"outputs": each}
@@ -202,6 +230,7 @@ def _as_json(llm: LLM, prompts: list[str], params: SamplingParams, compare: bool
         plain = _run(llm, prompts, params, speculation="none")
         answer["plain_tokens_per_second"] = plain.tokens_per_second
         answer["speedup"] = run.tokens_per_second / plain.tokens_per_second
+        answer["identical"] = _identical(params, _samples(plain), _samples(run))
     sys.stdout.write(json.dumps(answer, ensure_ascii=False) + "\n")
     return any(output.error is not None for output in run.outputs)
 
@@ -222,12 +251,26 @@ def _show_comparison(notes: Console, plain: _Run, tokens_per_second: float) -> N
     notes.print(f"plain decoding: {plain.tokens_per_second:.1f} tokens/s, speedup {ratio:.2f}x", style=style)
 
 
-def _show_identity(notes: Console, params: SamplingParams, plain: CompletionOutput, drafted: CompletionOutput) -> None:
-    if params.greedy or params.seed is not None:
-        same = plain.token_ids == drafted.token_ids
+def _samples(run: _Run) -> list[CompletionOutput]:
+    return [completion for output in run.outputs for completion in output.outputs]
+
+
+def _identical(
+    params: SamplingParams, plain: Sequence[CompletionOutput], drafted: Sequence[CompletionOutput]
+) -> bool | None:
+    """Whether two runs wrote the same tokens; None where unseeded sampling promises no such thing."""
+    if not params.greedy and params.seed is None:
+        return None
+    return [c.token_ids for c in plain] == [c.token_ids for c in drafted]
+
+
+def _show_identity(notes: Console, llm: LLM, identical: bool | None) -> None:
+    if identical:
+        notes.print("same text, token by token", style="dim")
+    elif identical is False:
+        dtype = str(llm.engine.runner.loaded.dtype).removeprefix("torch.")
         notes.print(
-            "same text, token by token"
-            if same
-            else "the texts part where two tokens are nearly equal: bits depend on shapes in this dtype (see float64)",
-            style="dim",
+            f"the texts differ: in {dtype} the last bits of a logit depend on the number of rows, which can turn a near "
+            "tie. --dtype float64 tells whether that was it; there they should not differ",
+            style="bold red" if dtype == "float64" else "dim",
         )

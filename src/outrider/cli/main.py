@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -15,7 +16,7 @@ from outrider import __version__
 from outrider.cli.chat import chat
 from outrider.cli.generate import generate
 from outrider.cli.prove import prove
-from outrider.errors import InputError, OutriderError, ProposerError
+from outrider.errors import InputError, OutriderError
 
 app = typer.Typer(
     name="outrider",
@@ -39,8 +40,10 @@ def _print_version(value: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Before the verb: show the traceback of an error.")] = False,
 ) -> None:
-    pass
+    if debug:
+        os.environ["OUTRIDER_DEBUG"] = "1"
 
 
 def main() -> None:
@@ -50,22 +53,21 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         app(standalone_mode=True)
-    except InputError as error:
-        _leave(error, 2)
-    except (OutriderError, ProposerError) as error:
-        _leave(error, 1)
+    except OutriderError as error:
+        _leave(error, 2 if isinstance(error, InputError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
-        if os.environ.get("OUTRIDER_DEBUG"):
-            raise
-        _leave(f"unexpected {type(error).__name__}: {error} (OUTRIDER_DEBUG=1 shows where)", 1)
+        _leave(f"unexpected {type(error).__name__}: {error} (outrider --debug ... shows where)", 1)
 
 
 def _leave(problem: object, code: int) -> None:
+    """One line, or the whole traceback where it was asked for."""
+    if os.environ.get("OUTRIDER_DEBUG"):
+        traceback.print_exc()
     typer.secho(f"outrider: {problem}", err=True, fg=typer.colors.RED)
     sys.exit(code)
 

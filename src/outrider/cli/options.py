@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.errors import ContradictionError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -45,7 +47,8 @@ def speculation(proposer: str | None, draft_model: str | None, num_draft_tokens:
         "rule": rule,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    return SpeculationConfig(**given) if given.keys() - {"num_draft_tokens", "rule"} else (given or None)
+    config = SpeculationConfig(**given)  # also where only changes are given: refused now, not after loading
+    return config if given.keys() - {"num_draft_tokens", "rule"} else (given or None)
 
 
 def sampling(**given: Any) -> Any:
@@ -64,13 +67,16 @@ def load(console: Console, model: str | None, settings: Any, **options: Any) -> 
         settings: A SpeculationConfig, a dict of changes to LLM's own choice, or None.
         options: Passed on to LLM.
     """
+    changes = settings if isinstance(settings, dict) else {}
+    if changes and model is not None:
+        name, value = next(iter(changes.items()))
+        raise ContradictionError(name, value, "nothing drafts for this model", "Add --proposer or --draft-model.")
     with _spinner(console, f"loading {model or 'the embedded pair'}"):
         from transformers.utils import logging as hf_logging
 
         from outrider.llm import LLM
 
         hf_logging.disable_progress_bar()
-        changes = settings if isinstance(settings, dict) else {}
         llm = LLM(model, speculation=None if changes else settings, **options)
         if changes:
             llm.speculation = llm.speculation.replace(**changes)

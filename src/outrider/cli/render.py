@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console
     from rich.text import Text
 
     from outrider.params import CompletionOutput, RequestStats
 
 #: Chosen to stay apart for colour-blind readers and on light and dark backgrounds; plain tokens keep the default.
 STYLES = {
+    "prompt": "dim",
     "plain": "",
-    "accepted": "green",
-    "recovered": "bold red",
-    "bonus": "bold blue",
+    "accepted": "#12a07a",
+    "recovered": "bold #cc5f00",
+    "bonus": "bold #8a7df0",
 }
 
 
@@ -23,9 +27,9 @@ def legend() -> Text:
     from rich.text import Text
 
     meanings = {
-        "accepted": "draft token that stood",
-        "recovered": "written after a rejection",
-        "bonus": "written after a whole draft stood",
+        "accepted": "draft token",
+        "recovered": "after a rejection",
+        "bonus": "after a whole draft",
     }
     line = Text()
     for origin, meaning in meanings.items():
@@ -42,6 +46,16 @@ def coloured(spans: Any) -> Text:
     for piece, origin in spans:
         text.append(piece, STYLES[str(origin)])
     return text
+
+
+def write(paper: Console, spans: Iterable[tuple[str, str]]) -> None:
+    """Put (piece, origin) pairs on paper, character for character: rich's Text expands tabs and drops form feeds."""
+    from rich.segment import Segment, Segments
+    from rich.style import Style
+
+    segments = [Segment(piece, Style.parse(STYLES[str(origin)])) for piece, origin in spans]
+    paper.print(Segments(segments), end="", soft_wrap=True)
+    paper.file.flush()
 
 
 def closing_line(num_tokens: int, seconds: float, stats: RequestStats) -> str:

@@ -68,8 +68,8 @@ class TextStream:
         return spans
 
     def _find_stop(self, before: int) -> tuple[int, str] | None:
-        longest = max(map(len, self._stop), default=0)
-        hits = [(self.text.find(s, max(0, before - longest + 1)), s) for s in self._stop]
+        # Only what the new text completes: one that stood there before, unwatched, no longer counts.
+        hits = [(self.text.find(s, max(0, before - len(s) + 1)), s) for s in self._stop]
         hits = [hit for hit in hits if hit[0] >= 0]
         if not hits:
             return None
