@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from outrider.llm import LLM
     from outrider.params import (
         CompletionOutput,
+        Logprob,
         RequestOutput,
         RequestStats,
         SamplingParams,
         StreamPiece,
+        StructuredOutputs,
         TokenOrigin,
     )
 
@@ -28,7 +30,16 @@ _HOMES = {
     "SpeculationConfig": "outrider.config",
     "OutriderError": "outrider.errors",
     **dict.fromkeys(
-        ("SamplingParams", "RequestOutput", "CompletionOutput", "RequestStats", "StreamPiece", "TokenOrigin"),
+        (
+            "SamplingParams",
+            "StructuredOutputs",
+            "RequestOutput",
+            "CompletionOutput",
+            "Logprob",
+            "RequestStats",
+            "StreamPiece",
+            "TokenOrigin",
+        ),
         "outrider.params",
     ),
 }
@@ -36,12 +47,14 @@ _HOMES = {
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "Logprob",
     "OutriderError",
     "RequestOutput",
     "RequestStats",
     "SamplingParams",
     "SpeculationConfig",
     "StreamPiece",
+    "StructuredOutputs",
     "TokenOrigin",
 ]
 

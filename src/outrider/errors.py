@@ -12,6 +12,8 @@ OutriderError
 │   └── VocabularyMismatchError      a draft model that speaks other tokens than its target
 ├── RequestError                     one request failed; its neighbours did not
 │   ├── NonFiniteLogitsError         the target wrote NaN or infinity
+│   ├── ProcessingError              a logits processor or a grammar failed
+│   ├── NoTokenLeftError             its parameters together forbid every token
 │   └── ForwardError                 the target's forward pass raised
 ├── ProposerError                    a proposer cannot be found or built
 └── NoiseReuseError                  a random key was used twice: a defect, never a user's fault
@@ -104,6 +106,14 @@ class RequestError(OutriderError):
 
 class NonFiniteLogitsError(RequestError):
     """The target's logits held NaN or infinity where a token had to be chosen."""
+
+
+class ProcessingError(RequestError):
+    """A logits processor of the caller, or a structured output's automaton, raised or answered nonsense; see the cause."""
+
+
+class NoTokenLeftError(RequestError):
+    """The request's parameters together forbid every token where one had to be chosen."""
 
 
 class ForwardError(RequestError):

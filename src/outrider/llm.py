@@ -54,6 +54,8 @@ class LLM:
         block_size: Tokens a KV block.
         kv_cache_tokens: KV capacity in tokens; None sizes it from free memory.
         prefix_caching: Whether prompts that begin alike share KV.
+        batch_invariant: Same seed, same bits: with any proposer or none, in any batch, in any chunks. Every row is computed
+            alone, which is slow.
 
     Raises:
         InputError: A setting is unknown, out of range or contradicts another.
@@ -76,6 +78,7 @@ class LLM:
         block_size: int = 16,
         kv_cache_tokens: int | None = None,
         prefix_caching: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         self._embedded = model is None
         self._model_config = ModelConfig(
@@ -86,6 +89,7 @@ class LLM:
             trust_remote_code=trust_remote_code,
             attention_backend=attention_backend,
             max_model_len=max_model_len,
+            batch_invariant=batch_invariant,
         )
         self._cache_config = CacheConfig(block_size=block_size, num_tokens=kv_cache_tokens, prefix_caching=prefix_caching)
         scheduling = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
@@ -93,7 +97,8 @@ class LLM:
             speculation or (SpeculationConfig(proposer="draft_model") if model is None else PLAIN)
         )
         loaded = load_model(self._model_config)
-        runner = make_runner(loaded, attention_backend, self._cache_config, max_num_seqs)
+        backend = "row_by_row" if batch_invariant else attention_backend
+        runner = make_runner(loaded, backend, self._cache_config, max_num_seqs)
         self.tokenizer = loaded.tokenizer
         self.engine = Engine(runner, scheduling)
         self.proposers = ProposerSet(
@@ -116,6 +121,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         speculation: Speculation | Sequence[Speculation | None] | None = None,
+        namespace: str | None = None,
         on_finished: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts in continuous batches.
@@ -124,6 +130,7 @@ class LLM:
             prompts: A string, a list of token ids, or a list of either.
             params: For all prompts, or one each.
             speculation: Overrides the LLM's, for all prompts or one each; "none" decodes plainly.
+            namespace: Whose prompts these are: caches are shared within a namespace and never beyond it.
             on_finished: Called with each output as it is done, for progress displays.
 
         Returns:
@@ -147,7 +154,7 @@ class LLM:
         try:
             for place, (prompt, sampling, config) in enumerate(each):
                 try:
-                    pending[place] = self._submit(prompt, sampling, config)
+                    pending[place] = self._submit(prompt, sampling, config, namespace=namespace)
                 except OutriderError as error:
                     settle(place, _refused(prompt, error))
             while pending:
@@ -162,14 +169,19 @@ class LLM:
         return [outputs[place] for place in range(len(items))]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        speculation: Speculation | None = None,
+        namespace: str | None = None,
     ) -> Iterator[StreamPiece]:
         """Complete one prompt and yield what each step adds. Closing the iterator cancels the request.
 
         Raises:
             OutriderError: The prompt cannot be served, or the request failed on the way.
         """
-        pieces = self._pieces(self._submit(prompt, params, speculation, streaming=True))
+        pieces = self._pieces(self._submit(prompt, params, speculation, namespace=namespace, streaming=True))
         next(pieces)  # started at once: a stream that is dropped unread must still cancel its request
         return cast(Iterator[StreamPiece], pieces)
 
@@ -179,13 +191,14 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         speculation: Speculation | None = None,
+        namespace: str | None = None,
     ) -> list[RequestOutput]:
         """Complete a conversation through the tokenizer's own chat template.
 
         Raises:
             InvalidPromptError: The model has no tokenizer or its tokenizer no chat template.
         """
-        return self.generate(self.chat_prompt(messages), params, speculation=speculation)
+        return self.generate(self.chat_prompt(messages), params, speculation=speculation, namespace=namespace)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, with the turn handed to the model."""
@@ -212,6 +225,7 @@ class LLM:
         params: SamplingParams | None,
         speculation: Speculation | None,
         *,
+        namespace: str | None = None,
         streaming: bool = False,
     ) -> Request:
         params = SamplingParams() if params is None else params
@@ -222,7 +236,13 @@ class LLM:
         config = self.speculation if speculation is None else self._resolve(speculation)
         text = prompt if isinstance(prompt, str) else None
         return self.engine.add_request(
-            self.encode(prompt), params, config, self.proposers.get(config), prompt=text, streaming=streaming
+            self.encode(prompt),
+            params,
+            config,
+            self.proposers.get(config),
+            prompt=text,
+            streaming=streaming,
+            namespace=namespace,
         )
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -273,6 +293,7 @@ class LLM:
             revision=None,
             attention_backend="auto",
             max_model_len=None,
+            batch_invariant=False,  # drafts may differ in their bits: they are guesses
         )
         capacity = target.blocks.num_blocks * target.blocks.block_size  # whatever fits the target's memory fits the draft's
         cache = self._cache_config.replace(num_tokens=capacity)
@@ -319,4 +340,5 @@ def _refused(prompt: Prompt, error: OutriderError) -> RequestOutput:
 
 def _output(request: Request) -> RequestOutput:
     outputs = () if request.error is not None else tuple(completion(seq) for seq in request.sequences)
-    return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs, request.error)
+    scores = None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
+    return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs, request.error, scores)

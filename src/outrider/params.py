@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from outrider.errors import ContradictionError, OutriderError
 from outrider.validation import Frozen
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
-_LATER = "it is not yet computed exactly along a draft path, and this engine does not approximate"
+LogprobsMode = Literal["raw", "processed"]
+
+#: Like a transformers LogitsProcessor: (token ids [1, num_tokens], scores [1, vocab_size]) -> scores [1, vocab_size].
+#: Must be a pure function of the two; called once for every row of a draft, each with the tokens of its own path.
+LogitsProcessor = Callable[[Any, Any], Any]
+
+_NOT_A_LAW = "it searches over whole texts instead of drawing from the model's law"
+_BY_PROCESSOR = "there is no setting of that name; transformers' own processor for it runs exactly along every draft path"
 
 
 def _as_tuple(value: object) -> object:
@@ -25,58 +32,134 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, Sequence | set | frozenset) else value
 
 
+def _as_tuples(value: object) -> object:
+    """A list of lists of token ids as tuples of tuples."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return tuple(tuple(item) if isinstance(item, list) else item for item in value)
+    return value
+
+
+def _as_biases(value: object) -> object:
+    """Token ids to biases in the order of ids; JSON writes ids as strings."""
+    if not isinstance(value, Mapping):
+        return value
+    biases = {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in value.items()}
+    numbers = {k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in biases.items()}
+    return numbers if not all(isinstance(k, int) for k in numbers) else dict(sorted(numbers.items()))
+
+
+def _all_callable(value: tuple[Any, ...]) -> tuple[Any, ...]:
+    for item in value:
+        if not callable(item):
+            raise ValueError(f"{item!r} cannot be called")
+    return value
+
+
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tuple)]
+Strings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
+
+
+class StructuredOutputs(Frozen):
+    """What the output must look like; exactly one field. Needs the extra `grammar` and a tokenizer.
+
+    Attributes:
+        json_schema: A JSON schema, as a dict or as JSON text.
+        json_object: Any JSON object.
+        regex: A regular expression that the whole output matches.
+        choice: The output is one of these strings.
+        grammar: A context-free grammar: Lark, or the EBNF dialect of llama.cpp (GBNF, recognised by its `::=`).
+
+    Raises:
+        ContradictionError: None or several are given.
+    """
+
+    json_schema: dict[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = Field(None, min_length=1, description="Use a regular expression.")
+    choice: Strings = Field((), description="Use a list of non-empty strings.")
+    grammar: str | None = Field(None, min_length=1, description="Use Lark or GBNF.")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> StructuredOutputs:
+        given = [name for name in type(self).model_fields if getattr(self, name) not in (None, False, ())]
+        if len(given) != 1:
+            raise ContradictionError(
+                "structured_outputs",
+                given,
+                f"{len(given)} kinds of structure at a time",
+                "Give exactly one of json_schema, json_object, regex, choice, grammar.",
+            )
+        return self
+
+
 class SamplingParams(Frozen):
     """How to choose tokens and when to stop; names and meanings follow vLLM and transformers.
 
-    The filters apply in the order temperature, top_k, top_p, min_p, each on the renormalised survivors of the one before.
+    Each token's logits pass, in this order: logit_bias; repetition, frequency and presence penalties; logits_processors;
+    what is forbidden (allowed_token_ids, bad_words, min_tokens, structured_outputs); then temperature, top_k, top_p, min_p,
+    each on the renormalised survivors of the one before. All of it is computed along each draft path.
 
     Raises:
         InvalidParameterError: A value is outside its range or a name is unknown.
-        UnsupportedParameterError: A parameter is known but would not be exact.
-        ContradictionError: min_tokens exceeds max_tokens.
+        UnsupportedParameterError: A parameter is known but is not exact, or not a law at all.
+        ContradictionError: min_tokens exceeds max_tokens; ignore_eos with structured_outputs.
     """
 
-    refused: ClassVar[dict[str, str]] = dict.fromkeys(
-        [
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "logit_bias",
-            "bad_words",
-            "allowed_token_ids",
-            "logprobs",
-            "prompt_logprobs",
-            "structured_outputs",
-            "guided_decoding",
-            "response_format",
-            "logits_processors",
-            "best_of",
-            "use_beam_search",
-            "num_beams",
-            "length_penalty",
-            "typical_p",
-            "epsilon_cutoff",
-            "eta_cutoff",
-            "no_repeat_ngram_size",
-        ],
-        _LATER,
-    )
+    refused: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(["best_of", "use_beam_search", "num_beams", "length_penalty", "early_stopping"], _NOT_A_LAW),
+        **dict.fromkeys(
+            ["no_repeat_ngram_size", "typical_p", "epsilon_cutoff", "eta_cutoff", "encoder_repetition_penalty"],
+            _BY_PROCESSOR,
+        ),
+        **dict.fromkeys(["guided_decoding", "response_format"], "its name here is structured_outputs"),
+    }
+    remedies: ClassVar[dict[str, str]] = {
+        "no_repeat_ngram_size": "Use logits_processors=[transformers.NoRepeatNGramLogitsProcessor(n)].",
+        "typical_p": "Use logits_processors=[transformers.TypicalLogitsWarper(mass)].",
+        "epsilon_cutoff": "Use logits_processors=[transformers.EpsilonLogitsWarper(epsilon)].",
+        "eta_cutoff": "Use logits_processors=[transformers.EtaLogitsWarper(epsilon)].",
+        "guided_decoding": "Use structured_outputs=StructuredOutputs(...).",
+        "response_format": "Use structured_outputs=StructuredOutputs(...).",
+    }
 
     temperature: float = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="Use 0 (greedy) to 100.")
     top_k: int = Field(0, ge=-1, description="Use 1 or more; 0 or -1 keeps every token.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Use a value above 0 and up to 1.")
     min_p: float = Field(0.0, ge=0.0, le=1.0, description="Use a value from 0 to 1.")
+    repetition_penalty: float = Field(
+        1.0, gt=0.0, le=100.0, description="Use a value above 0; above 1 discourages tokens of prompt and output."
+    )
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="Use a value from -2 to 2.")
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="Use a value from -2 to 2.")
+    logit_bias: Annotated[
+        dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100.0, le=100.0)]], BeforeValidator(_as_biases)
+    ] = Field(default_factory=dict, description="Use token ids with biases from -100 to 100.")
+    bad_words: Strings = Field((), description="Use a list of non-empty strings.")
+    bad_words_ids: Annotated[tuple[Annotated[TokenIds, Field(min_length=1)], ...], BeforeValidator(_as_tuples)] = Field(
+        (), description="Use a list of non-empty lists of token ids."
+    )
+    allowed_token_ids: TokenIds | None = Field(
+        None, min_length=1, description="Use a non-empty list of token ids, or None."
+    )
+    structured_outputs: StructuredOutputs | None = None
+    logits_processors: Annotated[tuple[Any, ...], BeforeValidator(_as_tuple), AfterValidator(_all_callable)] = Field(
+        (), description="Use functions of (token ids [1, n], scores [1, vocab_size]) that return scores."
+    )
     max_tokens: int = Field(128, ge=1, description="Use 1 or more.")
     min_tokens: int = Field(0, ge=0, description="Use 0 or more, up to max_tokens.")
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)] = Field(
-        (), description="Use one non-empty string or a list of them."
-    )
-    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tuple)] = Field(
-        (), description="Use a list of token ids."
-    )
+    stop: Strings = Field((), description="Use one non-empty string or a list of them.")
+    stop_token_ids: TokenIds = Field((), description="Use a list of token ids.")
     ignore_eos: bool = False
     seed: int | None = Field(None, ge=0, lt=2**63, description="Use an integer from 0 to 2**63 - 1, or None.")
     n: int = Field(1, ge=1, description="Use 1 or more samples.")
+    logprobs: int | None = Field(
+        None, ge=-1, description="Use the number of most likely tokens to report beside the chosen one; -1 reports all."
+    )
+    prompt_logprobs: int | None = Field(None, ge=-1, description="Use a number of tokens; -1 reports all.")
+    logprobs_mode: LogprobsMode = Field("raw", description="Use raw or processed.")
+
+    def __hash__(self) -> int:
+        return hash((self.temperature, self.top_k, self.top_p, self.min_p, self.max_tokens, self.seed, self.stop))
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> SamplingParams:
@@ -89,10 +172,23 @@ class SamplingParams(Frozen):
             )
         return self
 
+    @model_validator(mode="after")
+    def _structure_may_end(self) -> SamplingParams:
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise ContradictionError(
+                "ignore_eos", True, "a structured output ends where its structure is complete", "Leave one of them out."
+            )
+        return self
+
     @property
     def greedy(self) -> bool:
         """Whether the target's law is a point mass, so that no random number is needed."""
         return self.temperature == 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the logits of a token depend on how often it was written before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class TokenOrigin(StrEnum):
@@ -144,6 +240,25 @@ class RequestStats:
 
 
 @dataclass(frozen=True)
+class Logprob:
+    """How likely a token was.
+
+    Attributes:
+        logprob: Natural logarithm of its probability; minus infinity where processing ruled it out.
+        rank: 1 for the most likely token; equals share the best rank.
+        decoded_token: Its text; None where the model has no tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+#: One position: the token that stands there first, then the most likely ones, by token id.
+PositionLogprobs = dict[int, Logprob]
+
+
+@dataclass(frozen=True)
 class CompletionOutput:
     """One sample of a request.
 
@@ -155,6 +270,7 @@ class CompletionOutput:
         finish_reason: "stop" (end of sequence, stop token or stop string), "length" or "cancelled".
         stop_reason: The stop string or stop token id that ended it, if one did.
         stats: What speculation did.
+        logprobs: One entry a token, where `SamplingParams.logprobs` asked for them.
     """
 
     index: int
@@ -164,17 +280,22 @@ class CompletionOutput:
     finish_reason: FinishReason
     stop_reason: str | int | None
     stats: RequestStats
+    logprobs: tuple[PositionLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The answer to one prompt: `outputs` holds its n samples, or `error` says why there are none."""
+    """The answer to one prompt: `outputs` holds its n samples, or `error` says why there are none.
+
+    `prompt_logprobs` has one entry a prompt token, None for the first, where `SamplingParams.prompt_logprobs` asked.
+    """
 
     request_id: int
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     error: OutriderError | None = None
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
 
     @property
     def first(self) -> CompletionOutput:
@@ -203,6 +324,10 @@ class RequestOutput:
     def stats(self) -> RequestStats:
         return self.first.stats
 
+    @property
+    def logprobs(self) -> tuple[PositionLogprobs, ...] | None:
+        return self.first.logprobs
+
 
 @dataclass(frozen=True)
 class StreamPiece:
@@ -215,6 +340,7 @@ class StreamPiece:
         token_ids: Tokens committed by this step.
         origins: Where each token came from, aligned with token_ids.
         output: The finished completion, on the last piece of a sample only.
+        logprobs: Of `token_ids`, where they were asked for.
     """
 
     index: int
@@ -223,3 +349,4 @@ class StreamPiece:
     token_ids: tuple[int, ...]
     origins: tuple[TokenOrigin, ...]
     output: CompletionOutput | None = field(default=None)
+    logprobs: tuple[PositionLogprobs, ...] | None = field(default=None)

@@ -16,10 +16,14 @@ class Frozen(BaseModel):
 
     #: Names other engines accept that are refused here, each with the reason.
     refused: ClassVar[dict[str, str]] = {}
+    #: What to use instead of a refused name, where there is something.
+    remedies: ClassVar[dict[str, str]] = {}
 
     def __init__(self, **values: Any) -> None:
         for name in sorted(values.keys() & self.refused.keys()):
-            raise UnsupportedParameterError(name, values[name], self.refused[name], "Leave it out.")
+            raise UnsupportedParameterError(
+                name, values[name], self.refused[name], self.remedies.get(name, "Leave it out.")
+            )
         try:
             super().__init__(**values)
         except ValidationError as error:

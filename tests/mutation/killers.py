@@ -20,10 +20,12 @@ from outrider.params import SamplingParams
 from outrider.propose import registry
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.draft import Draft, Law
-from outrider.prove.engine_law import EngineProof, Setting
+from outrider.prove.engine_law import SETTINGS, STRUCTURE_SETTINGS, EngineProof, Setting
 from outrider.prove.reference import ReferenceRule
 from outrider.prove.rules_law import prove_verifier
 from outrider.prove.tiny import save_tiny_llama
+from outrider.prove.tree_law import prove_tree_verifier
+from outrider.prove.tree_reference import TreeRule
 from outrider.verify.noise import Key, KeyedNoise, Stream
 from outrider.verify.rules import residual
 
@@ -38,6 +40,15 @@ def _law(rule: str, **params: Any) -> None:
     proof = EngineProof(save_tiny_llama(folder / "target", seed=1), save_tiny_llama(folder / "draft", seed=2))
     setting = Setting(rule, {"proposer": "draft_model", "num_draft_tokens": 2, "rule": rule}, params)
     finding = proof.prove(setting, 3)
+    assert finding.passed, finding
+
+
+def _named(name: str) -> None:
+    """A setting of the prover's own list."""
+    setting = next(s for s in (*SETTINGS, *STRUCTURE_SETTINGS) if s.name == name)
+    folder, speaks = Path(tempfile.mkdtemp()), bool(setting.language)
+    pair = [save_tiny_llama(folder / part, seed, speaks=speaks) for part, seed in (("target", 1), ("draft", 2))]
+    finding = EngineProof(*pair, speaks=speaks).prove(setting, 3)
     assert finding.passed, finding
 
 
@@ -65,6 +76,50 @@ def law_filtered() -> None:
 
 def law_seeded() -> None:
     _law("auto", seed=4)
+
+
+def law_penalties() -> None:
+    _law("block", repetition_penalty=1.6, frequency_penalty=0.7)
+
+
+def law_bad_words() -> None:
+    _law("block", bad_words_ids=((1, 1), (0, 2)))
+
+
+def law_processors() -> None:
+    _law("token", logits_processors=(lambda ids, scores: scores + (scores.argsort() == int(ids.sum()) % 3) * 2.0,))
+
+
+def law_structure() -> None:
+    _named("regex, block")
+
+
+def law_tree() -> None:
+    _named("tree, traversal")
+
+
+def law_recursive() -> None:
+    _named("tree, recursive rejection")
+
+
+def law_merged() -> None:
+    _named("merged tree, three laws")
+
+
+def verifier_tree() -> None:
+    finding = prove_tree_verifier(TreeRule.TRAVERSAL, (2, 1), 8, 3)
+    assert finding.passed, finding
+
+
+def logprobs() -> None:
+    """Of every token, along drafts, as a plain forward pass of the finished text gives them."""
+    llm = _llm()
+    params = SamplingParams(seed=1, max_tokens=24, logprobs=0, repetition_penalty=1.3)
+    output = llm.generate(PROMPT, params, speculation=_self_draft())[0]
+    model = llm.engine.runner.loaded.model
+    law = model(torch.tensor([[*PROMPT, *output.token_ids]])).logits[0].double().log_softmax(-1)
+    for place, (token, entry) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+        assert abs(entry[token].logprob - float(law[len(PROMPT) + place - 1, token])) < 1e-5
 
 
 def noise_is_independent() -> None:

@@ -7,10 +7,11 @@ import torch
 
 from outrider.engine import drafting, verifier
 from outrider.propose.base import DraftNoise
-from outrider.prove.engine_law import BOUND, SETTINGS, EngineProof
+from outrider.prove.engine_law import BOUND, PARAMETER_SETTINGS, SETTINGS, STRUCTURE_SETTINGS, EngineProof
 from outrider.prove.tiny import save_tiny_llama
 
-BY_NAME = {setting.name: setting for setting in SETTINGS}
+BY_NAME = {setting.name: setting for setting in (*SETTINGS, *PARAMETER_SETTINGS)}
+STRUCTURED = {setting.name: setting for setting in STRUCTURE_SETTINGS}
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +21,18 @@ def proof(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     yield EngineProof(save_tiny_llama(folder / "target", 1), save_tiny_llama(folder / "draft", 2))
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("speaking")
+    pair = [save_tiny_llama(folder / part, seed, speaks=True) for part, seed in (("target", 1), ("draft", 2))]
+    return EngineProof(*pair, speaks=True)
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_joint_law_of_structured_outputs(speaking, name):
+    assert speaking.prove(STRUCTURED[name], 5).measured <= BOUND
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -52,18 +65,17 @@ def test_control_raw_draft_law_reported_for_a_truncated_draw(proof, monkeypatch)
 def test_control_draft_dropped_for_what_it_says(proof, monkeypatch):
     real = drafting.sound_prefix
 
-    def choosy(draft, budget, vocab_size):
-        return (drafting.EMPTY, None) if len(draft) and draft.token_ids[0] == 1 else real(draft, budget, vocab_size)
+    def choosy(draft, *limits):
+        return (drafting.EMPTY, None) if len(draft) and draft.token_ids[0] == 1 else real(draft, *limits)
 
     monkeypatch.setattr(drafting, "sound_prefix", choosy)
     assert proof.prove(BY_NAME["token"], 3).measured > 1e-4
 
 
 def test_control_target_noise_shared_with_the_recovered_token(proof, monkeypatch):
-    monkeypatch.setattr(verifier, "rule_for", lambda d, n: verifier.Rule.TOKEN if len(d) else verifier.Rule.WALK)
-    monkeypatch.setattr(
-        verifier, "_next_key", lambda c, accepted, length: verifier._key(c, verifier.Stream.TARGET, accepted, 0)
-    )
+    real = verifier._next_key
+    monkeypatch.setattr(verifier, "rule_for", lambda d, n, coupled: verifier.Rule.TOKEN if len(d) else verifier.Rule.WALK)
+    monkeypatch.setattr(verifier, "_next_key", lambda c, node, owed: real(c, node, owed=False))
     assert proof.prove(BY_NAME["coupled"], 3).measured > 1e-4
 
 
@@ -71,8 +83,8 @@ def test_control_sampled_draft_lost_and_still_believed(proof, monkeypatch):
     """A draft kept or lost by its content is not forgiven by calling it sampled."""
     real = DraftNoise.categorical
 
-    def picky(self, probs, sequences, offsets):
-        tokens = real(self, probs, sequences, offsets)
+    def picky(self, probs, sequences, offsets, branches=None):
+        tokens = real(self, probs, sequences, offsets, branches)
         return torch.where(tokens == 2, probs.argmax(-1), tokens)
 
     monkeypatch.setattr(DraftNoise, "categorical", picky)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from outrider.engine import verifier
-from outrider.prove import reference, rules_law
+from outrider.prove import reference, rules_law, tree_law, tree_reference
 from outrider.prove.reference import ReferenceRule
+from outrider.prove.tree_reference import TreeRule
 from outrider.verify import rules
 
 RULES = list(ReferenceRule)
@@ -46,6 +47,31 @@ def test_forked_verifier_has_the_targets_law(rule):
 def test_forked_verifier_over_more_rounds(rule):
     finding = rules_law.prove_verifier(rule, 16, 2, 4)
     assert finding.measured <= finding.bound
+
+
+@pytest.mark.parametrize("widths", [(2,), (2, 1), (1, 2)])
+@pytest.mark.parametrize("rule", list(TreeRule))
+def test_joint_law_of_tree_rules_is_the_targets_exactly(rule, widths):
+    assert rules_law.prove_tree_reference(rule, widths, 56 if widths == (2,) else 16, 3).measured == 0.0
+
+
+@pytest.mark.parametrize("widths", [(2, 2), (3,)])
+@pytest.mark.parametrize("rule", list(TreeRule))
+def test_joint_law_of_bushier_trees(rule, widths):
+    assert rules_law.prove_tree_reference(rule, widths, 8, 3).measured == 0.0
+
+
+@pytest.mark.parametrize(("widths", "count", "length"), [((2,), 24, 3), ((2, 1), 8, 3), ((3,), 24, 2)])
+@pytest.mark.parametrize("rule", list(TreeRule))
+def test_forked_verifier_on_trees_has_the_targets_law(rule, widths, count, length):
+    finding = tree_law.prove_tree_verifier(rule, widths, count, length)
+    assert finding.measured <= finding.bound
+
+
+def test_traversal_of_a_chain_is_block_verification():
+    for case in reference.cases(16, seed=6):
+        block = reference.round_law(case, ReferenceRule.BLOCK, (), 2)
+        assert tree_reference.round_law(case, TreeRule.TRAVERSAL, (), (1, 1)) == block
 
 
 # -- negative controls: each planted pitfall must turn a proof red -----------------------------------------------------

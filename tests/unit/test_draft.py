@@ -40,7 +40,7 @@ def test_the_empty_draft() -> None:
     assert len(EMPTY) == EMPTY.depth == 0
     assert EMPTY.depths == []
     assert EMPTY.is_chain
-    assert EMPTY.uniform_law() is None
+    assert EMPTY.candidate_laws == set()
     assert EMPTY.child(-1, 0) is None
     assert Draft.chain([], Law.SAMPLED) == EMPTY
     assert EMPTY.opaque() == EMPTY
@@ -80,8 +80,8 @@ def test_scratch_rows_are_no_candidates() -> None:
 
 
 def test_one_law_for_all_or_none() -> None:
-    assert TREE.uniform_law() is Law.DETERMINISTIC
-    assert Draft((1, 2), (-1, 0), (Law.SAMPLED, Law.OPAQUE)).uniform_law() is None
+    assert TREE.candidate_laws == {Law.DETERMINISTIC}
+    assert Draft((1, 2, 3), (-1, 0, 0), (Law.SAMPLED, Law.OPAQUE, Law.SCRATCH)).candidate_laws == {Law.SAMPLED, Law.OPAQUE}
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -51,7 +51,7 @@ def with_row(row: int, values: Sequence[float]) -> torch.Tensor:
     ],
 )
 def test_a_sound_draft_passes_as_it_is(draft: Draft) -> None:
-    found, problem = sound_prefix(draft, 5, VOCAB)
+    found, problem = sound_prefix(draft, 5, 9, VOCAB)
     assert found is draft
     assert problem is None
 
@@ -63,7 +63,28 @@ def test_random_trees_with_honest_laws_pass(size: int, data: st.DataObject) -> N
     parents = tuple(data.draw(st.integers(-1, node - 1)) for node in range(size))
     laws = tuple(data.draw(st.sampled_from(list(Law))) for _ in range(size))
     draft = Draft(tokens, parents, laws, torch.full((size, VOCAB), 1 / VOCAB))
-    assert sound_prefix(draft, 6, VOCAB) == (draft, None)
+    drawn = [(p, t) for p, t, law in zip(parents, tokens, laws, strict=True) if law is Law.SAMPLED]
+    found, problem = sound_prefix(draft, 6, 9, VOCAB)
+    if len(set(drawn)) == len(drawn):
+        assert (found, problem) == (draft, None)
+    else:  # a token cannot be drawn twice from one law without replacement
+        assert found == draft.opaque()
+        assert problem is not None
+
+
+def test_siblings_of_unlike_laws_are_believed_no_law() -> None:
+    probs = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.25, 0.25]])
+    found, problem = sound_prefix(Draft((0, 1), (-1, -1), (Law.SAMPLED,) * 2, probs), 6, 9, 3)
+    assert found.candidate_laws == {Law.OPAQUE}
+    assert problem is not None
+
+
+def test_nodes_deeper_than_a_text_may_go_are_cut() -> None:
+    chain = Draft.chain([1, 2, 3], Law.DETERMINISTIC)
+    found, problem = sound_prefix(chain, 6, 2, VOCAB)
+    assert found == chain.first(2)
+    assert problem is not None
+    assert sound_prefix(Draft((1, 2, 3), (-1,) * 3, (Law.OPAQUE,) * 3), 6, 1, VOCAB)[1] is None
 
 
 # -- one faulty row ----------------------------------------------------------------------------------------------------
@@ -119,7 +140,7 @@ def _replace_law(row: int, law: Any) -> Draft:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_keeps_the_rows_before_it(fault: str, row: int) -> None:
     draft = FAULTS[fault](row)
-    found, problem = sound_prefix(draft, 5, VOCAB)
+    found, problem = sound_prefix(draft, 5, 9, VOCAB)
     assert problem is not None
     assert problem.startswith(f"node {row}: ")
     assert found.token_ids == draft.token_ids[:row]
@@ -137,7 +158,7 @@ def test_a_fault_keeps_the_rows_before_it(fault: str, row: int) -> None:
 
 def test_the_first_of_several_faults_decides() -> None:
     draft = Draft((0, 9, 1, -1), (-1, 0, 7, 2), (Law.OPAQUE,) * 4)
-    found, problem = sound_prefix(draft, 5, VOCAB)
+    found, problem = sound_prefix(draft, 5, 9, VOCAB)
     assert len(found) == 1
     assert problem is not None
     assert problem.startswith("node 1: ")
@@ -145,7 +166,7 @@ def test_the_first_of_several_faults_decides() -> None:
 
 @pytest.mark.parametrize("budget", [0, 1, 2])
 def test_nodes_beyond_the_budget_are_cut_and_counted(budget: int) -> None:
-    found, problem = sound_prefix(sampled(), budget, VOCAB)
+    found, problem = sound_prefix(sampled(), budget, 9, VOCAB)
     assert len(found) == budget
     assert problem == f"node {budget}: more than {budget} nodes"
 
@@ -171,7 +192,7 @@ NONSENSE: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", NONSENSE)
 def test_an_answer_without_a_sound_row_is_empty(what: str) -> None:
-    found, problem = sound_prefix(NONSENSE[what], 5, VOCAB)
+    found, problem = sound_prefix(NONSENSE[what], 5, 9, VOCAB)
     assert found == EMPTY
     assert problem
 
@@ -198,7 +219,7 @@ class Stub(Proposer):
 
 
 def scheduled(proposer: Proposer | None, budget: int = 5) -> ScheduledSequence:
-    return ScheduledSequence(make_sequence(3, proposer=proposer), 1, budget)
+    return ScheduledSequence(make_sequence(3, proposer=proposer), 1, budget, budget)
 
 
 def ask(*items: ScheduledSequence) -> list[Draft]:

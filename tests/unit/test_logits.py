@@ -11,7 +11,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from outrider.params import SamplingParams
 from outrider.verify import logits as module
-from outrider.verify.logits import RowParams, argmax, forbid, target_probs
+from outrider.verify.logits import argmax, target_probs
 
 FEW = settings(max_examples=100, deadline=None, derandomize=True)
 
@@ -37,7 +37,7 @@ def stock(logits: Tensor, params: SamplingParams) -> Tensor:
 
 def one(logits: Tensor, **sampling: object) -> Tensor:
     """Law of a single row."""
-    return target_probs(logits[None], [RowParams(SamplingParams(**sampling))])[0]
+    return target_probs(logits[None], [SamplingParams(**sampling)])[0]
 
 
 def kept(law: Tensor) -> list[int]:
@@ -59,7 +59,7 @@ params = st.builds(
 @given(params, st.integers(2, 60), st.integers(0, 10**6))
 def test_laws_equal_those_of_transformers(sampling: SamplingParams, vocab_size: int, seed: int) -> None:
     logits = scattered(3, vocab_size, seed)
-    law = target_probs(logits, [RowParams(sampling)] * 3)
+    law = target_probs(logits, [sampling] * 3)
     torch.testing.assert_close(law, stock(logits, sampling), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(law.sum(-1), torch.ones(3, dtype=torch.float64))
 
@@ -79,7 +79,7 @@ def test_laws_equal_those_of_transformers(sampling: SamplingParams, vocab_size: 
 def test_each_parameter_equals_transformers_on_a_real_vocabulary(setting: dict[str, float], dtype: torch.dtype) -> None:
     logits = scattered(4, 32_000, 7).to(dtype)
     sampling = SamplingParams(**setting)
-    law = target_probs(logits, [RowParams(sampling)] * 4)
+    law = target_probs(logits, [sampling] * 4)
     assert law.dtype == dtype
     close = {"rtol": 1e-4, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-12}
     torch.testing.assert_close(law, stock(logits, sampling), **close)
@@ -89,9 +89,8 @@ def test_each_parameter_equals_transformers_on_a_real_vocabulary(setting: dict[s
 @given(st.lists(params | st.just(SamplingParams(temperature=0.0)), min_size=1, max_size=6), st.data())
 def test_a_row_in_a_mixed_batch_is_that_row_alone(mixed: list[SamplingParams], data: st.DataObject) -> None:
     logits = scattered(len(mixed), 30, data.draw(st.integers(0, 10**6)))
-    rows = [RowParams(p, data.draw(st.just(()) | st.tuples(st.integers(0, 29)))) for p in mixed]
-    law = target_probs(logits, rows)
-    for i, row in enumerate(rows):
+    law = target_probs(logits, mixed)
+    for i, row in enumerate(mixed):
         assert torch.equal(law[i], target_probs(logits[i : i + 1], [row])[0])
 
 
@@ -100,7 +99,7 @@ def test_a_row_in_a_mixed_batch_is_that_row_alone(mixed: list[SamplingParams], d
 def test_the_input_is_left_as_it_was(mixed: list[SamplingParams], seed: int) -> None:
     logits = scattered(len(mixed), 20, seed)
     before = logits.clone()
-    target_probs(logits, [RowParams(p, (1, 2)) for p in mixed])
+    target_probs(logits, mixed)
     assert torch.equal(logits, before)
 
 
@@ -161,32 +160,7 @@ def test_filters_that_keep_everything_change_nothing() -> None:
         assert torch.equal(one(logits, **setting), logits.softmax(-1))
 
 
-# -- forbidden tokens --------------------------------------------------------------------------------------------------
-
-
-def test_forbidden_tokens_get_nothing_and_the_rest_keeps_its_proportions() -> None:
-    logits = scattered(2, 6, 1)
-    law = target_probs(logits, [RowParams(SamplingParams(), (1, 4)), RowParams(SamplingParams())])
-    assert law[0, [1, 4]].tolist() == [0.0, 0.0]
-    others = [0, 2, 3, 5]
-    torch.testing.assert_close(law[0, others], logits[0, others].softmax(-1))
-    assert torch.equal(law[1], logits[1].softmax(-1)), "the neighbour is free"
-
-
-def test_a_greedy_row_takes_the_best_token_that_is_allowed() -> None:
-    law = target_probs(torch.tensor([[9.0, 1.0, 5.0]]), [RowParams(SamplingParams(temperature=0.0), (0,))])
-    assert law.tolist() == [[0.0, 0.0, 1.0]]
-
-
-def test_forbidden_tokens_take_no_place_in_top_k_or_top_p() -> None:
-    logits = torch.log(torch.tensor([[0.6, 0.2, 0.15, 0.05]], dtype=torch.float64))
-    for setting in ({"top_k": 2}, {"top_p": 0.8}):
-        assert kept(target_probs(logits, [RowParams(SamplingParams(**setting), (0,))])[0]) == [1, 2]
-
-
-def test_nothing_forbidden_is_nothing_copied() -> None:
-    logits = torch.zeros(2, 3)
-    assert forbid(logits, [RowParams(SamplingParams())] * 2) is logits
+# -- impossible tokens -------------------------------------------------------------------------------------------------
 
 
 def test_the_models_own_minus_infinity_stays_impossible() -> None:
@@ -243,19 +217,19 @@ def test_top_p_over_a_large_vocabulary_equals_the_full_sort(top_p: float, spread
 
 def test_top_p_of_a_peaked_law_sorts_no_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = scattered(2, 50_000, 5, 6.0)
-    expected = target_probs(logits, [RowParams(SamplingParams(top_p=0.9))] * 2)
+    expected = target_probs(logits, [SamplingParams(top_p=0.9)] * 2)
     asked: list[int] = []
     real = Tensor.topk
     monkeypatch.setattr(Tensor, "topk", lambda self, k, *args, **kwargs: asked.append(k) or real(self, k, *args, **kwargs))
     monkeypatch.setattr(Tensor, "sort", lambda *args, **kwargs: pytest.fail("sorted the whole vocabulary"))
-    assert torch.equal(target_probs(logits, [RowParams(SamplingParams(top_p=0.9))] * 2), expected)
+    assert torch.equal(target_probs(logits, [SamplingParams(top_p=0.9)] * 2), expected)
     assert asked
     assert max(asked) < 10_000
 
 
 def test_a_flat_neighbour_does_not_change_a_peaked_row() -> None:
     logits = torch.cat([scattered(1, 5000, 1, 8.0), scattered(1, 5000, 2, 0.01)])
-    rows = [RowParams(SamplingParams(top_p=0.9)), RowParams(SamplingParams(top_p=0.95))]
+    rows = [SamplingParams(top_p=0.9), SamplingParams(top_p=0.95)]
     law = target_probs(logits, rows)
     for i in range(2):
         torch.testing.assert_close(law[i], target_probs(logits[i : i + 1], rows[i : i + 1])[0], rtol=1e-12, atol=0)

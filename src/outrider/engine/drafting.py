@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 
+import torch
 from torch import Tensor
 
 from outrider.engine.scheduler import ScheduledSequence
@@ -41,7 +42,7 @@ def propose_all(items: Seq[ScheduledSequence], noise: NoiseSource, vocab_size: i
 
 
 def _ask(proposer: Proposer, members: Seq[ScheduledSequence], noise: NoiseSource, vocab_size: int) -> list[Draft]:
-    requests = [ProposeRequest(item.seq.view, item.draft_budget) for item in members]
+    requests = [ProposeRequest(item.seq.view, item.draft_budget, item.draft_depth) for item in members]
     try:
         answers = list(proposer.propose(requests, DraftNoise(noise)))
         if len(answers) != len(members):
@@ -55,7 +56,7 @@ def _ask(proposer: Proposer, members: Seq[ScheduledSequence], noise: NoiseSource
 
 def _checked(item: ScheduledSequence, draft: Draft, proposer: Proposer, vocab_size: int) -> Draft:
     try:
-        sound, problem = sound_prefix(draft, item.draft_budget, vocab_size)
+        sound, problem = sound_prefix(draft, item.draft_budget, item.draft_depth, vocab_size)
     except Exception as error:  # an answer so malformed that looking at it raises
         sound, problem = EMPTY, repr(error)
     was_demoted = item.seq.demoted
@@ -71,7 +72,7 @@ def report_fault(seq: Sequence, proposer: Proposer, problem: str) -> None:
     logger.warning("proposer %s, request %d: %s", type(proposer).__name__, seq.request.request_id, problem)
 
 
-def sound_prefix(draft: Draft, budget: int, vocab_size: int) -> tuple[Draft, str | None]:
+def sound_prefix(draft: Draft, budget: int, max_depth: int, vocab_size: int) -> tuple[Draft, str | None]:
     """The nodes before the first faulty one, and what is wrong with that one (None for a sound draft).
 
     Cutting there is exact as long as a fault does not depend on what was drawn: nodes before it were drawn from the
@@ -85,13 +86,35 @@ def sound_prefix(draft: Draft, budget: int, vocab_size: int) -> tuple[Draft, str
     if Law.SAMPLED in draft.laws and (draft.draft_probs is None or draft.draft_probs.shape != (size, vocab_size)):
         return EMPTY, f"draft_probs is not [{size}, {vocab_size}]"
     bad_laws = _unsound_laws(draft)
+    depths: list[int] = []
     for node in range(size):
         problem = _node_problem(draft, node, vocab_size) or bad_laws.get(node)
         if problem is None and node >= budget:
             problem = f"more than {budget} nodes"
+        if problem is None:
+            depths.append(1 + (depths[draft.parents[node]] if draft.parents[node] >= 0 else 0))
+            problem = f"deeper than {max_depth}" if depths[-1] > max_depth else None
         if problem is not None:
             return draft.first(node) if node else EMPTY, f"node {node}: {problem}"
+    if problem := _misdrawn_siblings(draft):
+        return draft.opaque(), problem  # whatever they are, following them where the target goes is exact
     return draft, None
+
+
+def _misdrawn_siblings(draft: Draft) -> str | None:
+    """What tells that sampled siblings were not drawn one after another, without replacement, from one law."""
+    first: dict[int, int] = {}
+    seen: set[tuple[int, int]] = set()
+    for node, (parent, token, law) in enumerate(zip(draft.parents, draft.token_ids, draft.laws, strict=True)):
+        if law is not Law.SAMPLED:
+            continue
+        if (parent, token) in seen:
+            return f"node {node}: token {token} was drawn before among its siblings"
+        seen.add((parent, token))
+        probs, elder = draft.draft_probs, first.setdefault(parent, node)
+        if probs is not None and elder != node and not torch.equal(probs[elder], probs[node]):
+            return f"node {node}: its law is not the one its elder sibling {elder} was drawn from"
+    return None
 
 
 def _node_problem(draft: Draft, node: int, vocab_size: int) -> str | None:

@@ -5,32 +5,28 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import defaultdict
+from functools import lru_cache
 from itertools import count
 
 import torch
 from torch import Tensor
 
-from outrider.cache.blocks import BlockManager
 from outrider.config import SchedulerConfig, SpeculationConfig
+from outrider.engine.admission import bad_word_ids, check_request
 from outrider.engine.detokenizer import TextStream
 from outrider.engine.drafting import propose_all, report_fault
 from outrider.engine.scheduler import Schedule, ScheduledSequence, Scheduler
 from outrider.engine.sequence import Request, Sequence, Status
 from outrider.engine.stats import EngineStats
 from outrider.engine.verifier import Candidate, Verdict, Verifier
-from outrider.errors import (
-    ContradictionError,
-    ForwardError,
-    InvalidParameterError,
-    InvalidPromptError,
-    NonFiniteLogitsError,
-    OutriderError,
-)
+from outrider.errors import ForwardError, NonFiniteLogitsError, NoTokenLeftError, ProcessingError, RequestError
 from outrider.model.batch import Segment
 from outrider.model.runner import ForwardOutput, ModelRunner
-from outrider.params import CompletionOutput, SamplingParams, StreamPiece, TokenOrigin
+from outrider.params import CompletionOutput, PositionLogprobs, SamplingParams, StreamPiece, TokenOrigin
 from outrider.propose.base import CommittedRows, Proposer, Requirements
 from outrider.propose.draft import Draft
+from outrider.verify.grammar import GrammarCompiler, GrammarError
+from outrider.verify.logprobs import positions, processed_logprobs, raw_logprobs
 from outrider.verify.noise import KeyedNoise, NoiseSource
 
 logger = logging.getLogger(__name__)
@@ -50,6 +46,9 @@ class Engine:
         self.stats = EngineStats()
         self.noise: NoiseSource
         self.use_noise(KeyedNoise())
+        loaded = runner.loaded
+        self._grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+        self._decode = lru_cache(65_536)(self._decode_token)
         self._ids = count()
         self._seq_ids = count()
 
@@ -71,30 +70,42 @@ class Engine:
         *,
         prompt: str | None = None,
         streaming: bool = False,
+        namespace: str | None = None,
     ) -> Request:
         """Queue a prompt.
 
         Raises:
             InvalidPromptError: Empty, too long, or with tokens outside the vocabulary.
-            InvalidParameterError, ContradictionError: Parameters this engine or this model cannot serve.
+            InvalidParameterError, ContradictionError, UnsupportedParameterError: Parameters that this engine, this model or
+                this installation cannot serve.
         """
-        self._check(prompt_token_ids, params, speculation)
         loaded = self.runner.loaded
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        check_request(prompt_token_ids, params, speculation, loaded, self.runner.blocks, self.scheduler.config)
         request = Request(
-            next(self._ids), prompt, prompt_token_ids, params, speculation, proposer, seed, loaded.eos_token_ids
+            next(self._ids),
+            prompt,
+            prompt_token_ids,
+            params,
+            speculation,
+            proposer,
+            secrets.randbits(63) if params.seed is None else params.seed,
+            loaded.eos_token_ids,
+            bad_word_ids(params, loaded.tokenizer),
+            namespace,
         )
         request.outbox = [] if streaming else None
-        for index in range(params.n):
-            request.sequences.append(
-                Sequence(
-                    next(self._seq_ids), request, index, TextStream(loaded.tokenizer, params.stop), loaded.max_model_len
-                )
-            )
+        request.sequences = [self._sequence(request, index) for index in range(params.n)]
         for seq in request.sequences:
             self._tell(seq, "begin", seq.view)
         self.scheduler.add(request.sequences[0])
         return request
+
+    def _sequence(self, request: Request, index: int) -> Sequence:
+        loaded, params = self.runner.loaded, request.params
+        structure = params.structured_outputs
+        grammar = None if structure is None else self._grammars.start(structure)
+        text = TextStream(loaded.tokenizer, params.stop)
+        return Sequence(next(self._seq_ids), request, index, text, loaded.max_model_len, grammar)
 
     def cancel(self, request: Request) -> None:
         """Stop a request now; what it has written stays, finish_reason is "cancelled"."""
@@ -143,9 +154,7 @@ class Engine:
         except Exception as error:
             logger.exception("the target's forward pass failed")
             for request in {item.seq.request.request_id: item.seq.request for item in plan.items}.values():
-                failure = ForwardError(request.request_id, f"the target's forward pass raised {error!r}", "See its cause.")
-                failure.__cause__ = error
-                self._fail(request, failure)
+                self._fail(request, ForwardError, f"the target's forward pass raised {error!r}", cause=error)
             return None
         self.stats.num_steps += 1
         self.stats.num_rows += sum(i.num_rows + len(d) for i, d in zip(plan.items, drafts, strict=True))
@@ -154,27 +163,86 @@ class Engine:
     # -- verify --------------------------------------------------------------------------------------------------------
 
     def _verify(self, plan: Schedule, drafts: list[Draft], out: ForwardOutput) -> dict[int, Verdict]:
-        """Verdicts by place in the plan, for the sequences whose next token is due and whose logits are sound."""
+        """Verdicts by place in the plan, for the sequences whose next token is due and can be chosen."""
+        candidates = self._candidates(plan, drafts, out)
+        logits, stuck = self._processed(candidates, out.logits)
+        alive = {p: c for p, c in candidates.items() if c.seq.request.error is None}
+        verdicts = dict(zip(alive, self._verifier.verify(list(alive.values()), logits), strict=True))
+        for place, verdict in list(verdicts.items()):
+            if place in stuck and any(stuck[place][node + 1] for node in (-1, *verdict.path)):
+                del verdicts[place]
+                seq = candidates[place].seq
+                problem = f"after {len(seq.token_ids)} tokens its parameters together forbid every token"
+                self._fail(seq.request, NoTokenLeftError, problem)
+        self._score(alive, verdicts, out.logits, logits)
+        return verdicts
+
+    def _candidates(self, plan: Schedule, drafts: list[Draft], out: ForwardOutput) -> dict[int, Candidate]:
+        """By place in the plan; requests with unsound logits fail here."""
         finite: list[bool] = out.logits.amax(-1).isfinite().tolist() if len(out.logits) else []
-        places, candidates = [], []
+        candidates = {}
         for place, (item, draft) in enumerate(zip(plan.items, drafts, strict=True)):
             if not item.completes or item.seq.request.error is not None:
                 continue
             end = out.logits_spans[place][1]
             rows = (end - 1 - len(draft), end)
             if all(finite[slice(*rows)]):
-                places.append(place)
-                candidates.append(Candidate(item.seq, draft, rows))
+                candidates[place] = Candidate(item.seq, draft, rows)
             else:
                 self._fail(
                     item.seq.request,
-                    NonFiniteLogitsError(
-                        item.seq.request.request_id,
-                        f"the target wrote NaN or infinity after {len(item.seq.token_ids)} tokens",
-                        "Use a wider dtype, or check the weights.",
-                    ),
+                    NonFiniteLogitsError,
+                    f"the target wrote NaN or infinity after {len(item.seq.token_ids)} tokens",
                 )
-        return dict(zip(places, self._verifier.verify(candidates, out.logits), strict=True))
+        return candidates
+
+    def _processed(self, candidates: dict[int, Candidate], logits: Tensor) -> tuple[Tensor, dict[int, list[bool]]]:
+        """Logits as each request's parameters leave them along its draft, and which of a request's rows have no token left.
+
+        A logits processor or a grammar that raises fails its own request and nobody else's.
+        """
+        stuck: dict[int, list[bool]] = {}
+        processed = logits
+        for place, candidate in candidates.items():
+            request, processing = candidate.seq.request, candidate.seq.view.processing
+            if not processing.active or request.error is not None:
+                continue
+            rows = slice(*candidate.rows)
+            try:
+                changed, stuck[place] = processing.apply(logits[rows], [(), *candidate.draft.paths])
+            except Exception as error:
+                self._fail(request, ProcessingError, f"processing its logits raised {error!r}", cause=error)
+                continue
+            processed = logits.clone() if processed is logits else processed  # the raw ones are still reported
+            processed[rows] = changed
+        return processed, stuck
+
+    def _score(
+        self, candidates: dict[int, Candidate], verdicts: dict[int, Verdict], raw: Tensor, processed: Tensor
+    ) -> None:
+        """Record the logprobs of the tokens that are about to be committed, for those who asked."""
+        for place, verdict in verdicts.items():
+            seq, params = candidates[place].seq, candidates[place].seq.request.params
+            if params.logprobs is None:
+                continue
+            tokens = [*(candidates[place].draft.token_ids[node] for node in verdict.path), verdict.token_id]
+            rows = torch.tensor([node + 1 for node in (-1, *verdict.path)], device=raw.device) + candidates[place].rows[0]
+            law = raw_logprobs(raw[rows]) if params.logprobs_mode == "raw" else processed_logprobs(processed[rows], params)
+            seq.logprobs += positions(law, tokens, params.logprobs, self._decode)
+
+    def _score_prompt(self, seq: Sequence, start: int, num_rows: int, logits: Tensor) -> None:
+        """Record the logprobs of the prompt's tokens, from raw logits [num_rows, vocab_size] at `start`; a prompt that is
+        computed again after a preemption has them already."""
+        scores, prompt = seq.request.prompt_logprobs, seq.request.prompt_token_ids
+        skip = len(scores) - 1 - start
+        tokens = prompt[start + 1 : start + 1 + num_rows]
+        count = seq.request.params.prompt_logprobs
+        if count is not None and 0 <= skip < len(tokens):
+            scores += positions(raw_logprobs(logits[skip : len(tokens)]), tokens[skip:], count, self._decode)
+
+    def _decode_token(self, token_id: int) -> str | None:
+        tokenizer = self.runner.loaded.tokenizer
+        return None if tokenizer is None else str(tokenizer.decode([token_id]))
 
     # -- commit --------------------------------------------------------------------------------------------------------
 
@@ -187,8 +255,14 @@ class Engine:
             start = seq.num_computed
             seq.num_computed += item.num_rows
             rows = list(range(item.num_rows))
+            if seq.request.params.prompt_logprobs is not None and seq.index == 0:
+                self._score_prompt(seq, start, item.num_rows, out.logits[slice(*out.logits_spans[place])])
             if place in verdicts:
-                rows += self._extend(seq, draft, verdicts[place])
+                try:
+                    rows += self._extend(seq, draft, verdicts[place])
+                except GrammarError as error:
+                    self._fail(seq.request, ProcessingError, str(error), cause=error)
+                    continue
             if seq.request.proposer is not None:
                 observed[id(seq.request.proposer)].append((seq, _committed_rows(seq, start, rows, out, place)))
             self._publish(seq)
@@ -207,6 +281,7 @@ class Engine:
         kept = seq.num_output_tokens - before
         if seq.status is Status.RUNNING:
             seq.append(verdict.token_id, verdict.origin)
+        del seq.logprobs[seq.num_output_tokens :]  # of tokens behind an end inside the draft
         self.runner.compact(seq.block_table, start, [0, *(node + 1 for node in verdict.path)])
         seq.num_computed += kept
         seq.stats.num_target_passes += 1
@@ -242,7 +317,10 @@ class Engine:
         self._tell(seq, "finish", seq.view)
         self.stats.finished.add(seq.stats)
 
-    def _fail(self, request: Request, error: OutriderError) -> None:
+    def _fail(self, request: Request, kind: type[RequestError], problem: str, *, cause: Exception | None = None) -> None:
+        """End a request with an error of `kind`; what it held is given back."""
+        error = kind(request.request_id, problem, _REMEDIES[kind])
+        error.__cause__ = cause
         request.error = error
         self.cancel(request)
 
@@ -265,51 +343,16 @@ class Engine:
             token_ids=tuple(seq.output_token_ids[before:]),
             origins=tuple(seq.origins[before:]),
             output=completion(seq) if seq.status is Status.FINISHED else None,
+            logprobs=_logprobs(seq, before),
         )
 
-    # -- input ---------------------------------------------------------------------------------------------------------
 
-    def _check(self, tokens: tuple[int, ...], params: SamplingParams, speculation: SpeculationConfig) -> None:
-        loaded, blocks = self.runner.loaded, self.runner.blocks
-        if not tokens:
-            raise InvalidPromptError("prompt", list(tokens), "it has no tokens", "Give at least one.")
-        for token in tokens:
-            if not 0 <= token < loaded.vocab_size:
-                raise InvalidPromptError(
-                    "prompt", token, "token id outside the vocabulary", f"Use ids from 0 to {loaded.vocab_size - 1}."
-                )
-        if len(tokens) >= loaded.max_model_len:
-            raise InvalidPromptError(
-                "prompt",
-                f"{len(tokens)} tokens",
-                f"no room in the context of {loaded.max_model_len}",
-                f"Shorten it to {loaded.max_model_len - 1} tokens or fewer.",
-            )
-        if params.n > self.scheduler.config.max_num_seqs:
-            raise InvalidParameterError(
-                "n", params.n, f"more samples than max_num_seqs={self.scheduler.config.max_num_seqs}", "Lower it."
-            )
-        if params.seed is not None and speculation.rule in ("token", "block"):
-            raise ContradictionError(
-                "seed",
-                params.seed,
-                f"rule={speculation.rule!r} makes the text depend on the drafts, and a seed promises that it does not",
-                "Use rule='auto', or leave the seed out.",
-            )
-        self._check_ends(params)
-        _check_memory(len(tokens), params, loaded.max_model_len, blocks)
-
-    def _check_ends(self, params: SamplingParams) -> None:
-        vocab_size = self.runner.loaded.vocab_size
-        for token in params.stop_token_ids:
-            if token >= vocab_size:
-                raise InvalidParameterError(
-                    "stop_token_ids", token, "outside the vocabulary", f"Use ids from 0 to {vocab_size - 1}."
-                )
-        if params.min_tokens and len(set(params.stop_token_ids)) == vocab_size:
-            raise ContradictionError("min_tokens", params.min_tokens, "every token is a stop token", "Leave one out.")
-        if params.stop and self.runner.loaded.tokenizer is None:
-            raise ContradictionError("stop", params.stop, "the model has no tokenizer", "Use stop_token_ids.")
+_REMEDIES: dict[type[RequestError], str] = {
+    ForwardError: "See its cause.",
+    NonFiniteLogitsError: "Use a wider dtype, or check the weights.",
+    NoTokenLeftError: "Allow more tokens, or ask for fewer min_tokens.",
+    ProcessingError: "See its cause.",
+}
 
 
 def completion(seq: Sequence) -> CompletionOutput:
@@ -323,20 +366,13 @@ def completion(seq: Sequence) -> CompletionOutput:
         finish_reason=seq.finish_reason,
         stop_reason=seq.stop_reason,
         stats=seq.stats.freeze(),
+        logprobs=_logprobs(seq, 0),
     )
 
 
-def _check_memory(prompt_len: int, params: SamplingParams, max_model_len: int, blocks: BlockManager) -> None:
-    """A text must fit into the memory alone, or preemption could never make room for it."""
-    longest = min(prompt_len + params.max_tokens, max_model_len)
-    capacity = blocks.num_blocks * blocks.block_size
-    if blocks.blocks_for(longest) > blocks.num_blocks:
-        raise InvalidPromptError(
-            "prompt",
-            f"{prompt_len} tokens",
-            f"with max_tokens={params.max_tokens} it may need {longest} tokens of KV memory, and there are {capacity}",
-            "Shorten it, lower max_tokens, or raise kv_cache_tokens.",
-        )
+def _logprobs(seq: Sequence, start: int) -> tuple[PositionLogprobs, ...] | None:
+    """Of the output tokens from `start` on; None where nobody asked."""
+    return None if seq.request.params.logprobs is None else tuple(seq.logprobs[start:])
 
 
 def _requires(item: ScheduledSequence) -> Requirements:
@@ -352,7 +388,7 @@ def _segment(item: ScheduledSequence, draft: Draft) -> Segment:
     if not draft.is_chain:  # row 0 is the last committed token, node i is row i + 1
         parents = (-1, *(parent + 1 for parent in draft.parents))
     first_logit = item.num_rows - 1 if item.completes else item.num_rows
-    if _requires(item).target_top_k:
+    if _requires(item).target_top_k or (seq.index == 0 and seq.request.params.prompt_logprobs is not None):
         first_logit = 0
     return Segment((*seq.token_ids[start:stop], *draft.token_ids), start, seq.block_table, parents, first_logit)
 

@@ -38,8 +38,9 @@ class ProposerSet:
         """
         if not config.enabled:
             return None
-        # Length and rule are the engine's business: requests that differ only there share a proposer.
-        identity = json.dumps(config.model_dump(exclude={"num_draft_tokens", "rule", "draft_sampling"}), default=repr)
+        # Length, shape and rule are the engine's business: requests that differ only there share a proposer.
+        shared = {"num_draft_tokens", "tree", "rule", "draft_sampling"}
+        identity = json.dumps(config.model_dump(exclude=shared), default=repr)
         if identity not in self._alive:
             self._alive[identity] = registry.build(
                 registry.ProposerContext(config, self._target, self._max_num_batched_tokens, self._load_runner)

@@ -19,11 +19,13 @@ class ScheduledSequence:
         seq: The sequence.
         num_rows: Committed tokens to compute: a prefill chunk, or 1 while decoding.
         draft_budget: Most draft rows behind them; fixed before anything is drawn.
+        draft_depth: Longest path among them that may be of use.
     """
 
     seq: Sequence
     num_rows: int
     draft_budget: int = 0
+    draft_depth: int = 0
 
     @property
     def completes(self) -> bool:
@@ -167,20 +169,23 @@ class Scheduler:
         proposer = seq.request.proposer
         if proposer is not None and proposer.requires.any:
             return []  # its features exist only for rows that are computed
+        if seq.request.params.prompt_logprobs is not None:
+            return []  # and so do logits
         return self.blocks.match(seq.token_ids, seq.view.namespace)
 
     def _budget_drafts(self, plan: Schedule, rows_left: int) -> None:
         for item in self._drafting(plan):
             seq = item.seq
-            budget = min(
-                seq.request.speculation.num_draft_tokens,
-                seq.request.params.max_tokens - seq.num_output_tokens - 1,
-                self.max_model_len - len(seq.token_ids) - 1,
-                rows_left,
+            depth = min(
+                seq.request.params.max_tokens - seq.num_output_tokens - 1, self.max_model_len - len(seq.token_ids) - 1
             )
+            asked = seq.request.speculation
+            budget = min(asked.num_draft_tokens, rows_left) if depth > 0 else 0
+            if not asked.tree:
+                budget = min(budget, depth)
             while budget > 0 and not self.blocks.grow(seq.block_table, len(seq.token_ids) + budget):
                 budget -= 1
-            item.draft_budget = max(budget, 0)
+            item.draft_budget, item.draft_depth = max(budget, 0), depth
             rows_left -= item.draft_budget
 
     def _drafting(self, plan: Schedule) -> Iterator[ScheduledSequence]:

@@ -8,8 +8,10 @@ from outrider.config import SpeculationConfig
 from outrider.engine.detokenizer import TextStream
 from outrider.engine.stats import SequenceStats
 from outrider.errors import OutriderError
-from outrider.params import FinishReason, SamplingParams, StreamPiece, TokenOrigin
+from outrider.params import FinishReason, PositionLogprobs, SamplingParams, StreamPiece, TokenOrigin
 from outrider.propose.base import Proposer, ProposerSequence, Tokens
+from outrider.verify.grammar import GrammarState
+from outrider.verify.processing import Processing
 
 
 class Status(Enum):
@@ -32,6 +34,8 @@ class Request:
         proposer: The proposer itself; None decodes plainly.
         seed: Of its noise: the caller's, or one drawn from the operating system.
         eos_token_ids: Tokens that end a text of this model.
+        bad_words: Token sequences that may not be completed, strings resolved.
+        namespace: Keeps caches of unrelated callers apart.
     """
 
     def __init__(
@@ -44,6 +48,8 @@ class Request:
         proposer: Proposer | None,
         seed: int,
         eos_token_ids: frozenset[int],
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        namespace: str | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -53,6 +59,9 @@ class Request:
         self.proposer = proposer
         self.seed = seed
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.bad_words = bad_words
+        self.namespace = namespace
+        self.prompt_logprobs: list[PositionLogprobs | None] = [None]
         self.sequences: list[Sequence] = []
         self.error: OutriderError | None = None
         self.outbox: list[StreamPiece] | None = None  # pieces not yet fetched; None where nobody streams
@@ -79,9 +88,21 @@ class Sequence:
         num_published: Leading blocks that are settled in the prefix cache.
         view: What proposers see of it.
         demoted: A proposer fault lost a sampled draft; from then on its drafts are verified as opaque.
+        logprobs: Of the output so far, where they were asked for.
+
+    Args:
+        grammar: Where its output stands in the structure it must have, if any.
     """
 
-    def __init__(self, seq_id: int, request: Request, index: int, text: TextStream, max_model_len: int) -> None:
+    def __init__(
+        self,
+        seq_id: int,
+        request: Request,
+        index: int,
+        text: TextStream,
+        max_model_len: int,
+        grammar: GrammarState | None = None,
+    ) -> None:
         self.max_model_len = max_model_len
         self.seq_id = seq_id
         self.request = request
@@ -98,16 +119,22 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.stats = SequenceStats()
+        self.logprobs: list[PositionLogprobs] = []
+        tokens, num_prompt_tokens = Tokens(self.token_ids), len(request.prompt_token_ids)
         self.view = ProposerSequence(
             seq_id=seq_id,
-            token_ids=Tokens(self.token_ids),
-            num_prompt_tokens=len(request.prompt_token_ids),
+            token_ids=tokens,
+            num_prompt_tokens=num_prompt_tokens,
             sampling=request.params,
-            forbidden=tuple(sorted(request.stop_token_ids)) if request.params.min_tokens else (),
+            processing=Processing(
+                request.params, tokens, num_prompt_tokens, sorted(request.stop_token_ids), request.bad_words, grammar
+            ),
             seed=request.seed,
             sample=index,
             coupled=request.coupled,
             greedy_drafts=request.speculation.draft_sampling == "greedy",
+            tree=request.speculation.tree,
+            namespace=request.namespace,
         )
 
     @property
@@ -139,6 +166,8 @@ class Sequence:
             self.finish("stop", stop_string)
         elif self.num_output_tokens >= self.request.params.max_tokens or len(self.token_ids) >= self.max_model_len:
             self.finish("length")
+        else:
+            self.view.processing.advance(token_id)
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         self.status = Status.FINISHED

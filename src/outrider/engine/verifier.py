@@ -13,17 +13,20 @@ from torch import Tensor
 from outrider.engine.sequence import Sequence
 from outrider.params import TokenOrigin
 from outrider.propose.draft import Draft, Law
-from outrider.verify.logits import RowParams, argmax, forbid, target_probs
+from outrider.verify.logits import argmax, target_probs
 from outrider.verify.noise import Key, NoiseSource, Stream
 from outrider.verify.rules import block_acceptance, residual, token_acceptance
+from outrider.verify.trees import Coin, Conversation, Draw, Tree, recursive_rejection, traversal
 
 
 class Rule(Enum):
-    """How a draft is checked; see verify/rules.py and the docs for each rule's source."""
+    """How a draft is checked; see verify/rules.py, verify/trees.py and the docs for each rule's source."""
 
     WALK = auto()  # R2, and RC for coupled drafts: the target draws at each node, and the draft is followed while it agrees
-    TOKEN = auto()  # R1
-    BLOCK = auto()  # R3
+    TOKEN = auto()  # R1, chains
+    BLOCK = auto()  # R3, chains
+    RECURSIVE = auto()  # R4, trees of any laws with sampled nodes among them
+    TRAVERSAL = auto()  # R5, trees of sampled nodes alone
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,21 @@ class Verdict:
     origin: TokenOrigin
 
 
-def rule_for(draft: Draft, rule_name: str) -> Rule:
-    """The dispatcher by law: only a chain drawn from known laws gains from a ratio test; all else is walked.
+def rule_for(draft: Draft, rule_name: str, *, coupled: bool = False) -> Rule:
+    """The dispatcher by law: only nodes drawn from known laws gain from a ratio test; all else is walked.
 
     Args:
         draft: The draft.
-        rule_name: SpeculationConfig.rule; "auto" takes block verification where it applies.
+        rule_name: SpeculationConfig.rule; "auto" takes block verification, or on trees traversal, where it applies.
+        coupled: Whether the text must be a function of the target's noise alone, as a seed promises.
     """
-    if draft.uniform_law() is not Law.SAMPLED or not draft.is_chain or rule_name in ("walk", "coupled"):
+    laws = draft.candidate_laws
+    if coupled or Law.SAMPLED not in laws or Law.COUPLED in laws or rule_name in ("walk", "coupled"):
         return Rule.WALK
-    return Rule.TOKEN if rule_name == "token" else Rule.BLOCK
+    all_sampled = set(draft.laws) == {Law.SAMPLED}
+    if draft.is_chain and all_sampled:
+        return Rule.TOKEN if rule_name == "token" else Rule.BLOCK
+    return Rule.TRAVERSAL if all_sampled and rule_name != "token" else Rule.RECURSIVE
 
 
 class Verifier:
@@ -83,20 +91,24 @@ class Verifier:
 
         Args:
             candidates: One for each sequence whose next token is due.
-            logits: [num_logits, vocab_size], finite.
+            logits: [num_logits, vocab_size] as `Processing.apply` left them, finite or minus infinity.
         """
         verdicts: dict[int, Verdict] = {}
-        walkers, ratio = [], defaultdict(list)
+        walkers, chains, trees = [], defaultdict(list), []
         for index, candidate in enumerate(candidates):
-            rule = rule_for(candidate.draft, candidate.seq.request.speculation.rule)
-            if rule is Rule.WALK or candidate.seq.request.params.greedy:
+            seq = candidate.seq
+            rule = rule_for(candidate.draft, seq.request.speculation.rule, coupled=seq.view.coupled)
+            if rule is Rule.WALK or seq.request.params.greedy:
                 walkers.append(index)
+            elif rule in (Rule.TOKEN, Rule.BLOCK):
+                chains[rule, len(candidate.draft)].append(index)
             else:
-                ratio[rule, len(candidate.draft)].append(index)
+                trees.append((index, rule))
         verdicts.update(zip(walkers, self._walk([candidates[i] for i in walkers], logits), strict=True))
-        for (rule, length), members in ratio.items():
-            found = self._ratio_test(rule, length, [candidates[i] for i in members], logits)
+        for (rule, length), members in chains.items():
+            found = self._test_chains(rule, length, [candidates[i] for i in members], logits)
             verdicts.update(zip(members, found, strict=True))
+        verdicts.update(self._test_trees({i: (candidates[i], rule) for i, rule in trees}, logits))
         return [verdicts[i] for i in range(len(candidates))]
 
     def _walk(self, candidates: Seq[Candidate], logits: Tensor) -> list[Verdict]:
@@ -129,15 +141,15 @@ class Verifier:
                 drawing.append(place)
         if drawing:
             probs = torch.stack([laws.probs(members[p], nodes[p]) for p in drawing])
-            keys = [_target_key(laws.candidates[members[p]], nodes[p]) for p in drawing]
+            keys = [_next_key(laws.candidates[members[p]], nodes[p], owed=False) for p in drawing]
             for place, token in zip(drawing, self.noise.categorical(probs, keys).tolist(), strict=True):
                 tokens[place] = token
         return tokens
 
-    def _ratio_test(self, rule: Rule, length: int, candidates: Seq[Candidate], logits: Tensor) -> list[Verdict]:
+    def _test_chains(self, rule: Rule, length: int, candidates: Seq[Candidate], logits: Tensor) -> list[Verdict]:
         """Rules R1 and R3 on chains of one length."""
         rows = torch.tensor([range(*c.rows) for c in candidates], device=logits.device)  # [b, length + 1]
-        params = [p for c in candidates for p in _row_params(c)]
+        params = [c.seq.view.sampling for c in candidates for _ in range(*c.rows)]
         flat = target_probs(logits[rows.reshape(-1)], params)
         p = flat.view(*rows.shape, -1)  # [b, length + 1, vocab_size]
         q = torch.stack([_draft_probs(c.draft) for c in candidates]).to(p)  # [b, length, vocab_size]
@@ -146,7 +158,7 @@ class Verifier:
             chances, weights = token_acceptance(p, q, x), p.new_ones(rows.shape)
         else:
             chances, weights = block_acceptance(p, q, x)
-        keys = [_coin_key(c, i) for c in candidates for i in range(length)]
+        keys = [_coin_key(c, node) for c in candidates for node in range(length)]
         coins = self.noise.bernoulli(chances.reshape(-1), keys).view(-1, length)
         if rule is Rule.TOKEN:
             accepted = coins.long().cumprod(1).sum(1)
@@ -156,12 +168,47 @@ class Verifier:
         q_next = torch.cat([q, torch.zeros_like(q[:, :1])], 1)[lane, accepted]
         laws = residual(p[lane, accepted], q_next, weights[lane, accepted])
         lengths: list[int] = accepted.tolist()
-        keys = [_next_key(c, k, length) for c, k in zip(candidates, lengths, strict=True)]
+        keys = [_next_key(c, k - 1, owed=k < length) for c, k in zip(candidates, lengths, strict=True)]
         tokens: list[int] = self.noise.categorical(laws, keys).tolist()
         return [
             Verdict(tuple(range(k)), token, _origin(c.draft, k - 1))
             for c, k, token in zip(candidates, lengths, tokens, strict=True)
         ]
+
+    def _test_trees(self, candidates: dict[int, tuple[Candidate, Rule]], logits: Tensor) -> dict[int, Verdict]:
+        """Rules R4 and R5: all trees talk at once, and each round of questions is answered in one go."""
+        verdicts: dict[int, Verdict] = {}
+        talks = {i: _open(candidate, rule, logits) for i, (candidate, rule) in candidates.items()}
+        answers: dict[int, int | None] = dict.fromkeys(talks)
+        while talks:
+            coins: dict[int, Coin] = {}
+            draws: dict[int, Draw] = {}
+            for i in list(talks):
+                try:
+                    question = talks[i].send(answers[i])  # type: ignore[arg-type]  # None opens a conversation
+                except StopIteration as end:
+                    path, token = end.value
+                    draft = candidates[i][0].draft
+                    verdicts[i] = Verdict(path, token, _origin(draft, path[-1] if path else -1))
+                    del talks[i]
+                    continue
+                (coins if isinstance(question, Coin) else draws)[i] = question  # type: ignore[assignment]
+            answers = {**self._toss(coins, candidates), **self._draw_next(draws, candidates)}
+        return verdicts
+
+    def _toss(self, coins: dict[int, Coin], candidates: dict[int, tuple[Candidate, Rule]]) -> dict[int, int | None]:
+        if not coins:
+            return {}
+        keys = [_coin_key(candidates[i][0], coin.node) for i, coin in coins.items()]
+        fallen = self.noise.bernoulli(torch.stack([coin.probability for coin in coins.values()]), keys)
+        return dict(zip(coins, fallen.tolist(), strict=True))
+
+    def _draw_next(self, draws: dict[int, Draw], candidates: dict[int, tuple[Candidate, Rule]]) -> dict[int, int | None]:
+        if not draws:
+            return {}
+        keys = [_next_key(candidates[i][0], draw.node, owed=draw.owed) for i, draw in draws.items()]
+        tokens = self.noise.categorical(torch.stack([draw.law for draw in draws.values()]), keys)
+        return dict(zip(draws, tokens.tolist(), strict=True))
 
 
 class _Laws:
@@ -171,16 +218,15 @@ class _Laws:
         self.candidates = candidates
         self._first: list[int] = []
         rows: list[int] = []
-        params: list[RowParams] = []
         for candidate in candidates:
             self._first.append(len(rows))
             rows += range(*candidate.rows)
-            params += _row_params(candidate)
         if not rows:
             return
+        params = [c.seq.view.sampling for c in candidates for _ in range(*c.rows)]
         chosen = logits[torch.tensor(rows, device=logits.device)]
-        self._best: list[int] = argmax(forbid(chosen, params)).tolist()
-        if not all(p.sampling.greedy for p in params):
+        self._best: list[int] = argmax(chosen).tolist()
+        if not all(p.greedy for p in params):
             self._probs = target_probs(chosen, params)
 
     def best(self, member: int, node: int) -> int:
@@ -190,11 +236,13 @@ class _Laws:
         return self._probs[self._first[member] + node + 1]
 
 
-def _row_params(candidate: Candidate) -> list[RowParams]:
-    """Parameters after the last committed token and after each node, by its depth."""
-    view = candidate.seq.view
-    base = len(view.token_ids)
-    return [RowParams(view.sampling, view.forbidden_at(base + depth)) for depth in (0, *candidate.draft.depths)]
+def _open(candidate: Candidate, rule: Rule, logits: Tensor) -> Conversation:
+    """Start a tree rule on one candidate."""
+    draft = candidate.draft
+    p = target_probs(logits[slice(*candidate.rows)], [candidate.seq.view.sampling] * (len(draft) + 1))
+    children = {node: draft.children(node) for node in range(-1, len(draft))}
+    tree = Tree(draft.token_ids, draft.parents, children, tuple(law is Law.SAMPLED for law in draft.laws))
+    return (recursive_rejection if rule is Rule.RECURSIVE else traversal)(tree, p, _draft_probs(draft).to(p))
 
 
 def _draft_probs(draft: Draft) -> Tensor:
@@ -206,24 +254,22 @@ def _origin(draft: Draft, node: int) -> TokenOrigin:
     """Origin of the token written after `node`: a bonus where the draft has nothing more to say there."""
     if not len(draft):
         return TokenOrigin.PLAIN
-    has_child = any(p == node and law is not Law.SCRATCH for p, law in zip(draft.parents, draft.laws, strict=True))
-    return TokenOrigin.RECOVERED if has_child else TokenOrigin.BONUS
+    return TokenOrigin.RECOVERED if draft.children(node) else TokenOrigin.BONUS
 
 
-def _key(candidate: Candidate, stream: Stream, depth: int, round: int) -> Key:
-    view = candidate.seq.view
-    return Key(view.seq_id, view.seed, view.sample, stream, len(view.token_ids) + depth, round)
+def _depth(draft: Draft, node: int) -> int:
+    return 0 if node < 0 else draft.depths[node]
 
 
-def _target_key(candidate: Candidate, node: int) -> Key:
-    depth = 0 if node < 0 else candidate.draft.depths[node]
-    return _key(candidate, Stream.TARGET, depth, 0)
-
-
-def _coin_key(candidate: Candidate, row: int) -> Key:
+def _coin_key(candidate: Candidate, node: int) -> Key:
     # A position's coin may be tossed again in a later round after a rejection before it, hence the round.
-    return _key(candidate, Stream.ACCEPT, row, candidate.seq.view.round)
+    view = candidate.seq.view
+    position = len(view.token_ids) + _depth(candidate.draft, node) - 1
+    return Key(view.seq_id, view.seed, view.sample, Stream.ACCEPT, position, view.round, node)
 
 
-def _next_key(candidate: Candidate, accepted: int, length: int) -> Key:
-    return _key(candidate, Stream.TARGET if accepted == length else Stream.RECOVER, accepted, 0)
+def _next_key(candidate: Candidate, node: int, *, owed: bool) -> Key:
+    """Of the token after `node`: once a position, from the target's own law or from what it still owes."""
+    view = candidate.seq.view
+    stream = Stream.RECOVER if owed else Stream.TARGET
+    return Key(view.seq_id, view.seed, view.sample, stream, len(view.token_ids) + _depth(candidate.draft, node))

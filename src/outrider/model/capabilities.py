@@ -15,13 +15,18 @@ from outrider.model import hf
 from outrider.model.attention.base import AttentionBackend
 from outrider.model.attention.gather import GatherAttention
 from outrider.model.attention.paged import PagedAttention
+from outrider.model.attention.row_by_row import RowByRowAttention
 from outrider.model.batch import Segment
 from outrider.model.loader import LoadedModel
 from outrider.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, type[AttentionBackend]] = {"paged": PagedAttention, "gather": GatherAttention}
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    backend.name: backend for backend in (PagedAttention, GatherAttention, RowByRowAttention)
+}
+#: What "auto" tries, in this order.
+AUTO = ("paged", "gather")
 
 #: Largest difference from a plain forward, relative to the largest logit, that passes as rounding.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -34,7 +39,7 @@ def make_runner(loaded: LoadedModel, attention_backend: str, cache: CacheConfig,
 
     Args:
         loaded: The model.
-        attention_backend: "auto", or a backend's name.
+        attention_backend: "auto", or a backend's name; "row_by_row" must also reproduce its own bits.
         cache: Block size and capacity.
         max_num_seqs: Sequences that run at a time, to bound the default capacity.
 
@@ -48,12 +53,14 @@ def make_runner(loaded: LoadedModel, attention_backend: str, cache: CacheConfig,
             f"it has layers with a running state ({', '.join(kinds)}), which rejected draft tokens would corrupt",
             "Use a model whose layers all attend.",
         )
-    names = list(BACKENDS) if attention_backend == "auto" else [attention_backend]
+    names = AUTO if attention_backend == "auto" else (attention_backend,)
     failures = {}
     for name in names:
         backend = BACKENDS[name]()
         try:
             bytes_per_token = probe(loaded, backend)
+            if attention_backend == RowByRowAttention.name:
+                probe_bits(loaded, backend)
         except Exception as error:  # whatever the model's own code raises decides against this backend
             logger.info("attention backend %s does not fit %s: %s", name, loaded.name, error)
             failures[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -88,6 +95,18 @@ def probe(loaded: LoadedModel, backend: AttentionBackend) -> int:
     if not error <= TOLERANCE[loaded.dtype]:
         raise ValueError(f"logits differ from a plain forward pass by {error:.1e} of their size")
     return runner.pool.bytes_per_slot()
+
+
+def probe_bits(loaded: LoadedModel, backend: AttentionBackend) -> None:
+    """Compute a text in one pass, token by token, and beside a neighbour; raises ValueError unless all bits agree."""
+    tokens = [(11 * i * i + 5 * i + 2) % loaded.vocab_size for i in range(_PROBE_LEN)]
+    runner = ModelRunner(loaded, backend, BlockManager(4 * _PROBE_LEN // _PROBE_BLOCK, _PROBE_BLOCK))
+    tables = [runner.blocks.allocate(_PROBE_LEN // _PROBE_BLOCK) for _ in range(3)]
+    whole = runner.forward([Segment(tokens, 0, tables[0])]).logits
+    single = torch.cat([runner.forward([Segment([t], i, tables[1])]).logits for i, t in enumerate(tokens)])
+    beside = runner.forward([Segment(tokens[:5], 0, tables[1]), Segment(tokens, 0, tables[2])]).logits[5:]
+    if not (torch.equal(whole, single) and torch.equal(whole, beside)):
+        raise ValueError("its bits depend on the batch even row by row")
 
 
 @torch.inference_mode()

@@ -42,6 +42,7 @@ class ForwardContext:
     pool: KVPool
     reaches: list[LayerReach]
     _masks: dict[tuple[int, LayerReach, torch.dtype], Tensor | None] = field(default_factory=dict)
+    _slots: dict[tuple[int, LayerReach], list[Tensor]] = field(default_factory=dict)
 
     def mask(self, index: int, layer: int, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [num_rows, context_len] of segment `index` in `layer`; None where every row sees everything."""
@@ -51,6 +52,18 @@ class ForwardContext:
             seen = visible(self.batch.segments[index], reach)
             self._masks[key] = None if seen.all() else additive(seen, dtype, self.batch.device)
         return self._masks[key]
+
+    def slots_by_row(self, index: int, layer: int) -> list[Tensor]:
+        """For each row of segment `index` in `layer`, the pool slots it may look at, in the order of their positions."""
+        reach = self.reaches[layer]
+        if (index, reach) not in self._slots:
+            slots = self.batch.context_slots[index]
+            if isinstance(slots, slice):
+                slots = torch.arange(slots.start, slots.stop, device=self.batch.device)
+            seen = torch.from_numpy(visible(self.batch.segments[index], reach)).to(self.batch.device)
+            # Ancestors come before their descendants, so the order of slots is that of positions along any one path.
+            self._slots[index, reach] = [slots[row] for row in seen]
+        return self._slots[index, reach]
 
 
 def visible(segment: Segment, reach: LayerReach) -> np.ndarray:

@@ -64,7 +64,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
         raise UnsupportedModelError(config.model, "it is an encoder-decoder", "Use a decoder-only (causal) model.")
     model = _load_weights(config, hf_config, source).to(device).eval()
     model.requires_grad_(False)
-    use_skinny_linear(model)
+    if not config.batch_invariant:
+        use_skinny_linear(model)
     text_config = hf_config.get_text_config(decoder=True)
     return LoadedModel(
         name=config.model,

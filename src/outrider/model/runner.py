@@ -62,7 +62,7 @@ class ModelRunner:
             kwargs["logits_to_keep"] = batch.logits_rows
         if aux_layers:
             kwargs["output_hidden_states"] = list(aux_layers)
-        with forward_context(context):
+        with forward_context(context), self.backend.scope():
             out = self.loaded.model(input_ids=batch.input_ids, position_ids=batch.position_ids, **kwargs)
         self.num_passes += 1
         logits = out.logits[0] if self.loaded.slices_logits else out.logits[0, batch.logits_rows]

@@ -11,6 +11,7 @@ from torch import Tensor
 from outrider.params import SamplingParams
 from outrider.propose.draft import Draft, Law
 from outrider.verify.noise import Key, NoiseSource, Stream
+from outrider.verify.processing import Processing
 
 
 class Tokens(Sequence[int]):
@@ -39,11 +40,12 @@ class ProposerSequence:
         token_ids: Committed tokens, prompt first.
         num_prompt_tokens: How many of them are the prompt.
         sampling: The request's parameters.
-        forbidden: Ends of text that the target may not write before `sampling.min_tokens` output tokens.
+        processing: What its parameters do to logits, the target's and a draft model's alike.
         seed: Of the request's noise.
         sample: Sample index within the request.
         coupled: Whether drafts are to guess with the target's noise.
         greedy_drafts: Whether the caller asked for the most likely tokens instead of drawn ones.
+        tree: Shape the caller asked for, children of each node by depth; empty for chains.
         round: Verify passes so far.
         namespace: Keeps prefix caches of unrelated callers apart.
     """
@@ -52,17 +54,14 @@ class ProposerSequence:
     token_ids: Tokens
     num_prompt_tokens: int
     sampling: SamplingParams
-    forbidden: tuple[int, ...]
+    processing: Processing
     seed: int
     sample: int
     coupled: bool
     greedy_drafts: bool
+    tree: tuple[int, ...] = ()
     round: int = 0
     namespace: str | None = None
-
-    def forbidden_at(self, position: int) -> tuple[int, ...]:
-        """Tokens that may not stand at `position`."""
-        return self.forbidden if position - self.num_prompt_tokens < self.sampling.min_tokens else ()
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,12 @@ class ProposeRequest:
     Attributes:
         sequence: Whose.
         budget: Most nodes it may hold; decided before anything is drawn.
+        max_depth: Longest path that may be of use; as many as `budget` for a chain, fewer near the end of a text.
     """
 
     sequence: ProposerSequence
     budget: int
+    max_depth: int = 1 << 30
 
 
 class DraftNoise:
@@ -88,13 +89,21 @@ class DraftNoise:
         """The law that tokens drawn here for `sequence` have."""
         return Law.COUPLED if sequence.coupled else Law.SAMPLED
 
-    def categorical(self, probs: Tensor, sequences: Sequence[ProposerSequence], offsets: Sequence[int]) -> Tensor:
+    def categorical(
+        self,
+        probs: Tensor,
+        sequences: Sequence[ProposerSequence],
+        offsets: Sequence[int],
+        branches: Sequence[int] | None = None,
+    ) -> Tensor:
         """Draw one token a row.
 
         Args:
             probs: [n, vocab_size] law of each row.
             sequences: Whose draft each row belongs to.
-            offsets: Which token of the draft it is, from 0; each may be drawn once a round.
+            offsets: How far ahead of the committed text the token stands, from 0.
+            branches: Where a tree draws several tokens for one place: which of them, 0 or more. Each pair of offset and
+                branch may be drawn once a round. Coupled guesses for one place share the target's noise for it.
 
         Returns:
             Tokens [n].
@@ -107,8 +116,9 @@ class DraftNoise:
                 Stream.GUESS if seq.coupled else Stream.DRAFT,
                 len(seq.token_ids) + offset,
                 seq.round,
+                branch,
             )
-            for seq, offset in zip(sequences, offsets, strict=True)
+            for seq, offset, branch in zip(sequences, offsets, branches or [0] * len(offsets), strict=True)
         ]
         return self._source.categorical(probs, keys)
 

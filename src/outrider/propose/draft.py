@@ -27,13 +27,17 @@ class Draft:
         token_ids: Token of each node.
         parents: Node index of each node's parent, smaller than its own; -1 is the last committed token.
         laws: Law of each node.
-        draft_probs: [num_nodes, vocab_size] law that each sampled node was drawn from; None where no node is sampled.
+        draft_probs: [num_nodes, vocab_size] law that each sampled node was drawn from; None where none is. Sampled siblings
+            are drawn one after another without replacement, in the order of their indices, and all carry the law of the
+            first: what the removal of its elder siblings makes of it follows from that.
+        expected_accepted: How many of its tokens the proposer expects to stand, if it has an opinion.
     """
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     laws: tuple[Law, ...] = ()
     draft_probs: Tensor | None = None
+    expected_accepted: float | None = None
 
     @staticmethod
     def chain(token_ids: Iterable[int], law: Law, draft_probs: Tensor | None = None) -> Draft:
@@ -57,20 +61,31 @@ class Draft:
         return depths
 
     @property
+    def paths(self) -> list[tuple[int, ...]]:
+        """Tokens from the root to each node, the node's own included."""
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(self.token_ids, self.parents, strict=True):
+            paths.append((token,) if parent < 0 else (*paths[parent], token))
+        return paths
+
+    @property
     def depth(self) -> int:
         """Length of the longest path."""
         return max(self.depths, default=0)
 
-    def uniform_law(self) -> Law | None:
-        """The law all nodes share; None where they differ or there are none."""
-        return self.laws[0] if self.laws and len(set(self.laws)) == 1 else None
+    @property
+    def candidate_laws(self) -> set[Law]:
+        """The laws that occur, scratch rows aside."""
+        return set(self.laws) - {Law.SCRATCH}
+
+    def children(self, node: int) -> list[int]:
+        """Candidate children of `node` (-1: the root), in order."""
+        indices = range(node + 1, len(self.token_ids))
+        return [i for i in indices if self.parents[i] == node and self.laws[i] is not Law.SCRATCH]
 
     def child(self, node: int, token_id: int) -> int | None:
-        """The candidate child of `node` (-1: the root) that carries `token_id`."""
-        for index in range(node + 1, len(self.token_ids)):
-            if self.parents[index] == node and self.token_ids[index] == token_id and self.laws[index] is not Law.SCRATCH:
-                return index
-        return None
+        """The candidate child of `node` that carries `token_id`."""
+        return next((child for child in self.children(node) if self.token_ids[child] == token_id), None)
 
     def first(self, count: int) -> Draft:
         """The first `count` nodes; whole, since parents come before children."""

@@ -3,6 +3,8 @@
 It runs through the same runner and the same kind of block-table KV memory as the target, for all sequences at once, with
 its own watermark: what it has computed of a sequence is whatever prefix of its own rows the committed tokens agree with.
 So rejected drafts, bonus tokens and prompts that only the target had cached need no messages; the next call fills the gap.
+
+A draft is a chain, or a tree of a shape fixed beforehand whose siblings are drawn without replacement (Jeon et al. 2024).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from outrider.model.loader import LoadedModel
 from outrider.model.runner import ModelRunner
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence, TargetFacts
 from outrider.propose.draft import EMPTY, Draft, Law
-from outrider.verify.logits import RowParams, argmax, forbid, target_probs
+from outrider.verify.logits import argmax, target_probs
 
 
 @dataclass
@@ -32,23 +34,95 @@ class _Progress:
 
 
 @dataclass
+class _Node:
+    """A node of a growing draft.
+
+    Attributes:
+        token: Its token.
+        parent: Index of its parent, -1 for the root.
+        place: Where it stands in its level of the full shape, whether or not all its neighbours exist.
+        law: [vocab_size] that it and its siblings were drawn from; None where the draft is not drawn.
+    """
+
+    token: int
+    parent: int
+    place: int
+    law: Tensor | None
+
+
+_ROOT = _Node(-1, -1, 0, None)
+
+
+@dataclass
 class _Growing:
-    """A draft in the making."""
+    """A draft in the making, level by level.
+
+    Attributes:
+        request: What was asked for.
+        progress: What is computed of its sequence.
+        widths: Children of each node, by depth.
+        budget: Most nodes of the shape, counted level by level.
+        nodes: So far.
+        level: Indices of the deepest nodes; -1 is the root.
+        begun: Places of the shape in the levels so far.
+    """
 
     request: ProposeRequest
     progress: _Progress
+    widths: tuple[int, ...]
     budget: int
-    tokens: list[int] = field(default_factory=list)
-    laws: list[Tensor] = field(default_factory=list)  # [vocab_size] each; empty where the draft is not drawn
+    nodes: list[_Node] = field(default_factory=list)
+    level: list[int] = field(default_factory=lambda: [-1])
+    depth: int = 0
+    begun: int = 0
 
     @property
     def draws(self) -> bool:
         sequence = self.request.sequence
         return not (sequence.sampling.greedy or sequence.greedy_drafts)
 
+    @property
+    def branches(self) -> bool:
+        return any(width > 1 for width in self.widths)
+
+    @property
+    def growing(self) -> bool:
+        """Whether another level has room."""
+        return self.depth < len(self.widths) and self.begun < self.budget and bool(self.level)
+
+    def node(self, index: int) -> _Node:
+        return _ROOT if index < 0 else self.nodes[index]
+
+    def path(self, index: int) -> tuple[int, ...]:
+        """Tokens from below the root to a node."""
+        tokens: list[int] = []
+        while index >= 0:
+            tokens.append(self.nodes[index].token)
+            index = self.nodes[index].parent
+        return tuple(reversed(tokens))
+
+    def width(self, index: int) -> int:
+        """How many children of a node of the deepest level the budget has room for; decided by the shape alone."""
+        width = self.widths[self.depth]
+        return max(0, min(width, self.budget - self.begun - self.node(index).place * width))
+
+    def close_level(self, first: int) -> None:
+        """The nodes from `first` on are the deepest level now."""
+        self.begun = min(self.budget, self.begun + _size(self.widths[: self.depth + 1]))
+        self.depth += 1
+        self.level = list(range(first, len(self.nodes)))
+
+
+def _size(widths: tuple[int, ...]) -> int:
+    """Nodes in the last level of a shape."""
+    size = 1
+    for width in widths:
+        size *= width
+    return size
+
 
 class DraftModelProposer(Proposer):
-    """Greedy or sampled chains from a draft model, batched over sequences.
+    """Greedy or sampled chains and trees from a draft model, batched over sequences.
 
     Args:
         runner: The draft model with KV memory of its own.
@@ -88,10 +162,12 @@ class DraftModelProposer(Proposer):
             progress.computed, progress.block_table, progress.num_published, sequence.namespace
         )
         num_tokens = len(sequence.token_ids)
-        budget = min(request.budget, self.runner.loaded.max_model_len - num_tokens)
+        depth = min(request.max_depth, self.runner.loaded.max_model_len - num_tokens)
+        budget = request.budget if depth > 0 else 0
         while budget > 0 and not blocks.grow(progress.block_table, num_tokens + budget - 1):
             budget -= 1
-        return _Growing(request, progress, max(budget, 0))
+        widths = sequence.tree or (1,) * budget
+        return _Growing(request, progress, widths[: max(depth, 0)], max(budget, 0))
 
     def _start(self, sequence: ProposerSequence) -> _Progress:
         blocks = self.runner.blocks
@@ -100,57 +176,70 @@ class DraftModelProposer(Proposer):
 
     def _catch_up(self, growing: list[_Growing]) -> tuple[list[_Growing], Tensor] | None:
         """Compute committed tokens the draft model has not seen; returns who reached the end, and their logits."""
-        rows_left, work = self._max_rows, []
+        rows_left, work = self._max_rows, list[_Work]()
         for g in sorted(growing, key=lambda g: len(g.request.sequence.token_ids) - len(g.progress.computed)):
             start = len(g.progress.computed)
             missing = g.request.sequence.token_ids[start : start + rows_left]
             if not missing:
                 break
             rows_left -= len(missing)
-            work.append((g, missing, start + len(missing) == len(g.request.sequence.token_ids)))
+            wanted = start + len(missing) == len(g.request.sequence.token_ids)
+            segment = Segment(missing, start, g.progress.block_table, logits_from=len(missing) - int(wanted))
+            work.append(_Work(g, segment, wanted))
         return self._run(work)
 
     def _extend(self, ready: list[_Growing], logits: Tensor, noise: DraftNoise) -> tuple[list[_Growing], Tensor] | None:
-        """Choose one more token for every draft that has room and compute its row where another is to follow."""
-        for g, token in zip(ready, self._choose(ready, logits, noise), strict=True):
-            g.tokens.append(token)
-        return self._run([(g, g.tokens[-1:], True) for g in ready if len(g.tokens) < g.budget])
+        """Add a level to every draft and compute its rows where another is to follow."""
+        self._add_level(ready, logits, noise)
+        return self._run([_level_work(g) for g in ready if g.growing])
 
-    def _run(self, work: list[tuple[_Growing, list[int], bool]]) -> tuple[list[_Growing], Tensor] | None:
-        """Compute rows; returns those that want the logits of their last row, and these logits. Nothing is recorded
-        as computed before the pass has succeeded."""
+    def _run(self, work: list[_Work]) -> tuple[list[_Growing], Tensor] | None:
+        """Compute rows; returns those that want logits, and these logits. Nothing is recorded as computed before the
+        pass has succeeded."""
         if not work:
             return None
-        segments = [
-            Segment(rows, len(g.progress.computed), g.progress.block_table, logits_from=len(rows) - int(wanted))
-            for g, rows, wanted in work
-        ]
-        logits = self.runner.forward(segments).logits
-        for g, rows, _ in work:
-            g.progress.computed += rows
-        ready = [g for g, _, wanted in work if wanted]
+        logits = self.runner.forward([w.segment for w in work]).logits
+        for w in work:
+            if w.segment.parents is None:
+                w.growing.progress.computed += w.segment.token_ids
+        ready = [w.growing for w in work if w.wanted]
         return (ready, self._fit(logits)) if ready else None
 
-    def _choose(self, ready: list[_Growing], logits: Tensor, noise: DraftNoise) -> list[int]:
-        rows = [_row_params(g) for g in ready]
-        tokens = argmax(forbid(logits, rows))
-        drawing = [i for i, g in enumerate(ready) if g.draws]
+    def _add_level(self, ready: list[_Growing], logits: Tensor, noise: DraftNoise) -> None:
+        """Choose the children of every node of the deepest levels.
+
+        Args:
+            ready: Drafts that grow.
+            logits: [num_nodes, vocab_size] of their deepest nodes, one draft after another.
+            noise: For drawn children.
+        """
+        parents = [(g, index) for g in ready for index in g.level]
+        rows = _processed(ready, logits)
+        first = {id(g): len(g.nodes) for g in ready}
+        drawing = [i for i, (g, _) in enumerate(parents) if g.draws]
+        best = [i for i, (g, _) in enumerate(parents) if not g.draws]
+        children: dict[int, list[int]] = _most_likely([parents[i] for i in best], rows[best], best)
+        laws: dict[int, Tensor] = {}
         if drawing:
-            index = torch.tensor(drawing, device=logits.device)
-            probs = target_probs(logits[index], [rows[i] for i in drawing])
-            sequences = [ready[i].request.sequence for i in drawing]
-            tokens[index] = noise.categorical(probs, sequences, [len(ready[i].tokens) for i in drawing])
-            for i, law in zip(drawing, probs, strict=True):
-                ready[i].laws.append(law)
-        chosen: list[int] = tokens.tolist()
-        return chosen
+            probs = target_probs(rows[drawing], [parents[i][0].request.sequence.sampling for i in drawing])
+            laws = dict(zip(drawing, probs, strict=True))
+            drawn = _draw_children([parents[i] for i in drawing], probs, noise)
+            children.update(zip(drawing, drawn, strict=True))
+        for i, (g, index) in enumerate(parents):
+            for rank, token in enumerate(children[i]):
+                place = g.node(index).place * g.widths[g.depth] + rank
+                g.nodes.append(_Node(token, index, place, laws.get(i)))
+        for g in ready:
+            g.close_level(first[id(g)])
 
     def _finished(self, g: _Growing, noise: DraftNoise) -> Draft:
-        if not g.tokens:
+        if not g.nodes:
             return EMPTY
+        tokens, parents = tuple(n.token for n in g.nodes), tuple(n.parent for n in g.nodes)
         if not g.draws:
-            return Draft.chain(g.tokens, Law.DETERMINISTIC)
-        return Draft.chain(g.tokens, noise.law(g.request.sequence), torch.stack(g.laws))
+            return Draft(tokens, parents, (Law.DETERMINISTIC,) * len(tokens))
+        laws = [n.law for n in g.nodes if n.law is not None]
+        return Draft(tokens, parents, (noise.law(g.request.sequence),) * len(tokens), torch.stack(laws))
 
     def _fit(self, logits: Tensor) -> Tensor:
         """Cut or pad [n, draft_vocab] to the target's vocabulary; tokens only one of them has are never drafted."""
@@ -166,9 +255,71 @@ def _confirmed(computed: list[int], committed: Sequence[int]) -> int:
     return next(i for i in range(limit) if computed[i] != committed[i])
 
 
-def _row_params(g: _Growing) -> RowParams:
-    sequence = g.request.sequence
-    return RowParams(sequence.sampling, sequence.forbidden_at(len(sequence.token_ids) + len(g.tokens)))
+@dataclass
+class _Work:
+    """Rows to compute for one draft, and whether their logits are needed to go on."""
+
+    growing: _Growing
+    segment: Segment
+    wanted: bool
+
+
+def _level_work(g: _Growing) -> _Work:
+    """Rows of the deepest level. A chain's KV is kept as it grows; a tree is computed anew as a whole, since its rows see
+    only their ancestors, and so few rows cost one pass either way."""
+    start, table = len(g.progress.computed), g.progress.block_table
+    if not g.branches:
+        return _Work(g, Segment([g.nodes[-1].token], start, table), True)
+    parents = tuple(n.parent for n in g.nodes)
+    return _Work(g, Segment([n.token for n in g.nodes], start, table, parents, g.level[0]), True)
+
+
+def _processed(ready: list[_Growing], logits: Tensor) -> Tensor:
+    """Logits [num_nodes, vocab_size] as the requests' parameters leave them, each along its own path."""
+    done, end = [], 0
+    for g in ready:
+        start, end = end, end + len(g.level)
+        processing = g.request.sequence.processing
+        rows = logits[start:end]
+        done.append(processing.apply(rows, [g.path(i) for i in g.level])[0] if processing.active else rows)
+    return torch.cat(done)
+
+
+def _most_likely(parents: list[tuple[_Growing, int]], logits: Tensor, places: list[int]) -> dict[int, list[int]]:
+    """The likeliest children of each node, best first, the lowest id among equals."""
+    if not parents:
+        return {}
+    widths = [g.width(index) for g, index in parents]
+    if max(widths) <= 1:
+        tokens = argmax(logits)[:, None]
+    else:
+        tokens = logits.sort(stable=True, dim=-1, descending=True).indices[:, : max(widths)]
+    possible = logits.gather(-1, tokens) > float("-inf")
+    rows = zip(places, tokens.tolist(), possible.tolist(), widths, strict=True)
+    return {i: [t for t, may in zip(row[:width], ok, strict=False) if may] for i, row, ok, width in rows}
+
+
+def _draw_children(parents: list[tuple[_Growing, int]], probs: Tensor, noise: DraftNoise) -> list[list[int]]:
+    """Children of each node drawn from its law [n, vocab_size] without replacement, in draw order.
+
+    A node has fewer where its law has no more tokens; which ones were drawn has no part in that.
+    """
+    children: list[list[int]] = [[] for _ in parents]
+    left = probs.clone()
+    for rank in range(max(g.width(index) for g, index in parents)):
+        wide = [i for i, (g, index) in enumerate(parents) if rank < g.width(index)]
+        mass = left[wide].sum(-1).tolist()
+        members = [i for i, m in zip(wide, mass, strict=True) if m > 0.0]
+        if not members:
+            break
+        drafts = [parents[i][0] for i in members]
+        branches = [g.node(parents[i][1]).place * g.widths[g.depth] + rank for i, g in zip(members, drafts, strict=True)]
+        sequences = [g.request.sequence for g in drafts]
+        tokens = noise.categorical(left[members], sequences, [g.depth for g in drafts], branches)
+        left[members, tokens] = 0.0
+        for i, token in zip(members, tokens.tolist(), strict=True):
+            children[i].append(token)
+    return children
 
 
 def check_vocabulary(draft: LoadedModel, target: TargetFacts) -> None:

@@ -50,7 +50,15 @@ def _ngram(context: ProposerContext) -> Proposer:
     return NgramProposer(context.config.ngram_max, context.config.ngram_min)
 
 
-_factories: dict[str, ProposerFactory] = {"draft_model": _draft_model, "ngram": _ngram}
+def _suffix(context: ProposerContext) -> Proposer:
+    from outrider.propose.suffix import SharedTexts, SuffixProposer
+
+    config = context.config
+    shared = SharedTexts(config.suffix_cache_mib * 2**20) if config.suffix_shared else None
+    return SuffixProposer(config.suffix_min_match, config.suffix_factor, tree=config.suffix_tree, shared=shared)
+
+
+_factories: dict[str, ProposerFactory] = {"draft_model": _draft_model, "ngram": _ngram, "suffix": _suffix}
 
 
 def register(name: str, factory: ProposerFactory) -> None:

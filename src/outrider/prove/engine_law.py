@@ -1,8 +1,8 @@
 """The law of the engine: the real `LLM.generate` on a real checkpoint, every path walked.
 
-Its joint law is compared with teacher-forced forwards of the stock transformers model, whose sampling parameters are
-applied here by code of its own. With the norms raised to float64 (see `tiny.raise_norms`) both sides round at 1e-15 a step,
-so the bound of 1e-12 on total variation leaves three digits; the smallest planted error measured 1e-4.
+Its joint law is compared with teacher-forced forwards of the stock transformers model (see teacher_forced.py). With the
+norms raised to float64 (see `tiny.raise_norms`) both sides round at 1e-15 a step, so the bound of 1e-12 on total variation
+leaves three digits; the smallest planted error measured 1e-4, and a penalty rounded to float32 shows as 5e-9.
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outrider.config import SpeculationConfig
 from outrider.llm import LLM
-from outrider.params import SamplingParams
+from outrider.params import SamplingParams, StructuredOutputs
 from outrider.propose import registry
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.propose.draft import Draft
+from outrider.propose.draft import Draft, Law
 from outrider.propose.draft_model import DraftModelProposer
-from outrider.prove.forking import ForkingNoise, Law, Outcome, explore, total_variation
+from outrider.prove.forking import ForkingNoise, Outcome, explore, total_variation
+from outrider.prove.forking import Law as JointLaw
 from outrider.prove.report import Finding
-from outrider.prove.tiny import raise_engine_norms, raise_norms
+from outrider.prove.teacher_forced import TeacherForced
+from outrider.prove.tiny import PIECES, raise_engine_norms, raise_norms
 
 BOUND = 1e-12
 PROMPT = (0, 1, 2, 0, 1)
@@ -40,11 +42,13 @@ class Setting:
         name: Short.
         speculation: Fields of SpeculationConfig; the draft model's path is filled in.
         params: Fields of SamplingParams.
+        language: Every text that the structure asked for admits; then the pair must speak.
     """
 
     name: str
     speculation: dict[str, Any] = field(default_factory=lambda: {"proposer": "none"})
     params: dict[str, Any] = field(default_factory=dict)
+    language: tuple[str, ...] = ()
 
 
 def _drafted(rule: str, **more: Any) -> dict[str, Any]:
@@ -68,6 +72,14 @@ SETTINGS = (
     Setting("greedy drafts", _drafted("auto", draft_sampling="greedy")),
     Setting("ngram", {"proposer": "ngram", "num_draft_tokens": 2, "ngram_min": 1}),
     Setting("ngram, seeded", {"proposer": "ngram", "num_draft_tokens": 2, "ngram_min": 1}, {"seed": 6}),
+    Setting("tree, traversal", _drafted("block", tree=(2, 1))),
+    Setting("tree, recursive rejection", _drafted("token", tree=(2, 1))),
+    Setting("tree, coupled", _drafted("coupled", tree=(2, 1))),
+    Setting("tree, walk", _drafted("walk", tree=(2,))),
+    Setting("tree, most likely tokens", _drafted("auto", tree=(2, 1), draft_sampling="greedy")),
+    Setting("tree, wider than its law", _drafted("block", tree=(3, 1)), {"top_k": 2}),
+    Setting("merged tree", _drafted("auto", tree=(1, 1), num_draft_tokens=4) | {"proposer": "prove_merged"}),
+    Setting("merged tree, three laws", _drafted("token", tree=(2,), num_draft_tokens=4) | {"proposer": "prove_merged"}),
     Setting("block, temperature", _drafted("block"), {"temperature": 0.6}),
     Setting("block, top_k", _drafted("block"), {"top_k": 2}),
     Setting("token, top_p", _drafted("token"), {"top_p": 0.8, "temperature": 1.5}),
@@ -86,7 +98,109 @@ SETTINGS = (
         for f in FAULTS[:2]
     ),
     Setting("coupled, fault: raises", _drafted("coupled", options={"fault": "raises"}) | {"proposer": "prove_faulty"}),
+    Setting(
+        "tree, fault: nan row", _drafted("block", tree=(2,), options={"fault": "nan row"}) | {"proposer": "prove_faulty"}
+    ),
 )
+
+
+def _every_other(ids: Tensor, scores: Tensor) -> Tensor:
+    """A logits processor whose answer hangs on the whole prefix."""
+    pushed = scores.clone()
+    pushed[:, int(ids.sum()) % scores.shape[-1]] -= 1.5
+    return pushed
+
+
+#: One setting of every parameter that works on logits and depends, or may depend, on the path of a row.
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "presence_penalty": {"presence_penalty": 1.1},
+    "frequency_penalty": {"frequency_penalty": -0.6},
+    "logit_bias": {"logit_bias": {0: 1.0, 2: -0.7}},
+    "bad_words_ids": {"bad_words_ids": ((1, 1), (2, 0), (0,))},
+    "allowed_token_ids": {"allowed_token_ids": (0, 2)},
+    "logits_processors": {"logits_processors": (_every_other,)},
+    "min_tokens": {"stop_token_ids": (1,), "min_tokens": 2},
+    "all together": {
+        "repetition_penalty": 0.8, "presence_penalty": -0.3, "frequency_penalty": 0.4, "logit_bias": {1: 0.5},
+        "bad_words_ids": ((2, 1),), "logits_processors": (_every_other,), "temperature": 1.4, "top_p": 0.95,
+    },
+}  # fmt: skip
+
+#: One way to draft under each law.
+DRAFTED_BY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "block": (_drafted("block"), {}),
+    "token": (_drafted("token"), {}),
+    "tree": (_drafted("block", tree=(2, 1)), {"max_tokens": 2}),
+    "recursive": (_drafted("token", tree=(2,)), {"max_tokens": 2}),
+    "merged": (_drafted("auto", tree=(2,), num_draft_tokens=4) | {"proposer": "prove_merged"}, {"max_tokens": 2}),
+    "coupled": (_drafted("auto"), {"seed": 8}),
+    "lookup": ({"proposer": "ngram", "num_draft_tokens": 2, "ngram_min": 1}, {}),
+}
+
+PARAMETER_SETTINGS = tuple(
+    Setting(f"{name}, {law}", speculation, {**asked, **extra})
+    for name, asked in PARAMETERS.items()
+    for law, (speculation, extra) in DRAFTED_BY.items()
+)
+
+_LANGUAGE = ('""', '"a"', '"aa"')
+_RULE = " | ".join('"' + text.replace('"', '\\"') + '"' for text in _LANGUAGE)
+
+#: Every way to ask for the same structure.
+STRUCTURES: dict[str, StructuredOutputs] = {
+    "choice": StructuredOutputs(choice=_LANGUAGE),
+    "regex": StructuredOutputs(regex='""|"a"|"aa"'),
+    "json_schema": StructuredOutputs(json_schema={"enum": ["", "a", "aa"]}),
+    "lark": StructuredOutputs(grammar=f"start: {_RULE}"),
+    "gbnf": StructuredOutputs(grammar=f"root ::= {_RULE}"),
+}
+
+STRUCTURE_SETTINGS = (
+    *(
+        Setting(f"{name}, block", _drafted("block"), {"structured_outputs": structure, "max_tokens": 5}, _LANGUAGE)
+        for name, structure in STRUCTURES.items()
+    ),
+    *(
+        Setting(
+            f"regex, {law}",
+            speculation,
+            {"structured_outputs": STRUCTURES["regex"], **extra, "max_tokens": 5, "frequency_penalty": 0.5},
+            _LANGUAGE,
+        )
+        for law, (speculation, extra) in DRAFTED_BY.items()
+        if law != "block"
+    ),
+)
+
+
+class MergedProposer(Proposer):
+    """A draft model's tree with a guess below the root that follows from the length of the text alone.
+
+    The guess may repeat a sampled sibling; the last of its nodes stands under it and is declared opaque.
+    """
+
+    def __init__(self, inner: DraftModelProposer) -> None:
+        self._inner = inner
+        self.runner = inner.runner
+        self.finish = inner.finish  # type: ignore[method-assign]
+
+    def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
+        drafts = self._inner.propose(requests, noise)
+        return [self._merge(draft, request) for draft, request in zip(drafts, requests, strict=True)]
+
+    def _merge(self, draft: Draft, request: ProposeRequest) -> Draft:
+        token = len(request.sequence.token_ids) % 3
+        extra = min(2, request.max_depth, request.budget - len(draft))
+        if not len(draft) or extra <= 0:
+            return draft
+        size, probs = len(draft), draft.draft_probs
+        return Draft(
+            (*draft.token_ids, *(token, (token + 1) % 3)[:extra]),
+            (*draft.parents, *(-1, size)[:extra]),
+            (*draft.laws, *(Law.DETERMINISTIC, Law.OPAQUE)[:extra]),
+            None if probs is None else torch.cat([probs, probs.new_zeros(extra, probs.shape[-1])]),
+        )
 
 
 class FaultyProposer(Proposer):
@@ -123,15 +237,15 @@ class FaultyProposer(Proposer):
         )
 
 
-def _build_faulty(context: registry.ProposerContext) -> Proposer:
+def _build_inner(context: registry.ProposerContext) -> DraftModelProposer:
     assert context.config.draft_model is not None
     runner = context.load_runner(context.config.draft_model, None)
     raise_norms(runner.loaded.model)
-    inner = DraftModelProposer(runner, context.target.vocab_size, context.max_num_batched_tokens)
-    return FaultyProposer(inner, context.config.options["fault"])
+    return DraftModelProposer(runner, context.target.vocab_size, context.max_num_batched_tokens)
 
 
-registry.register("prove_faulty", _build_faulty)
+registry.register("prove_faulty", lambda context: FaultyProposer(_build_inner(context), context.config.options["fault"]))
+registry.register("prove_merged", lambda context: MergedProposer(_build_inner(context)))
 
 
 class EngineProof:
@@ -140,26 +254,27 @@ class EngineProof:
     Args:
         target: Path of a checkpoint over three tokens.
         draft: Path of another one.
+        speaks: Whether they were saved with a tokenizer and an end of text.
     """
 
-    def __init__(self, target: str, draft: str) -> None:
+    def __init__(self, target: str, draft: str, *, speaks: bool = False) -> None:
         self._draft = draft
         speculation = SpeculationConfig(proposer="draft_model", draft_model=draft)
         self.llm = LLM(target, dtype="float64", device="cpu", speculation=speculation, block_size=2, max_num_seqs=_WIDTH)
         raise_engine_norms(self.llm)
         # A prompt that is not yet cached is computed in a pass without drafts; every path must find it cached.
         self.llm.generate(PROMPT, SamplingParams(max_tokens=1))
-        self._reference = TeacherForced(target)
+        self._reference = TeacherForced(target, (len(PIECES) - 1,) if speaks else ())
 
     def prove(self, setting: Setting, length: int = 4) -> Finding:
         """Total variation between the engine's joint law and that of the stock model."""
         params = SamplingParams(**{"max_tokens": length, **setting.params})
         law = self.law(setting, params)
         missing = abs(sum(law.probs.values()) - 1.0)
-        distance = total_variation(law.probs, self._reference.law(PROMPT, params)) + law.dropped + missing
+        distance = total_variation(law.probs, self._reference.law(PROMPT, params, setting.language)) + law.dropped + missing
         return Finding(distance, BOUND, f"{law.num_paths} paths, joint of {params.max_tokens} tokens x {params.n}")
 
-    def law(self, setting: Setting, params: SamplingParams) -> Law:
+    def law(self, setting: Setting, params: SamplingParams) -> JointLaw:
         """The joint law of what `LLM.generate` returns."""
         noise = ForkingNoise()
         self.llm.engine.use_noise(noise)
@@ -178,66 +293,6 @@ class EngineProof:
             # Samples of one request share a path, so they run alone; a fault that raises takes its whole batch with it.
             alone = params.n > 1 or speculation.get("options") == {"fault": "raises"}
             return explore(run, noise, width=1 if alone else _WIDTH)
-
-
-class TeacherForced:
-    """The stock transformers model, one forward a context, and sampling parameters applied in plain Python."""
-
-    def __init__(self, path: str) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
-        raise_norms(self._model)
-        self._logits: dict[tuple[int, ...], list[float]] = {}
-
-    def law(self, prompt: tuple[int, ...], params: SamplingParams) -> dict[Outcome, float]:
-        """Joint law of the samples that `params` asks for; independent, each up to max_tokens or a stop token."""
-        one: dict[tuple[int, ...], float] = {}
-        alive: dict[tuple[int, ...], float] = {(): 1.0}
-        while alive:
-            context, weight = alive.popitem()
-            for token, p in enumerate(process(self._row(prompt + context), params, len(context))):
-                text = (*context, token)
-                ended = len(text) >= params.max_tokens or token in params.stop_token_ids
-                if p > 0.0:
-                    (one if ended else alive)[text] = weight * p
-        joint: dict[Outcome, float] = {}
-        for texts in product(one, repeat=params.n):
-            weight = 1.0
-            for text in texts:
-                weight *= one[text]
-            joint[texts] = weight
-        return joint
-
-    def _row(self, tokens: tuple[int, ...]) -> list[float]:
-        if tokens not in self._logits:
-            with torch.inference_mode():
-                self._logits[tokens] = self._model(torch.tensor([tokens])).logits[0, -1].tolist()
-        return self._logits[tokens]
-
-
-def process(logits: Sequence[float], params: SamplingParams, num_written: int) -> list[float]:
-    """One row's law under temperature, top_k, top_p, min_p and min_tokens, by the parameters' definitions."""
-    banned = params.stop_token_ids if num_written < params.min_tokens else ()
-    alive = {t: x for t, x in enumerate(logits) if t not in banned}
-    if params.greedy:
-        best = max(alive, key=lambda t: (alive[t], -t))
-        return [float(t == best) for t in range(len(logits))]
-    top = max(alive.values())
-    odds = {t: float(torch.tensor((x - top) / params.temperature, dtype=torch.float64).exp()) for t, x in alive.items()}
-    if params.top_k > 0:
-        edge = sorted(odds.values(), reverse=True)[: params.top_k][-1]
-        odds = {t: x for t, x in odds.items() if x >= edge}
-    if params.top_p < 1.0:
-        total, mass, kept = sum(odds.values()), 0.0, {}
-        for t in sorted(odds, key=lambda t: (-odds[t], t)):
-            if mass / total < params.top_p:
-                kept[t] = odds[t]
-            mass += odds[t]
-        odds = kept
-    odds = {t: x for t, x in odds.items() if x >= params.min_p * max(odds.values())}
-    total = sum(odds.values())
-    return [odds.get(t, 0.0) / total for t in range(len(logits))]
 
 
 @contextmanager

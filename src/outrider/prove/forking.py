@@ -23,8 +23,8 @@ from outrider.verify.noise import Key, Stream
 FLOOR = 1e-14
 
 Outcome = tuple[Hashable, ...]
-#: What a decision is called: sample, stream, position, round. The seed is left out, which the engine may draw afresh.
-Name = tuple[int, int, int, int]
+#: What a decision is called: sample, stream, position, round, branch. Not the seed, which the engine may draw afresh.
+Name = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class ForkingNoise:
         branches = sorted((b for b in branches if b[1] >= FLOOR), key=lambda b: -b[1])
         if len(branches) == 1:
             return branches[0][0]
-        name = (key.sample, int(key.stream), key.position, key.round)
+        name = (key.sample, int(key.stream), key.position, key.round, key.branch)
         path.met.add(name)
         if name in path.choices:
             return path.choices[name]

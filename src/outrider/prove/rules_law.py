@@ -9,16 +9,17 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from outrider.config import SpeculationConfig
+from outrider.config import RuleName, SpeculationConfig
 from outrider.engine.detokenizer import TextStream
 from outrider.engine.sequence import Request, Sequence
 from outrider.engine.verifier import Candidate, Verifier
 from outrider.params import SamplingParams
 from outrider.propose.base import DraftNoise
 from outrider.propose.draft import EMPTY, Draft, Law
-from outrider.prove import forking, reference
+from outrider.prove import forking, reference, tree_reference
 from outrider.prove.reference import VOCAB_SIZE, Case, Context, ReferenceRule
 from outrider.prove.report import Finding
+from outrider.prove.tree_reference import TreeRule
 from outrider.verify import rules
 from outrider.verify.noise import Key, NoiseSource
 
@@ -36,6 +37,16 @@ def prove_reference(rule: ReferenceRule, count: int, num_draft_tokens: int, leng
     return Finding(float(worst), 0.0, detail, worst == 0)
 
 
+def prove_tree_reference(rule: TreeRule, widths: tuple[int, ...], count: int, length: int) -> Finding:
+    """The same for the rules on trees."""
+    worst = Fraction(0)
+    for case in reference.cases(count, seed=4):
+        law = tree_reference.speculative_law(case, rule, widths, length)
+        worst = max(worst, reference.distance(law, reference.plain_law(case, length)))
+    detail = f"{count} laws, trees of {widths}, joint of {length} tokens, in fractions"
+    return Finding(float(worst), 0.0, detail, worst == 0)
+
+
 def prove_functions(count: int, num_draft_tokens: int = 3) -> Finding:
     """`verify.rules` against the reference: chances of every coin, weights and residuals, for every draft."""
     worst = 0.0
@@ -46,19 +57,19 @@ def prove_functions(count: int, num_draft_tokens: int = 3) -> Finding:
 
 def _functions_differ(case: Case, k: int) -> float:
     drafts = [d for d in product(range(VOCAB_SIZE), repeat=k) if all(case.draft(d[:i])[d[i]] for i in range(k))]
-    p = _tensor([[case.target(d[:i]) for i in range(k + 1)] for d in drafts])
-    q = _tensor([[case.draft(d[:i]) for i in range(k)] for d in drafts])
+    p = tensor([[case.target(d[:i]) for i in range(k + 1)] for d in drafts])
+    q = tensor([[case.draft(d[:i]) for i in range(k)] for d in drafts])
     x = torch.tensor(drafts)
     blocks = [reference.block_coins(case, (), d) for d in drafts]
     chances, weights = rules.block_acceptance(p, q, x)
     pairs = [
-        (rules.token_acceptance(p, q, x), _tensor([reference.token_coins(case, (), d) for d in drafts])),
-        (chances, _tensor([coins for coins, _ in blocks])),
-        (weights, _tensor([weight for _, weight in blocks])),
+        (rules.token_acceptance(p, q, x), tensor([reference.token_coins(case, (), d) for d in drafts])),
+        (chances, tensor([coins for coins, _ in blocks])),
+        (weights, tensor([weight for _, weight in blocks])),
     ]
     for i in range(k):
         for scale, exact in ((weights[:, i], [w[i] for _, w in blocks]), (weights[:, 0], [Fraction(1)] * len(drafts))):
-            law = _tensor(
+            law = tensor(
                 [reference.owed(case.target(d[:i]), case.draft(d[:i]), e) for d, e in zip(drafts, exact, strict=True)]
             )
             here = (p[:, i], q[:, i], scale)
@@ -106,9 +117,9 @@ def prove_decisions(rule: ReferenceRule, count: int, steps: int = 7, k: int = 2)
 
 
 def _accepted(case: Case, rule: ReferenceRule, draft: Context, coins: Seq[Fraction]) -> int:
-    seq = make_sequence(0, rule)
-    guess = Draft.chain(draft, Law.SAMPLED, _tensor([case.draft(draft[:i]) for i in range(len(draft))]))
-    logits = _tensor([case.target(draft[:i]) for i in range(len(draft) + 1)]).log()
+    seq = make_sequence(0, rule.value)
+    guess = Draft.chain(draft, Law.SAMPLED, tensor([case.draft(draft[:i]) for i in range(len(draft))]))
+    logits = tensor([case.target(draft[:i]) for i in range(len(draft) + 1)]).log()
     verifier = Verifier(GridNoise([float(c) for c in coins]))
     return len(verifier.verify([Candidate(seq, guess, (0, len(draft) + 1))], logits)[0].path)
 
@@ -143,7 +154,7 @@ def verifier_law(case: Case, rule: ReferenceRule, num_draft_tokens: int, length:
 
 
 def _decode(case: Case, rule: ReferenceRule, noise: NoiseSource, k: int, length: int, width: int) -> list[forking.Outcome]:
-    sequences = [make_sequence(i, rule) for i in range(width)]
+    sequences = [make_sequence(i, rule.value) for i in range(width)]
     verifier = Verifier(noise)
     while running := [s for s in sequences if s.num_output_tokens < length]:
         drafts = _draft(case, running, noise, k, length)
@@ -154,7 +165,7 @@ def _decode(case: Case, rule: ReferenceRule, noise: NoiseSource, k: int, length:
             first = len(rows)
             rows += [case.target(context + draft.token_ids[:i]) for i in range(len(draft) + 1)]
             candidates.append(Candidate(seq, draft, (first, len(rows))))
-        verdicts = verifier.verify(candidates, _tensor(rows).log())
+        verdicts = verifier.verify(candidates, tensor(rows).log())
         for seq, draft, verdict in zip(running, drafts, verdicts, strict=True):
             for token in (*(draft.token_ids[node] for node in verdict.path), verdict.token_id):
                 seq.append(token, verdict.origin)
@@ -173,25 +184,26 @@ def _draft(case: Case, sequences: list[Sequence], noise: NoiseSource, k: int, le
         if not members:
             break
         rows = [case.draft((*sequences[i].output_token_ids, *tokens[i])) for i in members]
-        drawn = source.categorical(_tensor(rows), [sequences[i].view for i in members], [offset] * len(members))
+        drawn = source.categorical(tensor(rows), [sequences[i].view for i in members], [offset] * len(members))
         for i, row, token in zip(members, rows, drawn.tolist(), strict=True):
             tokens[i].append(token)
             laws[i].append(row)
     return [
-        Draft.chain(t, source.law(s.view), _tensor(q)) if t else EMPTY
+        Draft.chain(t, source.law(s.view), tensor(q)) if t else EMPTY
         for s, t, q in zip(sequences, tokens, laws, strict=True)
     ]
 
 
-def make_sequence(seq_id: int, rule: ReferenceRule) -> Sequence:
+def make_sequence(seq_id: int, rule: RuleName) -> Sequence:
     """A sequence of one prompt token that asks for `rule`, outside any engine."""
-    speculation = SpeculationConfig(rule=rule.value)
+    speculation = SpeculationConfig(rule=rule)
     params = SamplingParams(max_tokens=64)
     request = Request(seq_id, None, _PROMPT, params, speculation, None, 0, frozenset())
     return Sequence(seq_id, request, 0, TextStream(None, ()), 128)
 
 
-def _tensor(values: object) -> Tensor:
+def tensor(values: object) -> Tensor:
+    """Nested fractions in float64."""
     return torch.tensor(_floats(values), dtype=torch.float64)
 
 

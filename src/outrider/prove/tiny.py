@@ -10,9 +10,18 @@ from torch import Tensor
 
 from outrider.llm import LLM
 
+#: What the tokens of `save_tiny_llama(..., speaks=True)` say; the last one ends a text.
+PIECES = ('"', "a", "<end>")
 
-def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3) -> str:
-    """Write a one-layer Llama with random weights in float64, no tokenizer and no end of text; returns its path.
+
+def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3, speaks: bool = False) -> str:
+    """Write a one-layer Llama with random weights in float64; returns its path.
+
+    Args:
+        folder: Where to.
+        seed: Fixes the weights.
+        vocab_size: Width of the logits; 3 where it speaks.
+        speaks: With a tokenizer of PIECES and an end of text; without either otherwise.
 
     Weights are drawn wide: at the usual spread of 0.02 all laws are nearly uniform, and a wrong mask changes nothing.
     """
@@ -28,7 +37,7 @@ def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3) -> str:
         num_key_value_heads=1,
         max_position_embeddings=64,
         bos_token_id=None,
-        eos_token_id=None,
+        eos_token_id=len(PIECES) - 1 if speaks else None,
         pad_token_id=None,
     )
     model = LlamaForCausalLM(config).double()
@@ -38,7 +47,19 @@ def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3) -> str:
             weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.7)
     logging.disable_progress_bar()
     model.save_pretrained(folder)
+    if speaks:
+        _save_tokenizer(folder)
     return str(folder)
+
+
+def _save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(PIECES)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=PIECES[-1]).save_pretrained(folder)
 
 
 def raise_norms(model: Any) -> None:

@@ -1,9 +1,8 @@
-"""The one place where sampling parameters become probabilities; the target and model proposers both pass through it."""
+"""The one place where logits become probabilities; the target and model proposers both pass through it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,31 +10,7 @@ from torch import Tensor
 from outrider.params import SamplingParams
 
 
-@dataclass(frozen=True)
-class RowParams:
-    """How the token of one row is to be chosen.
-
-    Attributes:
-        sampling: The request's parameters.
-        forbidden: Tokens that may not be chosen here (ends of text before min_tokens).
-    """
-
-    sampling: SamplingParams
-    forbidden: tuple[int, ...] = ()
-
-
-def forbid(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
-    """Logits [n, vocab_size] with each row's forbidden tokens at minus infinity; the input where there are none."""
-    pairs = [(row, token) for row, params in enumerate(rows) for token in params.forbidden]
-    if not pairs:
-        return logits
-    index = torch.tensor(pairs, device=logits.device)
-    masked = logits.clone()
-    masked[index[:, 0], index[:, 1]] = float("-inf")
-    return masked
-
-
-def target_probs(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
+def target_probs(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
     """The law each row's token is drawn from: [n, vocab_size], in the dtype of `logits`.
 
     Temperature, then top_k, then top_p, then min_p, each on what the one before left (transformers' order). A greedy row
@@ -43,20 +18,19 @@ def target_probs(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
     the edge of top_p as many as the mass needs, lowest ids first.
 
     Args:
-        logits: [n, vocab_size], finite or minus infinity, float32 or wider.
+        logits: [n, vocab_size] as `Processing.apply` left them: finite or minus infinity, float32 or wider.
         rows: Parameters of each row.
     """
-    logits = forbid(logits, rows)
-    greedy = [row for row, params in enumerate(rows) if params.sampling.greedy]
+    greedy = [row for row, params in enumerate(rows) if params.greedy]
     if len(greedy) == len(rows):
         return _point_masses(logits)
-    column = _column([params.sampling.temperature or 1.0 for params in rows], logits)
+    column = _column([params.temperature or 1.0 for params in rows], logits)
     # The largest logit moves to 0 first, so that no temperature, however small, makes an infinity of it.
     scaled = (logits - logits.amax(-1, keepdim=True)).div_(column.clamp_(min=torch.finfo(logits.dtype).tiny))
-    scaled = _keep_top_k(scaled, [params.sampling.top_k for params in rows])
+    scaled = _keep_top_k(scaled, [params.top_k for params in rows])
     probs = scaled.softmax(-1)
-    probs = _keep_top_p(probs, [params.sampling.top_p for params in rows])
-    probs = _keep_min_p(probs, [params.sampling.min_p for params in rows])
+    probs = _keep_top_p(probs, [params.top_p for params in rows])
+    probs = _keep_min_p(probs, [params.min_p for params in rows])
     if greedy:
         index = torch.tensor(greedy, device=logits.device)
         probs[index] = _point_masses(logits[index])
@@ -106,9 +80,8 @@ def _keep_top_p(probs: Tensor, top_p: Sequence[float]) -> Tensor:
     ties_wanted = count - (chosen > edge).sum(-1, keepdim=True)
     tied = chosen == edge
     keep = (chosen > edge) | (tied & (tied.cumsum(-1) <= ties_wanted))
-    kept = chosen * keep
     result = probs.clone()
-    result[index] = kept / kept.sum(-1, keepdim=True)
+    result[index] = _normalised(chosen * keep)
     return result
 
 
@@ -130,7 +103,13 @@ def _keep_min_p(probs: Tensor, min_p: Sequence[float]) -> Tensor:
     index = torch.tensor(active, device=probs.device)
     chosen = probs[index]
     limit = _column([min_p[row] for row in active], probs) * chosen.amax(-1, keepdim=True)
-    kept = chosen * (chosen >= limit)
     result = probs.clone()
-    result[index] = kept / kept.sum(-1, keepdim=True)
+    result[index] = _normalised(chosen * (chosen >= limit))
     return result
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    """Rows [n, vocab_size] that sum to 1. A single long row is summed by several threads, in another order than the same
+    row among others; so it is never single."""
+    rows = weights.expand(2, -1) if len(weights) == 1 else weights
+    return weights / rows.sum(-1, keepdim=True)[: len(weights)]

@@ -44,6 +44,7 @@ class Key(NamedTuple):
         stream: What the draw is for.
         position: Index in the sequence of the token being chosen or checked.
         round: Verify pass of the sequence; 0 for TARGET and RECOVER, which happen once a position.
+        branch: Tells apart draws for one position of one round: the node of a tree. No part of a guess's noise.
     """
 
     owner: int
@@ -52,6 +53,7 @@ class Key(NamedTuple):
     stream: Stream
     position: int
     round: int = 0
+    branch: int = 0
 
 
 class NoiseSource(Protocol):
@@ -120,14 +122,14 @@ def key_bits(keys: Sequence[Key]) -> np.ndarray:
     rows = [
         (k.seed, k.sample, Stream.TARGET, k.position, 0)
         if k.stream is Stream.GUESS
-        else (k.seed, k.sample, k.stream, k.position, k.round)
+        else (k.seed, k.sample, k.stream, k.position, k.round + (k.branch << 32))
         for k in keys
     ]
     return mix_fields(np.array(rows, dtype=np.uint64).reshape(len(keys), 5))
 
 
 def mix_fields(fields: np.ndarray) -> np.ndarray:
-    """64 well-mixed bits a row, int64 [n], from (seed, sample, stream, position, round) as uint64 [n, 5]."""
+    """64 well-mixed bits a row, int64 [n], from (seed, sample, stream, position, round and branch) as uint64 [n, 5]."""
     state = np.zeros(len(fields), np.uint64)
     for column in fields.T:
         state = _mix_numpy(state + column + np.uint64(_GOLDEN))

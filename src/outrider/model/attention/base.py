@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 from outrider.model.context import ForwardContext
@@ -16,6 +17,10 @@ class AttentionBackend(ABC):
     @abstractmethod
     def install(self, model: Any) -> None:
         """Prepare `model`; raises ValueError where it cannot be driven this way."""
+
+    def scope(self) -> AbstractContextManager[object]:
+        """What the model's forward must run inside of."""
+        return nullcontext()
 
     @abstractmethod
     def forward_kwargs(self, context: ForwardContext) -> dict[str, Any]:

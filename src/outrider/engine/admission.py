@@ -1,0 +1,108 @@
+"""What a request must satisfy before it is queued; each refusal names the field, the value and what would be right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.cache.blocks import BlockManager
+from outrider.config import SchedulerConfig, SpeculationConfig
+from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError
+from outrider.model.loader import LoadedModel
+from outrider.params import SamplingParams
+
+
+def check_request(
+    tokens: tuple[int, ...],
+    params: SamplingParams,
+    speculation: SpeculationConfig,
+    loaded: LoadedModel,
+    blocks: BlockManager,
+    config: SchedulerConfig,
+) -> None:
+    """Refuse what the engine, the model or the memory cannot serve.
+
+    Raises:
+        InvalidPromptError: Empty, too long, or with tokens outside the vocabulary.
+        InvalidParameterError, ContradictionError: Parameters that cannot be served.
+    """
+    _check_prompt(tokens, loaded)
+    if params.n > config.max_num_seqs:
+        raise InvalidParameterError("n", params.n, f"more samples than max_num_seqs={config.max_num_seqs}", "Lower it.")
+    if params.seed is not None and speculation.rule in ("token", "block"):
+        raise ContradictionError(
+            "seed",
+            params.seed,
+            f"rule={speculation.rule!r} makes the text depend on the drafts, and a seed promises that it does not",
+            "Use rule='auto', or leave the seed out.",
+        )
+    _check_ends(params, loaded)
+    _check_token_ids(params, loaded)
+    _check_memory(len(tokens), params, loaded.max_model_len, blocks)
+
+
+def bad_word_ids(params: SamplingParams, tokenizer: Any | None) -> tuple[tuple[int, ...], ...]:
+    """Every token sequence that `params` bans. A word is banned as it begins a text and as it follows a space.
+
+    Raises:
+        ContradictionError: There are words but no tokenizer.
+    """
+    if params.bad_words and tokenizer is None:
+        raise ContradictionError("bad_words", params.bad_words, "the model has no tokenizer", "Use bad_words_ids.")
+    words = dict.fromkeys(params.bad_words_ids)
+    for word in params.bad_words:
+        for text in (word, " " + word.lstrip()):
+            assert tokenizer is not None
+            words[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+    return tuple(word for word in words if word)
+
+
+def _check_prompt(tokens: tuple[int, ...], loaded: LoadedModel) -> None:
+    if not tokens:
+        raise InvalidPromptError("prompt", list(tokens), "it has no tokens", "Give at least one.")
+    for token in tokens:
+        if not 0 <= token < loaded.vocab_size:
+            raise InvalidPromptError(
+                "prompt", token, "token id outside the vocabulary", f"Use ids from 0 to {loaded.vocab_size - 1}."
+            )
+    if len(tokens) >= loaded.max_model_len:
+        raise InvalidPromptError(
+            "prompt",
+            f"{len(tokens)} tokens",
+            f"no room in the context of {loaded.max_model_len}",
+            f"Shorten it to {loaded.max_model_len - 1} tokens or fewer.",
+        )
+
+
+def _check_ends(params: SamplingParams, loaded: LoadedModel) -> None:
+    if params.min_tokens and len(set(params.stop_token_ids)) == loaded.vocab_size:
+        raise ContradictionError("min_tokens", params.min_tokens, "every token is a stop token", "Leave one out.")
+    if params.stop and loaded.tokenizer is None:
+        raise ContradictionError("stop", params.stop, "the model has no tokenizer", "Use stop_token_ids.")
+
+
+def _check_token_ids(params: SamplingParams, loaded: LoadedModel) -> None:
+    fields: dict[str, tuple[int, ...]] = {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": tuple(params.logit_bias),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words_ids": tuple(token for word in params.bad_words_ids for token in word),
+    }
+    for field, tokens in fields.items():
+        for token in tokens:
+            if token >= loaded.vocab_size:
+                raise InvalidParameterError(
+                    field, token, "outside the vocabulary", f"Use ids from 0 to {loaded.vocab_size - 1}."
+                )
+
+
+def _check_memory(prompt_len: int, params: SamplingParams, max_model_len: int, blocks: BlockManager) -> None:
+    """A text must fit into the memory alone, or preemption could never make room for it."""
+    longest = min(prompt_len + params.max_tokens, max_model_len)
+    capacity = blocks.num_blocks * blocks.block_size
+    if blocks.blocks_for(longest) > blocks.num_blocks:
+        raise InvalidPromptError(
+            "prompt",
+            f"{prompt_len} tokens",
+            f"with max_tokens={params.max_tokens} it may need {longest} tokens of KV memory, and there are {capacity}",
+            "Shorten it, lower max_tokens, or raise kv_cache_tokens.",
+        )

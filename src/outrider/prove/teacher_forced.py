@@ -1,0 +1,142 @@
+"""What proofs on real checkpoints compare with: the stock model, one forward pass a context, and the sampling parameters
+applied in plain Python by their definitions, sharing no code with the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import exp
+
+import torch
+
+from outrider.params import SamplingParams
+from outrider.prove.forking import Outcome
+from outrider.prove.tiny import PIECES, raise_norms
+
+Context = tuple[int, ...]
+
+
+class TeacherForced:
+    """A checkpoint through transformers alone, in float64.
+
+    Args:
+        path: Of the checkpoint.
+        end_token_ids: Tokens that end a text of it.
+    """
+
+    def __init__(self, path: str, end_token_ids: Sequence[int] = ()) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+        self._ends = tuple(end_token_ids)
+        raise_norms(self._model)
+        self._logits: dict[Context, list[float]] = {}
+
+    def law(self, prompt: Context, params: SamplingParams, language: Sequence[str] = ()) -> dict[Outcome, float]:
+        """Joint law of the samples that `params` asks for; independent, each up to max_tokens or an end.
+
+        Args:
+            prompt: Token ids.
+            params: What the engine is asked for.
+            language: Every text that `params.structured_outputs` admits; () where it has none.
+        """
+        one: dict[Context, float] = {}
+        alive: dict[Context, float] = {(): 1.0}
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._ends)}
+        while alive:
+            written, weight = alive.popitem()
+            allowed = _may_follow(written, language) if language else None
+            law = process(self.logits(prompt + written), params, prompt, written, stops, allowed)
+            for token, p in enumerate(law):
+                text = (*written, token)
+                if p > 0.0:
+                    (one if len(text) >= params.max_tokens or token in stops else alive)[text] = weight * p
+        joint: dict[Outcome, float] = {}
+        for texts in product(one, repeat=params.n):
+            weight = 1.0
+            for text in texts:
+                weight *= one[text]
+            joint[texts] = weight
+        return joint
+
+    def logits(self, tokens: Context) -> list[float]:
+        """What the model says of the next token [vocab_size]."""
+        if tokens not in self._logits:
+            with torch.inference_mode():
+                self._logits[tokens] = self._model(torch.tensor([tokens])).logits[0, -1].tolist()
+        return self._logits[tokens]
+
+
+def process(
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt: Context,
+    written: Context,
+    stops: set[int],
+    allowed: set[int] | None = None,
+) -> list[float]:
+    """One row's law under every sampling parameter.
+
+    Args:
+        logits: [vocab_size] of the model.
+        params: The parameters.
+        prompt: Tokens of the prompt.
+        written: Output tokens so far.
+        stops: Tokens that end the text.
+        allowed: What the structure admits next; None where there is none.
+    """
+    scores = _penalised([x + params.logit_bias.get(t, 0.0) for t, x in enumerate(logits)], params, prompt, written)
+    for processor in params.logits_processors:
+        ids = torch.tensor([[*prompt, *written]])
+        scores = processor(ids, torch.tensor([scores], dtype=torch.float64))[0].tolist()
+    forbidden = {
+        word[-1]
+        for word in params.bad_words_ids
+        if (*prompt, *written)[len(prompt + written) - len(word) + 1 :] == word[:-1]
+    }
+    forbidden |= stops if len(written) < params.min_tokens else set()
+    if params.allowed_token_ids is not None:
+        forbidden |= set(range(len(scores))) - set(params.allowed_token_ids)
+    if allowed is not None:
+        forbidden |= set(range(len(scores))) - allowed
+    alive = {t: x for t, x in enumerate(scores) if t not in forbidden}
+    if params.greedy:
+        best = max(alive, key=lambda t: (alive[t], -t))
+        return [float(t == best) for t in range(len(scores))]
+    return _filtered(alive, params, len(scores))
+
+
+def _penalised(scores: list[float], params: SamplingParams, prompt: Context, written: Context) -> list[float]:
+    result = []
+    for token, score in enumerate(scores):
+        if token in prompt or token in written:
+            score = score / params.repetition_penalty if score > 0 else score * params.repetition_penalty
+        times = written.count(token)
+        result.append(score - params.frequency_penalty * times - params.presence_penalty * (times > 0))
+    return result
+
+
+def _filtered(alive: dict[int, float], params: SamplingParams, vocab_size: int) -> list[float]:
+    top = max(alive.values())
+    odds = {t: exp((x - top) / params.temperature) for t, x in alive.items()}
+    if params.top_k > 0:
+        edge = sorted(odds.values(), reverse=True)[: params.top_k][-1]
+        odds = {t: x for t, x in odds.items() if x >= edge}
+    if params.top_p < 1.0:
+        total, mass, kept = sum(odds.values()), 0.0, {}
+        for t in sorted(odds, key=lambda t: (-odds[t], t)):
+            if mass / total < params.top_p:
+                kept[t] = odds[t]
+            mass += odds[t]
+        odds = kept
+    odds = {t: x for t, x in odds.items() if x >= params.min_p * max(odds.values())}
+    total = sum(odds.values())
+    return [odds.get(t, 0.0) / total for t in range(vocab_size)]
+
+
+def _may_follow(written: Context, language: Sequence[str]) -> set[int]:
+    """Tokens after which some text of the language can still come true; the last piece ends a text."""
+    text = "".join(PIECES[t] for t in written)
+    end = len(PIECES) - 1
+    going_on = {t for t in range(end) if any(whole.startswith(text + PIECES[t]) for whole in language)}
+    return going_on | ({end} if text in language else set())

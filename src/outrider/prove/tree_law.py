@@ -1,0 +1,98 @@
+"""The production Verifier on trees, forked over consecutive rounds, on synthetic laws; see rules_law.py for chains."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.config import RuleName
+from outrider.engine.sequence import Sequence
+from outrider.engine.verifier import Candidate, Verifier
+from outrider.propose.base import DraftNoise
+from outrider.propose.draft import EMPTY, Draft, Law
+from outrider.prove import forking, reference
+from outrider.prove.reference import VOCAB_SIZE, Case, Probs
+from outrider.prove.report import Finding
+from outrider.prove.rules_law import make_sequence, tensor
+from outrider.prove.tree_reference import TreeRule
+from outrider.verify.noise import NoiseSource
+
+#: What a request asks for so that the Verifier applies the rule.
+_RULE_NAMES: dict[TreeRule, RuleName] = {TreeRule.RECURSIVE: "token", TreeRule.TRAVERSAL: "block", TreeRule.MERGED: "auto"}
+_MANY = 1_000
+
+
+def prove_tree_verifier(rule: TreeRule, widths: tuple[int, ...], count: int, length: int) -> Finding:
+    """Total variation between what rounds of trees and `Verifier.verify` write and the exact law of the target."""
+    worst, paths = 0.0, 0
+    for case in reference.cases(count, seed=5):
+        law = tree_verifier_law(case, rule, widths, length)
+        exact = {c: float(w) for c, w in reference.plain_law(case, length).items()}
+        worst = max(worst, forking.total_variation(law.probs, exact) + law.dropped)
+        paths += law.num_paths
+    return Finding(worst, 1e-12, f"{count} laws, trees of {widths}, joint of {length} tokens, {paths} paths")
+
+
+def tree_verifier_law(case: Case, rule: TreeRule, widths: tuple[int, ...], length: int) -> forking.Law:
+    """Joint law of the first `length` tokens."""
+    noise = forking.ForkingNoise()
+    return forking.explore(lambda width: _decode(case, rule, noise, widths, length, width), noise, width=_MANY)
+
+
+def _decode(
+    case: Case, rule: TreeRule, noise: NoiseSource, widths: tuple[int, ...], length: int, width: int
+) -> list[forking.Outcome]:
+    sequences = [make_sequence(i, _RULE_NAMES[rule]) for i in range(width)]
+    verifier = Verifier(noise)
+    while running := [s for s in sequences if s.num_output_tokens < length]:
+        candidates, rows = [], list[Probs]()
+        for seq in running:
+            context = tuple(seq.output_token_ids)
+            draft = _draw(case, seq, noise, widths[: length - len(context) - 1])
+            if rule is TreeRule.MERGED:
+                draft = _with_guess(draft, context)
+            first = len(rows)
+            rows += [case.target(context + path) for path in ((), *draft.paths)]
+            candidates.append(Candidate(seq, draft, (first, len(rows))))
+        for candidate, verdict in zip(candidates, verifier.verify(candidates, tensor(rows).log()), strict=True):
+            seq, draft = candidate.seq, candidate.draft
+            for token in (*(draft.token_ids[node] for node in verdict.path), verdict.token_id):
+                seq.append(token, verdict.origin)
+            seq.view.round += 1
+    return [tuple(s.output_token_ids[:length]) for s in sequences]
+
+
+def _draw(case: Case, seq: Sequence, noise: NoiseSource, widths: tuple[int, ...]) -> Draft:
+    """A tree of `widths`, siblings drawn one after another from what is left of the law."""
+    source, context = DraftNoise(noise), tuple(seq.output_token_ids)
+    tokens: list[int] = []
+    parents: list[int] = []
+    laws: list[Probs] = []
+    level: list[tuple[int, tuple[int, ...]]] = [(-1, ())]
+    for depth, width in enumerate(widths):
+        below = []
+        for place, (node, path) in enumerate(level):
+            law = case.draft(context + path)
+            left = tensor([law])
+            for rank in range(min(width, sum(p > 0 for p in law))):
+                token = int(source.categorical(left, [seq.view], [depth], [place * width + rank])[0])
+                left[0, token] = 0.0
+                below.append((len(tokens), (*path, token)))
+                tokens.append(token)
+                parents.append(node)
+                laws.append(law)
+        level = below
+    if not tokens:
+        return EMPTY
+    return Draft(tuple(tokens), tuple(parents), (source.law(seq.view),) * len(tokens), tensor(laws))
+
+
+def _with_guess(draft: Draft, context: tuple[int, ...]) -> Draft:
+    """A deterministic child of the root beside the drawn ones."""
+    if draft.draft_probs is None:
+        return draft
+    return Draft(
+        (*draft.token_ids, (len(context) + sum(context)) % VOCAB_SIZE),
+        (*draft.parents, -1),
+        (*draft.laws, Law.DETERMINISTIC),
+        torch.cat([draft.draft_probs, draft.draft_probs.new_zeros(1, VOCAB_SIZE)]),
+    )

@@ -1,0 +1,168 @@
+"""What a sequence's parameters do to its logits before they become a law, row by row along each row's own path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.params import SamplingParams
+from outrider.verify.grammar import GrammarState
+
+Path = tuple[int, ...]
+
+
+class Processing:
+    """Everything in SamplingParams that depends on the tokens before: bias, penalties, processors, forbidden tokens.
+
+    A row is named by its path, the draft tokens between the committed text and the token to be chosen. The target's rows
+    and a draft model's both pass through here.
+
+    Args:
+        sampling: The request's parameters.
+        token_ids: Committed tokens, prompt first; grows as the text does.
+        num_prompt_tokens: How many of them are the prompt.
+        end_token_ids: What may not be written before `sampling.min_tokens` output tokens.
+        bad_words: Token sequences that may not be completed.
+        grammar: Where the output stands in its structure, if it has one.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        end_token_ids: Sequence[int] = (),
+        bad_words: Sequence[Path] = (),
+        grammar: GrammarState | None = None,
+    ) -> None:
+        self._sampling = sampling
+        self._token_ids = token_ids
+        self._num_prompt_tokens = num_prompt_tokens
+        self._end_token_ids = tuple(end_token_ids) if sampling.min_tokens else ()
+        self._bad_words = tuple(bad_words)
+        self._grammar = grammar
+
+    @property
+    def active(self) -> bool:
+        """Whether it may change any logits from here on."""
+        sampling = self._sampling
+        return bool(
+            sampling.logit_bias
+            or sampling.penalises
+            or sampling.logits_processors
+            or sampling.allowed_token_ids is not None
+            or self._bad_words
+            or self._grammar is not None
+            or self._forbids_ends(())
+        )
+
+    def apply(self, logits: Tensor, paths: Sequence[Path]) -> tuple[Tensor, list[bool]]:
+        """Logits as the parameters leave them.
+
+        Args:
+            logits: [num_rows, vocab_size], finite; not written to.
+            paths: Of each row.
+
+        Returns:
+            Logits [num_rows, vocab_size], finite or minus infinity, and for each row whether every token was forbidden.
+            Such a row comes back as it was: it has no law, and whoever would need one must give the text up.
+
+        Raises:
+            ValueError: A logits processor answered with another shape, NaN or plus infinity.
+            Exception: Whatever a logits processor raises.
+        """
+        logits = self._biased(logits)
+        logits = self._penalised(logits, paths)
+        logits = self._user_processed(logits, paths)
+        masked = logits.masked_fill(self._forbidden(paths, logits), float("-inf"))
+        stuck = masked.amax(-1) == float("-inf")
+        return torch.where(stuck[:, None], logits, masked), stuck.tolist()
+
+    def advance(self, token_id: int) -> None:
+        """A token was committed and the text goes on."""
+        if self._grammar is not None:
+            self._grammar.advance(token_id)
+
+    def _biased(self, logits: Tensor) -> Tensor:
+        bias = self._sampling.logit_bias
+        if not bias:
+            return logits
+        index = torch.tensor(list(bias), device=logits.device)
+        return logits.index_add(1, index, logits.new_tensor(list(bias.values())).expand(len(logits), -1))
+
+    def _penalised(self, logits: Tensor, paths: Sequence[Path]) -> Tensor:
+        """Repetition (Keskar et al. 2019) over prompt and output; frequency and presence over the output alone."""
+        sampling = self._sampling
+        if not sampling.penalises:
+            return logits
+        prompt, output = self._counts(paths, logits)
+        seen = (prompt + output) > 0
+        penalty = logits.new_tensor(sampling.repetition_penalty)  # in the logits' own dtype, or it is rounded to float32
+        penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = torch.where(seen, penalised, logits)
+        return logits - sampling.frequency_penalty * output - sampling.presence_penalty * (output > 0).to(logits)
+
+    def _counts(self, paths: Sequence[Path], like: Tensor) -> tuple[Tensor, Tensor]:
+        """How often each token stands in the prompt [vocab_size], and in the output before each row [n, vocab_size]."""
+        vocab_size = like.shape[-1]
+        tokens = torch.tensor(list(self._token_ids))
+        prompt = torch.bincount(tokens[: self._num_prompt_tokens], minlength=vocab_size)
+        output = torch.bincount(tokens[self._num_prompt_tokens :], minlength=vocab_size).repeat(len(paths), 1)
+        for row, path in enumerate(paths):
+            for token in path:
+                output[row, token] += 1
+        return prompt.to(like.device), output.to(like)
+
+    def _user_processed(self, logits: Tensor, paths: Sequence[Path]) -> Tensor:
+        if not self._sampling.logits_processors:
+            return logits
+        committed = list(self._token_ids)
+        return torch.cat([self._through_processors(committed, path, row) for path, row in zip(paths, logits, strict=True)])
+
+    def _through_processors(self, committed: list[int], path: Path, row: Tensor) -> Tensor:
+        """One row through the caller's functions, [1, vocab_size]."""
+        ids = torch.tensor([[*committed, *path]], device=row.device)
+        scores = row[None].clone()
+        for processor in self._sampling.logits_processors:
+            answer = processor(ids, scores)
+            if not isinstance(answer, Tensor) or answer.shape != scores.shape:
+                shape = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
+                raise ValueError(f"{_name(processor)} returned {shape} instead of scores {tuple(scores.shape)}")
+            if bool(answer.isnan().any()) or bool((answer == float("inf")).any()):
+                raise ValueError(f"{_name(processor)} returned NaN or infinity")
+            scores = answer.to(row)
+        return scores
+
+    def _forbidden(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
+        """True [num_rows, vocab_size] where a token may not stand."""
+        mask = torch.zeros(logits.shape, dtype=torch.bool)
+        if self._sampling.allowed_token_ids is not None:
+            mask[:] = True
+            mask[:, list(self._sampling.allowed_token_ids)] = False
+        for row, path in enumerate(paths):
+            if self._forbids_ends(path):
+                mask[row, list(self._end_token_ids)] = True
+            mask[row, self._completions(path)] = True
+            if self._grammar is not None:
+                allowed = self._grammar.allowed(path, logits.shape[-1])
+                if allowed is not None:
+                    mask[row] |= ~allowed
+        return mask.to(logits.device)
+
+    def _forbids_ends(self, path: Path) -> bool:
+        written = len(self._token_ids) - self._num_prompt_tokens + len(path)
+        return bool(self._end_token_ids) and written < self._sampling.min_tokens
+
+    def _completions(self, path: Path) -> list[int]:
+        """Last tokens of the bad words whose beginning stands right before this row."""
+        if not self._bad_words:
+            return []
+        longest = max(len(word) for word in self._bad_words) - 1
+        before = (*self._token_ids[max(0, len(self._token_ids) - longest) :], *path)
+        return [word[-1] for word in self._bad_words if before[len(before) - len(word) + 1 :] == word[:-1]]
+
+
+def _name(processor: object) -> str:
+    return getattr(processor, "__name__", type(processor).__name__)
