@@ -47,6 +47,17 @@ def llm() -> LLM:
         ({"stop": ""}, "stop"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
         ({"temprature": 1.0}, "temprature"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": float("inf")}, "frequency_penalty"),
+        ({"logit_bias": {1: 101.0}}, "logit_bias"),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words_ids": [[]]}, "bad_words_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"logits_processors": ["not a function"]}, "logits_processors"),
+        ({"logprobs": -2}, "logprobs"),
+        ({"structured_outputs": "json"}, "structured_outputs"),
     ],
 )
 def test_parameters_out_of_range(values: dict[str, Any], field: str) -> None:
@@ -57,7 +68,7 @@ def test_parameters_out_of_range(values: dict[str, Any], field: str) -> None:
     assert field in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["repetition_penalty", "logprobs", "logit_bias", "bad_words", "logits_processors"])
+@pytest.mark.parametrize("name", ["best_of", "typical_p", "no_repeat_ngram_size", "num_beams", "response_format"])
 def test_parameters_that_would_not_be_exact_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedParameterError, match="exact") as caught:
         SamplingParams(**{name: 1})

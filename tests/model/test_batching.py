@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.engine.sequence import Request
@@ -38,12 +39,35 @@ def speculations(draft: str) -> list[SpeculationConfig]:
         SpeculationConfig(proposer="draft_model", draft_model=draft, num_draft_tokens=5),
         SpeculationConfig(proposer="draft_model", draft_model=draft, num_draft_tokens=4, draft_sampling="greedy"),
         SpeculationConfig(proposer="draft_model", draft_model=draft, num_draft_tokens=3, rule="walk"),
+        SpeculationConfig(proposer="draft_model", draft_model=draft, tree=(3, 2, 1)),
+        SpeculationConfig(proposer="draft_model", draft_model=draft, tree=(2, 2), draft_sampling="greedy"),
+        SpeculationConfig(proposer="suffix", suffix_min_match=1),
+        SpeculationConfig(proposer="suffix", suffix_min_match=1, suffix_tree=True, suffix_shared=True),
     ]
+
+
+def nudged(ids: Tensor, scores: Tensor) -> Tensor:
+    """A logits processor: the last token and its neighbours are less likely."""
+    pushed = scores.clone()
+    pushed[:, int(ids[0, -1]) :: 7] -= 2.0
+    return pushed
 
 
 def random_params(rng: random.Random) -> SamplingParams:
     filters = rng.choice([{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}])
+    prefix: dict[str, Any] = rng.choice(
+        [
+            {},
+            {},
+            {"repetition_penalty": 1.4, "logprobs": 2},
+            {"presence_penalty": 0.8, "frequency_penalty": -0.3},
+            {"logit_bias": {3: 4.0, 8: -5.0}, "prompt_logprobs": 1},
+            {"bad_words_ids": ((3,), (8, 21), (5, 5)), "logits_processors": (nudged,)},
+            {"allowed_token_ids": tuple(range(0, checkpoints.VOCAB_SIZE, 2)), "logprobs": 0},
+        ]
+    )
     return SamplingParams(
+        **prefix,
         temperature=rng.choice([0.0, 0.7, 1.0, 1.4]),
         seed=rng.randrange(1000),
         max_tokens=rng.randrange(1, 24),
