@@ -19,16 +19,22 @@ class Finding:
         bound: What it may be at most.
         detail: How it was established.
         holds: The verdict, where it is not simply measured <= bound.
+        informs: Said for the reader's information; decides nothing, since nobody promised it.
     """
 
     measured: float
     bound: float
     detail: str
     holds: bool | None = None
+    informs: bool = False
 
     @property
     def passed(self) -> bool:
-        return self.measured <= self.bound if self.holds is None else self.holds
+        return self.informs or (self.measured <= self.bound if self.holds is None else self.holds)
+
+    @property
+    def mark(self) -> str:
+        return "·" if self.informs else "✓" if self.passed else "✗"
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class Check:
         return {
             "name": self.name,
             "passed": found.passed,
+            "decides": not found.informs,
             "measured": found.measured,
             "bound": found.bound,
             "detail": found.detail,
@@ -78,6 +85,17 @@ def table(checks: Sequence[Check]) -> Table:
         view.add_column(column, justify="right" if column in ("measured", "bound", "s") else "left")
     for check in checks:
         found = check.finding
-        mark = "[green]✓[/green]" if check.passed else "[bold red]✗[/bold red]"
-        view.add_row(mark, check.name, f"{found.measured:.3g}", f"{found.bound:g}", found.detail, f"{check.seconds:.1f}")
+        style = "dim" if found.informs else "green" if check.passed else "bold red"
+        row = (check.name, f"{found.measured:.3g}", f"{found.bound:g}", found.detail, f"{check.seconds:.1f}")
+        view.add_row(f"[{style}]{found.mark}[/{style}]", *row)
     return view
+
+
+def markdown(checks: Sequence[Check]) -> str:
+    """The same as a table for a document; seconds are left out, since they differ from run to run."""
+    rows = ["| | claim | measured | how |", "|---|---|---|---|"]
+    for check in checks:
+        found = check.finding
+        claim = check.name.replace("|", "\\|")
+        rows.append(f"| {found.mark} | {claim} | {found.measured:.2g} | {found.detail} |")
+    return "\n".join(rows)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
 
 import torch
 
@@ -17,10 +15,9 @@ from outrider.prove.own_model import OwnModel
 from outrider.prove.reference import ReferenceRule
 from outrider.prove.report import Check, Finding, Report
 from outrider.prove.rules_law import prove_decisions, prove_functions, prove_reference, prove_verifier
+from outrider.prove.runner import Proof, run_proofs
 from outrider.prove.sampled import prove_sampled
 from outrider.prove.tiny import save_tiny_llama
-
-Proof = tuple[str, Callable[[], Finding]]
 
 _RATIO_RULES = (ReferenceRule.TOKEN, ReferenceRule.BLOCK)
 
@@ -40,22 +37,8 @@ def run_suite(
         quick: Fewer cases and samples.
         on_check: Called after each check.
     """
-    checks = []
-    with TemporaryDirectory() as folder, _one_thread():
-        for name, proof in _proofs(Path(folder), model, draft_model, quick=quick):
-            start = perf_counter()
-            checks.append(Check(name, _attempt(proof), perf_counter() - start))
-            if on_check is not None:
-                on_check(checks[-1])
-    return Report(tuple(checks))
-
-
-def _attempt(proof: Callable[[], Finding]) -> Finding:
-    """A proof that raises has failed; the others still run."""
-    try:
-        return proof()
-    except Exception as error:
-        return Finding(float("nan"), 0.0, f"raised {type(error).__name__}: {error}", holds=False)
+    with TemporaryDirectory() as folder:
+        return run_proofs(_proofs(Path(folder), model, draft_model, quick=quick), on_check)
 
 
 def num_checks(*, quick: bool = False) -> int:
@@ -109,14 +92,3 @@ class _TinyPair:
 
 
 _ALL_THREADS = torch.get_num_threads()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors are faster without a thread pool; the caller's setting comes back."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

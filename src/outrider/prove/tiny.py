@@ -11,8 +11,8 @@ from torch import Tensor
 from outrider.llm import LLM
 
 
-def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3) -> str:
-    """Write a one-layer Llama with random weights in float64, no tokenizer and no end of text; returns its path.
+def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3, num_layers: int = 1) -> str:
+    """Write a Llama of few layers with random weights in float64, no tokenizer and no end of text; returns its path.
 
     Weights are drawn wide: at the usual spread of 0.02 all laws are nearly uniform, and a wrong mask changes nothing.
     """
@@ -23,7 +23,7 @@ def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3) -> str:
         vocab_size=vocab_size,
         hidden_size=8,
         intermediate_size=16,
-        num_hidden_layers=1,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,
