@@ -178,6 +178,7 @@ class AssistedGeneration:
             except RuntimeError as error:  # one path fails, with the probability of that path
                 return (f"RuntimeError: {error}",)
 
+        self._models_of(call)  # loading draws too, but is no part of the call
         return explore_torch(run)
 
     def _plain_law(self, call: Call, length: int) -> Law:
@@ -213,13 +214,12 @@ class AssistedGeneration:
     def _write(self, call: Call, prompt: tuple[int, ...], length: int, *, do_sample: bool) -> tuple[int, ...]:
         from transformers import GenerationConfig
 
-        target, arguments = self._model("target", call.num_layers), dict(call.speculation)
-        helper = arguments.get("assistant_model")
-        assistant = target if helper is None else self._model(helper, 1)
+        target, assistant = self._models_of(call)
         # Some schedules write to these; every call starts afresh.
         target.generation_config = GenerationConfig()
         assistant.generation_config = GenerationConfig(**call.assistant)
-        if helper is not None:
+        arguments = {**call.params, **call.speculation}
+        if "assistant_model" in arguments:
             arguments["assistant_model"] = assistant
         ids = torch.tensor([prompt])
         text = target.generate(
@@ -227,10 +227,14 @@ class AssistedGeneration:
             attention_mask=torch.ones_like(ids),
             do_sample=do_sample,
             max_new_tokens=length,
-            **call.params,
             **arguments,
         )
         return tuple(text[0, len(prompt) :].tolist())
+
+    def _models_of(self, call: Call) -> tuple[Any, Any]:
+        """The target and its assistant, which is the target itself where none is named."""
+        target, helper = self._model("target", call.num_layers), call.speculation.get("assistant_model")
+        return target, target if helper is None else self._model(helper, 1)
 
     def _model(self, name: str, num_layers: int) -> Any:
         from transformers import AutoModelForCausalLM
