@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Check:
             "name": self.name,
             "passed": found.passed,
             "decides": not found.informs,
-            "measured": found.measured,
+            "measured": None if isnan(found.measured) else found.measured,
             "bound": found.bound,
             "detail": found.detail,
             "seconds": round(self.seconds, 3),
@@ -78,6 +79,7 @@ class Report:
 
 def table(checks: Sequence[Check]) -> Table:
     """A table for the terminal."""
+    from rich.markup import escape
     from rich.table import Table
 
     view = Table(box=None, pad_edge=False, header_style="bold")
@@ -86,8 +88,8 @@ def table(checks: Sequence[Check]) -> Table:
     for check in checks:
         found = check.finding
         style = "dim" if found.informs else "green" if check.passed else "bold red"
-        row = (check.name, f"{found.measured:.3g}", f"{found.bound:g}", found.detail, f"{check.seconds:.1f}")
-        view.add_row(f"[{style}]{found.mark}[/{style}]", *row)
+        row = (check.name, _number(found.measured), f"{found.bound:g}", found.detail, f"{check.seconds:.1f}")
+        view.add_row(f"[{style}]{found.mark}[/{style}]", *map(escape, row))
     return view
 
 
@@ -97,5 +99,9 @@ def markdown(checks: Sequence[Check]) -> str:
     for check in checks:
         found = check.finding
         claim = check.name.replace("|", "\\|")
-        rows.append(f"| {found.mark} | {claim} | {found.measured:.2g} | {found.detail} |")
+        rows.append(f"| {found.mark} | {claim} | {_number(found.measured)} | {found.detail} |")
     return "\n".join(rows)
+
+
+def _number(measured: float) -> str:
+    return "-" if isnan(measured) else f"{measured:.3g}"

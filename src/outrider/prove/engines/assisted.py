@@ -7,14 +7,13 @@ transformers turns logits into float32, so equal laws agree to about 1e-7.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outrider.params import SamplingParams
 from outrider.prove.engine_law import PROMPT, TeacherForced
@@ -27,6 +26,8 @@ from outrider.prove.tiny import raise_norms, save_tiny_llama
 #: Rounding to float32 moves a law of three tokens by about 1e-7; the smallest planted error moves it by 1e-3.
 BOUND = 1e-5
 
+#: Of every assistant's `generation_config`, unless a call says otherwise.
+_SETTLED = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 #: Parameters whose law `TeacherForced` computes by code of its own.
 _TEACHABLE = {"temperature", "top_k", "top_p", "min_p"}
@@ -37,7 +38,7 @@ class Call:
     """One way to call `generate`.
 
     Attributes:
-        speculation: Arguments that turn speculation on; a model is given by its name, "draft" or "target".
+        speculation: Arguments that turn speculation on; models and tokenizers are given by their names (`_Cast`).
         assistant: Fields of the assistant's `generation_config`, which is where transformers looks for them.
         params: Arguments with and without speculation.
         num_layers: Of the target.
@@ -52,9 +53,9 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The arguments; those of the assistant's configuration in brackets."""
+        """The arguments; in brackets the assistant's configuration, as far as it is not `_SETTLED`."""
         arguments = [f"{key}={value}" for key, value in {**self.speculation, **self.params}.items()]
-        inner = ", ".join(f"{key}={value}" for key, value in self.assistant.items())
+        inner = ", ".join(f"{key}={value}" for key, value in self.assistant.items() if _SETTLED.get(key) != value)
         return ", ".join(arguments) + (f" [{inner}]" if inner else "")
 
     @property
@@ -64,31 +65,19 @@ class Call:
         return Call(self.speculation, self.assistant, kept, self.num_layers, self.lossy_by_design)
 
 
-class StopAfter:
-    """A stopping criterion of the caller's: the text ends once it holds the token.
-
-    Args:
-        token: Counted behind the prompt only.
-    """
-
-    def __init__(self, token: int) -> None:
-        self._token = token
-
-    def __call__(self, input_ids: Tensor, scores: Any, **ignored: Any) -> Tensor:
-        return (input_ids[:, len(PROMPT) :] == self._token).any(-1)
-
-    def __repr__(self) -> str:
-        return f"StopAfter({self._token})"
-
-
 def _assistant(num_tokens: int, **more: Any) -> dict[str, Any]:
-    settled = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
-    return {"num_assistant_tokens": num_tokens, **settled, **more}
+    return {"num_assistant_tokens": num_tokens, **_SETTLED, **more}
 
 
 _DRAFT = {"assistant_model": "draft"}
 _TWO = _assistant(2)
 _LOOKUP = {"prompt_lookup_num_tokens": 2, "max_matching_ngram_size": 1}
+_STOP = {"tokenizer": "abcdef", "stop_strings": ["c"]}
+
+
+def _foreign(letters: str) -> dict[str, str]:
+    return {"assistant_model": "foreign draft", "tokenizer": "abc", "assistant_tokenizer": letters}
+
 
 QUICK_CALLS = (Call(_DRAFT, _TWO), Call(_DRAFT, _TWO, {"top_k": 2}), Call(_LOOKUP))
 
@@ -97,8 +86,8 @@ CALLS = (
     Call(_DRAFT, _assistant(1)),
     Call(_DRAFT, _assistant(5)),
     Call(_DRAFT, _assistant(2, assistant_confidence_threshold=0.4)),
-    Call(_DRAFT, _assistant(2, assistant_confidence_threshold=0.9)),
     Call(_DRAFT, _assistant(2, num_assistant_tokens_schedule="heuristic")),
+    Call({"assistant_model": "target"}, _TWO),
     Call(_DRAFT, _TWO, {"temperature": 0.6}),
     Call(_DRAFT, _TWO, {"top_p": 0.8, "temperature": 1.5}),
     Call(_DRAFT, _TWO, {"min_p": 0.3}),
@@ -106,16 +95,19 @@ CALLS = (
     Call(_DRAFT, _TWO, {"typical_p": 0.6}),
     Call(_DRAFT, _TWO, {"repetition_penalty": 1.5}),
     Call(_DRAFT, _TWO, {"no_repeat_ngram_size": 2}),
-    Call(_DRAFT, _TWO, {"sequence_bias": (((0, 1), -2.0),)}),
+    Call(_DRAFT, _TWO, {"sequence_bias": [[[0, 1], -2.0]]}),
     Call(_DRAFT, _TWO, {"eos_token_id": 2}),
     Call(_DRAFT, _TWO, {"eos_token_id": 2, "min_new_tokens": 2}),
-    Call(_DRAFT, _TWO, {"stopping_criteria": [StopAfter(2)]}),
-    Call({"assistant_model": "target"}, _TWO),
+    Call(_DRAFT, _TWO, _STOP),
     Call(_LOOKUP, params={"temperature": 0.6, "top_k": 2}),
     Call(_LOOKUP, params={"repetition_penalty": 1.5}),
-    Call(_LOOKUP, params={"stopping_criteria": [StopAfter(2)]}),
+    Call(_LOOKUP, params={"eos_token_id": 2}),
+    Call(_LOOKUP, params=_STOP),
     Call({"assistant_early_exit": 1}, _TWO, num_layers=2),
     Call({"assistant_early_exit": 1}, _TWO, {"top_k": 2, "temperature": 0.6}, num_layers=2),
+    Call(_foreign("dabc"), _TWO),
+    Call(_foreign("dabc, listed backwards"), _TWO),
+    Call(_foreign("ab"), _TWO),
     Call({**_DRAFT, "assistant_ensemble_weight": 0.5}, _TWO, lossy_by_design=True),
 )
 
@@ -131,9 +123,8 @@ class AssistedGeneration:
     def __init__(self, folder: Path, calls: Sequence[Call] | None = None) -> None:
         import transformers
 
-        self.title = f"transformers {transformers.__version__}, torch {torch.__version__}"
-        self._folder, self._calls = folder, calls
-        self._models: dict[tuple[str, int], Any] = {}
+        self.title = f"transformers {transformers.__version__}, torch {torch.__version__}, float64 weights"
+        self._cast, self._calls = _Cast(folder), calls
         self._plain: dict[str, Law] = {}
 
     def proofs(self, *, quick: bool) -> Sequence[Proof]:
@@ -151,7 +142,9 @@ class AssistedGeneration:
     def _text_proofs(self, calls: Sequence[Call], length: int) -> Iterator[Proof]:
         for call in {call.greedy.name: call.greedy for call in calls}.values():
             yield f"greedy text: {call.name}", partial(self.prove_greedy, call, length)
-        for call in {str(call.speculation): call for call in calls if not call.params}.values():
+        for call in {
+            str(call.speculation): call for call in calls if not call.params and not call.lossy_by_design
+        }.values():
             yield f"seeded text: {call.name}", partial(self.compare_seeded, call, length)
 
     # -- laws ----------------------------------------------------------------------------------------------------------
@@ -159,11 +152,13 @@ class AssistedGeneration:
     def prove_plain(self, params: Mapping[str, Any], length: int) -> Finding:
         """Total variation between the law of `generate` alone and that of teacher-forced forwards."""
         law = self._plain_law(Call({}, params=params), length)
-        taught = TeacherForced(str(self._saved("target", 1))).law(PROMPT, SamplingParams(max_tokens=length, **params))
+        taught = TeacherForced(self._cast.saved("target", 1)).law(PROMPT, SamplingParams(max_tokens=length, **params))
         return _distance(law, {text: mass for (text,), mass in taught.items()}, length)
 
     def prove_law(self, call: Call, length: int) -> Finding:
         """Total variation between the law of `generate` with and without speculation."""
+        if (raised := self._attempt(call, do_sample=True)) is not None:
+            return raised
         found = _distance(self.law(call, length), self._plain_law(call, length).probs, length)
         if not call.lossy_by_design:
             return found
@@ -178,7 +173,8 @@ class AssistedGeneration:
             except RuntimeError as error:  # one path fails, with the probability of that path
                 return (f"RuntimeError: {error}",)
 
-        self._models_of(call)  # loading draws too, but is no part of the call
+        with torch.random.fork_rng(devices=[]):
+            run()  # the first call also sets things up, and draws for that
         return explore_torch(run)
 
     def _plain_law(self, call: Call, length: int) -> Law:
@@ -192,11 +188,15 @@ class AssistedGeneration:
 
     def prove_greedy(self, call: Call, length: int) -> Finding:
         """Greedy texts that differ from plain ones."""
+        if (raised := self._attempt(call, do_sample=False)) is not None:
+            return raised
         wrong = sum(self._differs(call, prompt, length, do_sample=False) for prompt in _PROMPTS)
         return Finding(wrong, 0.0, f"{len(_PROMPTS)} texts of {length} tokens, float64", informs=call.lossy_by_design)
 
     def compare_seeded(self, call: Call, length: int) -> Finding:
         """Texts that differ from plain ones after the same `torch.manual_seed`."""
+        if (raised := self._attempt(call, do_sample=True)) is not None:
+            return raised
         wrong = sum(self._differs(call, prompt, length, do_sample=True) for prompt in _PROMPTS)
         return Finding(wrong, 0.0, f"{len(_PROMPTS)} texts of {length} tokens; not promised", informs=True)
 
@@ -209,48 +209,95 @@ class AssistedGeneration:
                 texts.append(self._write(way, prompt, length, do_sample=do_sample))
         return texts[0] != texts[1]
 
-    # -- models --------------------------------------------------------------------------------------------------------
+    def _attempt(self, call: Call, *, do_sample: bool) -> Finding | None:
+        """What a call that never works raises: it changes no law, so it is said and not judged."""
+        try:
+            with torch.random.fork_rng(devices=[]):
+                self._write(call, PROMPT, 2, do_sample=do_sample)
+        except Exception as error:  # whatever it is, it is what users of this call meet
+            first = str(error).partition(". ")[0][:90]
+            return Finding(float("nan"), 0.0, f"raises {type(error).__name__}: {first}", informs=True)
+        return None
 
     def _write(self, call: Call, prompt: tuple[int, ...], length: int, *, do_sample: bool) -> tuple[int, ...]:
         from transformers import GenerationConfig
 
-        target, assistant = self._models_of(call)
+        target = self._cast.model("target", call.num_layers)
+        arguments = self._cast.fill({**call.params, **call.speculation}, do_sample=do_sample)
         # Some schedules write to these; every call starts afresh.
         target.generation_config = GenerationConfig()
-        assistant.generation_config = GenerationConfig(**call.assistant)
-        arguments = {**call.params, **call.speculation}
-        if "assistant_model" in arguments:
-            arguments["assistant_model"] = assistant
+        arguments.get("assistant_model", target).generation_config = GenerationConfig(**call.assistant)
         ids = torch.tensor([prompt])
         text = target.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=do_sample,
-            max_new_tokens=length,
-            **arguments,
+            ids, attention_mask=torch.ones_like(ids), do_sample=do_sample, max_new_tokens=length, **arguments
         )
         return tuple(text[0, len(prompt) :].tolist())
 
-    def _models_of(self, call: Call) -> tuple[Any, Any]:
-        """The target and its assistant, which is the target itself where none is named."""
-        target, helper = self._model("target", call.num_layers), call.speculation.get("assistant_model")
-        return target, target if helper is None else self._model(helper, 1)
 
-    def _model(self, name: str, num_layers: int) -> Any:
-        from transformers import AutoModelForCausalLM
+class _Cast:
+    """Models and tokenizers by their names, made on first use.
 
-        key = (name, num_layers)
-        if key not in self._models:
-            path = self._saved(name, num_layers)
-            self._models[key] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
-            raise_norms(self._models[key])
-        return self._models[key]
+    Models are "target", "draft", and "foreign draft", which speaks the letters of its tokenizer. A tokenizer is named by
+    its letters, in the order of their ids; `get_vocab` lists them in that order or, "listed backwards", from the last. A
+    real one lists them as its hash table happens to, in another order in every process.
+    """
 
-    def _saved(self, name: str, num_layers: int) -> Path:
-        path = self._folder / f"{name}-{num_layers}"
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[Any, Any] = {}
+
+    def fill(self, arguments: Mapping[str, Any], *, do_sample: bool) -> dict[str, Any]:
+        """Arguments of `generate` with the names replaced."""
+        filled = dict(arguments)
+        for key in ("tokenizer", "assistant_tokenizer"):
+            if key in filled:
+                filled[key] = self._make(filled[key], partial(_tokenizer, filled[key]))
+        if filled.get("assistant_model") == "foreign draft":
+            letters = arguments["assistant_tokenizer"]
+            path = self.saved("foreign draft", 1, len(letters.partition(",")[0]))
+            # The first sampled call rebuilds a foreign draft in place, for its tokenizer and unfit for greedy calls.
+            filled["assistant_model"] = self._make((path, letters, do_sample), partial(_load, path))
+        elif "assistant_model" in filled:
+            filled["assistant_model"] = self.model(filled["assistant_model"], 1)
+        return filled
+
+    def model(self, name: str, num_layers: int) -> Any:
+        """A model over three tokens, in float64."""
+        return self._make((name, num_layers), partial(_load, self.saved(name, num_layers)))
+
+    def saved(self, name: str, num_layers: int, vocab_size: int = 3) -> str:
+        """Where its checkpoint is."""
+        path = self._folder / f"{name.replace(' ', '-')}-{num_layers}-{vocab_size}"
+        seed = 1 if name == "target" else 3
         if not path.exists():
-            save_tiny_llama(path, seed={"target": 1, "draft": 2}[name], num_layers=num_layers)
-        return path
+            save_tiny_llama(path, seed, vocab_size=vocab_size, num_layers=num_layers)
+        return str(path)
+
+    def _make(self, key: Any, build: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = build()
+        return self._made[key]
+
+
+def _load(path: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    raise_norms(model)
+    return model
+
+
+def _tokenizer(name: str) -> Any:
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    letters = name.partition(",")[0]
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    order = -1 if "backwards" in name else 1
+    tokenizer.get_vocab = lambda: {letter: i for i, letter in list(enumerate(letters))[::order]}
+    return tokenizer
 
 
 #: Behind each, lookup finds something, and draft models have something to disagree on.
