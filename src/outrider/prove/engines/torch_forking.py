@@ -25,6 +25,8 @@ from outrider.errors import UnforkableError
 from outrider.prove.engines.branches import Branches, walk
 from outrider.prove.forking import Law, Outcome
 
+_DRAWS = (torch.multinomial, Tensor.multinomial)
+_RAND, _RAND_LIKE = torch.rand, torch.rand_like
 _ENGINE = "torch program"
 _REMEDY = "Prove it by sampling instead."
 
@@ -92,6 +94,12 @@ class Uniforms:
     def __getattr__(self, name: str) -> Any:
         raise UnforkableError(_ENGINE, f"asks {name!r} of a uniform number, which only comparisons may touch", _REMEDY)
 
+    def _refuse(self, *ignored: Any) -> Any:
+        raise UnforkableError(_ENGINE, "calculates with uniform numbers, which only comparisons may touch", _REMEDY)
+
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refuse
+    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = _refuse
+
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -117,11 +125,11 @@ class _ForkingTorch(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function in (torch.multinomial, Tensor.multinomial):
+        if function in _DRAWS:
             return self._multinomial(*args, **kwargs)
-        if function is torch.rand_like:
+        if function is _RAND_LIKE:
             return Uniforms(args[0].shape, self._branches)
-        if function is torch.rand:
+        if function is _RAND:
             return Uniforms(torch.empty(*args).shape, self._branches)
         return function(*args, **kwargs)
 
