@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -94,7 +95,7 @@ class CompletionsClient:
         except HTTPError as error:
             said = error.read(500).decode("utf-8", "replace").strip()
             raise EngineAnswerError(self.url, f"answers {error.code} on {path}: {said}", "See its log.") from error
-        except (URLError, TimeoutError, ConnectionError) as error:
+        except (URLError, HTTPException, TimeoutError, ConnectionError) as error:
             raise EngineAnswerError(
                 self.url, f"does not answer: {error}", "Is the server up, and the port right?"
             ) from error

@@ -122,14 +122,19 @@ class ServerProof:
 
     def prove_text(self, other: CompletionsClient | None, temperature: float) -> Finding:
         """Texts that differ between all at once and one by one, or between here and `other`; seeded ones only inform."""
-        fields = _request(temperature)
-        together = self._client.complete(self._prompts, **fields)
+        seeded, fields = temperature > 0.0, _request(temperature)
         asked = other if other is not None else self._client
-        alone = [asked.complete([prompt], **fields)[0] for prompt in self._prompts]
+        try:
+            together = self._client.complete(self._prompts, **fields)
+            alone = [asked.complete([prompt], **fields)[0] for prompt in self._prompts]
+        except EngineAnswerError as error:
+            if not seeded:
+                raise
+            return Finding(float("nan"), 0.0, f"refused: {error}", informs=True)
         wrong = sum(a.text != b.text or a.tokens != b.tokens for a, b in zip(together, alone, strict=True))
         where = "alone" if other is None else "plainly and alone"
         detail = f"{len(alone)} texts of {fields['max_tokens']} tokens, together against {where}"
-        return Finding(wrong, 0.0, detail if temperature == 0.0 else f"{detail}; not promised", informs=temperature > 0.0)
+        return Finding(wrong, 0.0, f"{detail}; not promised" if seeded else detail, informs=seeded)
 
     def _rows(self, prompt: Prompt, answer: Answer) -> Iterable[tuple[Any, Mapping[Any, float]]]:
         if self._weights is None:
