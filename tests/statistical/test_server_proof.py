@@ -149,9 +149,9 @@ def honest(pair):
 
 @pytest.fixture(scope="module")
 def biased(pair):
-    """Written with the recovered token drawn from the target's law instead of the residual."""
+    """Written with the recovered token drawn from the draft's law instead of the residual."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verifier, "residual", lambda p, q, weight: p)
+        patch.setattr(verifier, "residual", lambda p, q, weight: torch.where(q.sum(-1, keepdim=True) > 0, q, p))
         return texts_of(pair[0])
 
 
