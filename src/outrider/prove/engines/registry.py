@@ -61,6 +61,14 @@ def _transformers(folder: Path) -> Iterator[OtherEngine]:
     yield AssistedGeneration(folder)
 
 
+@contextmanager
+def _llama_cpp(folder: Path) -> Iterator[OtherEngine]:
+    from outrider.prove.engines.llama_cpp import running
+
+    with running(folder) as engine:
+        yield engine
+
+
 def _server(url: str, options: ServerOptions) -> OtherEngine:
     from outrider.prove.engines.completions import CompletionsClient
     from outrider.prove.engines.openai_server import ServerProof, WeightsLaw
@@ -86,4 +94,4 @@ def _json_object(field: str, text: str | None) -> Mapping[str, Any]:
     return value
 
 
-_BUILDERS = {"transformers": _transformers}
+_BUILDERS = {"transformers": _transformers, "llama.cpp": _llama_cpp}
