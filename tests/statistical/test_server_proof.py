@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import log
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,10 +18,13 @@ from typer.testing import CliRunner
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.cli.main import app
 from outrider.engine import verifier
-from outrider.errors import EngineAnswerError, InvalidParameterError
+from outrider.errors import EngineAnswerError, InvalidParameterError, MissingExtraError
 from outrider.prove.engines.cells import detectable, judge
-from outrider.prove.engines.completions import CompletionsClient
+from outrider.prove.engines.completions import Answer, CompletionsClient
+from outrider.prove.engines.llama_cpp import running
 from outrider.prove.engines.openai_server import Reported, ServerProof, WeightsLaw
+from outrider.prove.engines.registry import ServerOptions, open_engine
+from outrider.prove.runner import run_proofs
 from outrider.prove.tiny import save_tiny_llama
 
 LETTERS = "abcdef"
@@ -80,7 +85,7 @@ class Served:
                         "id": t,
                         "token": w,
                         "logprob": c,
-                        "top_logprobs": [{"token": LETTERS[x], "logprob": log(p)} for x, p in top],
+                        "top_logprobs": [{"id": x, "token": LETTERS[x], "logprob": log(p)} for x, p in top],
                     }
                     for t, w, c, top in zip(ids, words, chosen, tops, strict=True)
                 ]
@@ -186,7 +191,7 @@ def test_a_biased_server_fails_by_its_own_report(pair, weights, biased):
 def test_reports_that_contradict_each_other_are_no_law(pair, weights, honest):
     with serving(Served(pair[0], weights, honest, certain=True)) as url:
         proof = proof_of(url)
-        with pytest.raises(EngineAnswerError, match="no law"):
+        with pytest.raises(EngineAnswerError, match="contradict"):
             proof.prove_law(PROMPT, NUM_TEXTS)
         assert not proof.prove_reported([PROMPT], NUM_TEXTS).passed
 
@@ -259,7 +264,7 @@ def test_answers_without_probabilities_are_refused(pair, weights):
 
 def test_reports_are_averaged():
     assert Reported([]).law(()) is None
-    assert Reported([]).spread == 0.0
+    assert Reported([]).contradiction == 0.0
 
 
 @pytest.mark.parametrize(
@@ -275,3 +280,26 @@ def test_reports_are_averaged():
 def test_wrong_usage(arguments):
     result = CliRunner().invoke(app, ["prove", *arguments])
     assert isinstance(result.exception, InvalidParameterError | ValueError)
+
+
+def test_every_token_certain_is_no_law():
+    """What a server does that reports 1 for whatever it accepted, the same at every visit."""
+    answers = [Answer(t, (t,), None, ({t: 1.0},)) for t in ("a", "b", "a")]
+    assert Reported(answers).contradiction == 1.0
+
+
+@pytest.mark.parametrize("name", ["gguf", "xllamacpp"])
+def test_llama_cpp_names_the_package_that_is_missing(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "gguf", ModuleType("gguf"))
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=name), open_engine("llama.cpp", ServerOptions()):
+        pass
+
+
+def test_llama_cpp(tmp_path):
+    pytest.importorskip("xllamacpp")
+    pytest.importorskip("gguf")
+    with running(tmp_path) as engine:
+        report = run_proofs(engine.proofs(quick=True))
+    assert report.passed, report
+    assert any(not check.finding.informs for check in report.checks)

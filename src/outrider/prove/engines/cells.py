@@ -23,8 +23,8 @@ Text = tuple[Any, ...]
 #: Law of the next token behind a beginning; the most likely tokens suffice. None where nothing is known.
 LawOf = Callable[[Text], Mapping[Any, float] | None]
 
-#: Texts that must be expected in a cell of its own.
-LEAST = 20.0
+#: Texts that must be expected in a cell of its own; and the share of all texts, since many cells see little.
+LEAST, LEAST_SHARE = 20.0, 1 / 200
 #: How sure the stated power is.
 _CHANCE = 0.99
 
@@ -55,7 +55,8 @@ def judge(texts: Iterable[Text], law_of: LawOf, length: int) -> Verdict:
         length: Tokens compared.
     """
     drawn = [text[:length] for text in texts]
-    expected, counts = _merged(_expected(law_of, length, drawn), drawn, length)
+    least = max(LEAST, LEAST_SHARE * len(drawn))
+    expected, counts = _merged(_expected(law_of, length, drawn, least), drawn, least)
     p_value = chi_square(counts, expected) if len(counts) > 1 else 1.0
     distance = float((counts - expected).abs().sum() / 2 / len(drawn))
     return Verdict(p_value, len(counts), distance, detectable(len(counts), len(drawn)))
@@ -79,7 +80,7 @@ def detectable(num_cells: int, num_texts: int) -> float:
     return min(1.0, float((_noncentrality(max(1, num_cells - 1)) / (4 * num_texts)) ** 0.5))
 
 
-def _expected(law_of: LawOf, length: int, drawn: list[Text]) -> dict[Text, float]:
+def _expected(law_of: LawOf, length: int, drawn: list[Text], least: float) -> dict[Text, float]:
     """Expected texts by cell; a cell that ends in None holds all other tokens."""
     ended = {text for text in drawn if len(text) < length}
     cells: dict[Text, float] = {}
@@ -91,7 +92,7 @@ def _expected(law_of: LawOf, length: int, drawn: list[Text]) -> dict[Text, float
         if law is None:
             cells[start] = mass
             continue
-        branches = {token: mass * p for token, p in law.items() if mass * p >= LEAST}
+        branches = {token: mass * p for token, p in law.items() if mass * p >= least}
         if start in ended:  # the end of a text has a token too, whose name is not told
             branches = {token: m for token, m in branches.items() if (*start, token) in seen}
         open_nodes += [((*start, token), m) for token, m in branches.items()]
@@ -99,14 +100,14 @@ def _expected(law_of: LawOf, length: int, drawn: list[Text]) -> dict[Text, float
     return cells
 
 
-def _merged(expected: dict[Text, float], drawn: list[Text], length: int) -> tuple[Tensor, Tensor]:
+def _merged(expected: dict[Text, float], drawn: list[Text], least: float) -> tuple[Tensor, Tensor]:
     """Expected and counted texts [num_cells] each, small cells together; both sum to the number of texts."""
     counts = Counter(_cell(text, expected) for text in drawn)
-    large = [cell for cell, mass in expected.items() if mass >= LEAST]
-    rest = sum(mass for mass in expected.values() if mass < LEAST)
+    large = [cell for cell, mass in expected.items() if mass >= least]
+    rest = sum(mass for mass in expected.values() if mass < least)
     rest_count = len(drawn) - sum(counts[cell] for cell in large)
     masses, numbers = [expected[cell] for cell in large], [float(counts[cell]) for cell in large]
-    if rest >= LEAST or not large:
+    if rest >= least or not large:
         masses, numbers = [*masses, rest], [*numbers, float(rest_count)]
     else:  # too few for a cell of their own
         smallest = min(range(len(masses)), key=masses.__getitem__)

@@ -28,12 +28,14 @@ class Answer:
         tokens: Its tokens as strings; without the one that ended it, if the server leaves that out.
         token_ids: Their ids, where the server tells them.
         laws: For each token, the probabilities that the server reports for it and its likeliest rivals.
+        num_drafted: Draft tokens verified for it, where the server tells (llama.cpp does).
     """
 
     text: str
     tokens: tuple[str, ...]
     token_ids: tuple[int, ...] | None
     laws: tuple[Mapping[str, float], ...]
+    num_drafted: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ class CompletionsClient:
             reported = choice.get("logprobs") or {}
             tokens, ids, laws = _entries(reported) if "content" in reported else _columns(reported)
             ids = choice.get("token_ids", ids)
-            return Answer(choice["text"], tokens, None if ids is None else tuple(ids), laws)
+            num_drafted = answer["timings"].get("draft_n", 0) if "timings" in answer else None
+            return Answer(choice["text"], tokens, None if ids is None else tuple(ids), laws, num_drafted)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             remedy = "It must support `logprobs` in /v1/completions; some servers need a flag for it."
             raise EngineAnswerError(self.url, f"an answer without token probabilities ({error!r})", remedy) from error
@@ -128,8 +131,12 @@ def _columns(reported: Mapping[str, Any]) -> _Parts:
 
 
 def _entries(reported: Mapping[str, Any]) -> _Parts:
-    """The chat form, which llama.cpp uses for completions too: an entry a token."""
+    """The chat form, which llama.cpp uses for completions too: an entry a token, and the ids that strings may share."""
     content = reported["content"]
-    laws = tuple({r["token"]: math.exp(r["logprob"]) for r in (*entry["top_logprobs"], entry)} for entry in content)
+    laws = tuple({_word(r): math.exp(r["logprob"]) for r in (*entry["top_logprobs"], entry)} for entry in content)
     ids = tuple(entry["id"] for entry in content) if content and all("id" in entry for entry in content) else None
-    return tuple(entry["token"] for entry in content), ids, laws
+    return tuple(map(_word, content)), ids, laws
+
+
+def _word(entry: Mapping[str, Any]) -> str:
+    return f"{entry['id']}:{entry['token']}" if "id" in entry else str(entry["token"])

@@ -6,9 +6,9 @@ transformers; both compute in float32, memory included, and agree to about 1e-6.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,20 @@ class Speculation:
         name: The parameters, as llama.cpp calls them.
         kind: Member of `common_speculative_type`, behind its prefix.
         draft: Fields of the draft model's parameters; None where no model drafts.
+        ngram: Fields of the n-gram parameters.
     """
 
     name: str
     kind: str
-    draft: dict[str, Any] | None = None
+    draft: Mapping[str, Any] | None = None
+    ngram: Mapping[str, Any] = field(default_factory=dict)
 
 
 SPECULATIONS = (
     Speculation("draft-simple, n_max=3", "DRAFT_SIMPLE", {"n_max": 3, "p_min": 0.0}),
     Speculation("draft-simple, n_max=3, p_min=0.3", "DRAFT_SIMPLE", {"n_max": 3, "p_min": 0.3}),
     Speculation("draft-simple, n_max=3, probabilistic", "DRAFT_SIMPLE", {"n_max": 3, "p_min": 0.0, "probabilistic": True}),
-    Speculation("ngram-mod", "NGRAM_MOD"),
+    Speculation("ngram-simple, size_n=1, size_m=3", "NGRAM_SIMPLE", ngram={"size_n": 1, "size_m": 3, "min_hits": 1}),
 )
 
 
@@ -77,7 +79,7 @@ class LlamaCpp:
                 plain,
                 self._weights,
                 prompts=PROMPTS,
-                num_texts=4_000 if quick else 20_000,
+                num_texts=4_000 if quick else 10_000,
             )
             found += [(f"{speculation.name}: {claim}", prove) for claim, prove in server.proofs(quick=quick)]
         return found
@@ -110,14 +112,16 @@ class LlamaCpp:
         native = self._native
         kinds = native.common_speculative_type
         params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{speculation.kind}")]
+        for key, value in speculation.ngram.items():
+            setattr(params.speculative.ngram_simple, key, value)
         if speculation.draft is None:
             return
         draft = params.speculative.draft
         draft.mparams.path = self._files[1]
         draft.n_min, draft.cpuparams.n_threads = 0, 1
         draft.cache_type_k = draft.cache_type_v = native.ggml_type.GGML_TYPE_F32
-        for field, value in speculation.draft.items():
-            setattr(draft, field, value)
+        for key, value in speculation.draft.items():
+            setattr(draft, key, value)
 
 
 @contextmanager
@@ -132,7 +136,6 @@ def _native() -> Any:
         import gguf  # noqa: F401
         import xllamacpp
     except ImportError as error:
-        raise MissingExtraError(
-            "llama.cpp", f"{error.name} is not installed", "pip install 'outrider[llama-cpp]'"
-        ) from error
+        remedy = "Run: pip install 'outrider[llama-cpp]'"
+        raise MissingExtraError("llama.cpp", f"{error.name} is not installed", remedy) from error
     return xllamacpp

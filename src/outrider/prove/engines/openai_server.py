@@ -67,7 +67,7 @@ class ServerProof:
         num_texts = self._num_texts or (1000 if quick else 4000)
         asked = self._prompts[: 1 if quick else 2]
         found: list[Proof] = [(f"law of the texts behind {p!r}", partial(self.prove_law, p, num_texts)) for p in asked]
-        found.append(("reported probabilities depend on the text alone", partial(self.prove_reported, asked, num_texts)))
+        found.append(("reported probabilities agree with each other", partial(self.prove_reported, asked, num_texts)))
         found.append(("greedy tokens are the likeliest", self.prove_greedy_tokens))
         found.append(("greedy text repeats", partial(self.prove_text, None, 0.0)))
         found.append(("seeded text repeats", partial(self.prove_text, None, 1.0)))
@@ -81,21 +81,26 @@ class ServerProof:
     def prove_law(self, prompt: Prompt, num_texts: int) -> Finding:
         """The chi-square of sampled texts; measured is its p-value."""
         answers = self._texts(prompt, num_texts)
+        drafted = [answer.num_drafted for answer in answers if answer.num_drafted is not None]
+        if drafted and not sum(drafted):
+            return Finding(
+                float("nan"), 0.0, "the server verified no draft token, so there is nothing to prove", holds=False
+            )
         if self._weights is not None:
             texts = [self._weights.ids(answer) for answer in answers]
             return finding(judge(texts, self._weights.behind(prompt), self._length), num_texts, self._length)
         reported = Reported(answers)
-        if reported.spread > SPREAD:
+        if reported.contradiction > SPREAD:
             raise EngineAnswerError(
                 self._client.url,
-                f"reports probabilities of one token behind one text that differ by {reported.spread:.2g}, which is no law",
+                f"reports probabilities behind one text that contradict each other by {reported.contradiction:.2g}",
                 "Give the weights with --weights.",
             )
         return finding(judge([a.tokens for a in answers], reported.law, self._length), num_texts, self._length)
 
     def prove_reported(self, prompts: Sequence[Prompt], num_texts: int) -> Finding:
-        """Largest difference between the probabilities reported for one token behind the same text."""
-        spread = max(Reported(self._texts(prompt, num_texts)).spread for prompt in prompts)
+        """How far the probabilities reported behind the same text contradict each other."""
+        spread = max(Reported(self._texts(prompt, num_texts)).contradiction for prompt in prompts)
         detail = f"{len(prompts) * num_texts:,} answers, token by token"
         return Finding(spread, SPREAD, detail, informs=self._weights is not None)
 
@@ -164,9 +169,11 @@ class Reported:
         return {token: sum(values) / len(values) for token, values in self._seen[start].items()}
 
     @property
-    def spread(self) -> float:
-        """Largest difference between two reports of one probability."""
-        return max((max(v) - min(v) for laws in self._seen.values() for v in laws.values()), default=0.0)
+    def contradiction(self) -> float:
+        """How far this is from a law: two reports of one probability differ, or one text's probabilities exceed 1."""
+        spreads = [max(v) - min(v) for laws in self._seen.values() for v in laws.values()]
+        excesses = [sum((self.law(start) or {}).values()) - 1.0 for start in self._seen]
+        return max([0.0, *spreads, *excesses])
 
 
 class WeightsLaw:
