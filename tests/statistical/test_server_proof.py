@@ -252,6 +252,11 @@ def test_a_server_that_is_not_there():
         CompletionsClient("http://127.0.0.1:9").name()
 
 
+def test_a_server_that_is_not_there_fails_once():
+    result = CliRunner().invoke(app, ["prove", "--engine", "http://127.0.0.1:9", "--model", "m"])
+    assert isinstance(result.exception, EngineAnswerError)
+
+
 def test_an_unknown_model_is_the_servers_word(pair, weights):
     with serving(Served(pair[0], weights)) as url, pytest.raises(EngineAnswerError, match="404"):
         CompletionsClient(url, "other").complete(["x"], max_tokens=1)

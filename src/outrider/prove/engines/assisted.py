@@ -135,16 +135,18 @@ class AssistedGeneration:
     def _law_proofs(self, calls: Sequence[Call], length: int) -> Iterator[Proof]:
         for params in _distinct(call.params for call in calls):
             if params.keys() <= _TEACHABLE:
-                yield f"law, plain: {Call({}, params=params).name}", partial(self.prove_plain, params, length)
+                yield (
+                    f"law, plain: {Call({}, params=params).name or 'no arguments'}",
+                    partial(self.prove_plain, params, length),
+                )
         for call in calls:
             yield f"law: {call.name}", partial(self.prove_law, call, length)
 
     def _text_proofs(self, calls: Sequence[Call], length: int) -> Iterator[Proof]:
         for call in {call.greedy.name: call.greedy for call in calls}.values():
             yield f"greedy text: {call.name}", partial(self.prove_greedy, call, length)
-        for call in {
-            str(call.speculation): call for call in calls if not call.params and not call.lossy_by_design
-        }.values():
+        seeded = [call for call in calls if not call.params and not call.lossy_by_design]
+        for call in {str(call.speculation): call for call in reversed(seeded)}.values():
             yield f"seeded text: {call.name}", partial(self.compare_seeded, call, length)
 
     # -- laws ----------------------------------------------------------------------------------------------------------

@@ -62,6 +62,11 @@ class ServerProof:
         self._num_texts, self._length = num_texts, length
         self._sampled: dict[Prompt, list[Answer]] = {}
 
+    def reach(self) -> None:
+        """Ask for one token each way, so that what cannot work fails once. Raises EngineAnswerError."""
+        for client in filter(None, (self._client, self._plain)):
+            client.complete(self._prompts[:1], max_tokens=1, temperature=0.0)
+
     def proofs(self, *, quick: bool) -> Sequence[Proof]:
         """See OtherEngine."""
         num_texts = self._num_texts or (1000 if quick else 4000)

@@ -81,7 +81,9 @@ def _server(url: str, options: ServerOptions) -> OtherEngine:
             plain = CompletionsClient(options.plain, options.model, body)
         else:
             plain = CompletionsClient(url, options.model, {**body, **_json_object("plain", options.plain)})
-    return ServerProof(client, plain, None if options.weights is None else WeightsLaw(options.weights))
+    proof = ServerProof(client, plain, None if options.weights is None else WeightsLaw(options.weights))
+    proof.reach()
+    return proof
 
 
 def _json_object(field: str, text: str | None) -> Mapping[str, Any]:
