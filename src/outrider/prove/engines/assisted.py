@@ -7,7 +7,7 @@ transformers turns logits into float32, so equal laws agree to about 1e-7.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,7 @@ CALLS = (
     Call(_DRAFT, _TWO, {"top_p": 0.8, "temperature": 1.5}),
     Call(_DRAFT, _TWO, {"min_p": 0.3}),
     Call(_DRAFT, _TWO, {"top_k": 2, "top_p": 0.9, "min_p": 0.1, "temperature": 1.3}),
-    Call(_DRAFT, _TWO, {"typical_p": 0.6}),
+    Call(_DRAFT, _TWO, {"typical_p": 0.9}),
     Call(_DRAFT, _TWO, {"repetition_penalty": 1.5}),
     Call(_DRAFT, _TWO, {"no_repeat_ngram_size": 2}),
     Call(_DRAFT, _TWO, {"sequence_bias": [[[0, 1], -2.0]]}),
@@ -143,10 +143,10 @@ class AssistedGeneration:
             yield f"law: {call.name}", partial(self.prove_law, call, length)
 
     def _text_proofs(self, calls: Sequence[Call], length: int) -> Iterator[Proof]:
-        for call in {call.greedy.name: call.greedy for call in calls}.values():
+        for call in _first(call.greedy for call in calls):
             yield f"greedy text: {call.name}", partial(self.prove_greedy, call, length)
-        seeded = [call for call in calls if not call.params and not call.lossy_by_design]
-        for call in {str(call.speculation): call for call in reversed(seeded)}.values():
+        seeded = {str(call.speculation): call for call in reversed(calls) if not call.params and not call.lossy_by_design}
+        for call in reversed(seeded.values()):
             yield f"seeded text: {call.name}", partial(self.compare_seeded, call, length)
 
     # -- laws ----------------------------------------------------------------------------------------------------------
@@ -304,6 +304,11 @@ def _tokenizer(name: str) -> Any:
 
 #: Behind each, lookup finds something, and draft models have something to disagree on.
 _PROMPTS = tuple(tuple((3 * i * i + i * j + j) % 3 for i in range(4 + j)) for j in range(8))
+
+
+def _first(calls: Iterable[Call]) -> list[Call]:
+    """Each name once."""
+    return list({call.name: call for call in calls}.values())
 
 
 def _distinct(params: Iterator[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
