@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -59,8 +62,11 @@ def test_a_threshold_that_is_no_number_is_passed_by_nobody():
         lambda: torch.randn(2),
         lambda: torch.ones(2).exponential_(),
         lambda: torch.randint(5, (2,)),
+        lambda: torch.rand(2, generator=torch.Generator()) < 0.5,
+        lambda: np.random.rand(),
+        lambda: random.random(),
     ],
-    ids=["arithmetic", "function", "method", "two draws", "normal", "in place", "integers"],
+    ids=["arithmetic", "function", "method", "two", "normal", "in place", "integers", "own generator", "numpy", "python"],
 )
 def test_chance_that_cannot_be_followed_is_noticed(program):
     with pytest.raises(UnforkableError):

@@ -1,8 +1,9 @@
 """Sampled texts against a law that is known only along the texts: a chi-square over cells, and its power.
 
 A cell is a beginning that all its texts share, or, at a branching, "any other token". Where to branch is decided by the
-law alone (a token is a branch of its own where enough texts are expected to take it), never by how many did, so that the
-statistic keeps its distribution.
+law (a token is a branch of its own where enough texts are expected to take it) and not by how many did, so that the
+statistic keeps its distribution. One exception errs on the side of the engine: behind a beginning on which a text ended,
+tokens that nobody drew count with the rest, since one of them is the end of text under a name that is not told.
 """
 
 from __future__ import annotations

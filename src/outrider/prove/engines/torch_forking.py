@@ -4,8 +4,8 @@ Two calls of torch are taken over while a program runs. `multinomial` becomes a 
 numbers become *intervals*: at first only [0, 1) is known of each. A comparison with a threshold t inside [low, high) is a
 decision with the chances (t - low) / (high - low) and its complement, after which the number lies in the part chosen; a
 threshold outside decides nothing. That is exact for any series of comparisons whose thresholds do not depend on the number
-itself, and nothing but comparisons is allowed. A call that reaches torch's generator some other way moves its state, which
-is looked at after every path, so no chance can go unnoticed.
+itself, and nothing but comparisons is allowed. A call that draws some other way moves the state of torch's, numpy's or
+Python's global generator; all three are looked at after every path, so chance from there cannot go unnoticed.
 
 Numbers are taken for continuous. Real ones are multiples of 2**-24 in float32, so a test `u <= 0` that is false here is
 true once in 16 million times there.
@@ -14,9 +14,11 @@ true once in 16 million times there.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -44,14 +46,20 @@ def explore_torch(run: Callable[[], Outcome], *, max_paths: int = 100_000) -> La
     """
 
     def forked(branches: Branches) -> Outcome:
-        state = torch.get_rng_state()
+        before = _generators()
         with _ForkingTorch(branches):
             outcome = run()
-        if not torch.equal(state, torch.get_rng_state()):
+        if _generators() != before:
             raise UnforkableError(_ENGINE, "random numbers were drawn by a call that is not followed", _REMEDY)
         return outcome
 
     return walk(forked, max_paths=max_paths)
+
+
+def _generators() -> tuple[Any, ...]:
+    """States of the global generators."""
+    _, words, place, *rest = np.random.get_state(legacy=True)
+    return torch.get_rng_state().numpy().tobytes(), np.asarray(words).tobytes(), place, rest, random.getstate()
 
 
 class Uniforms:
@@ -127,14 +135,15 @@ class _ForkingTorch(TorchFunctionMode):
         kwargs = kwargs or {}
         if function in _DRAWS:
             return self._multinomial(*args, **kwargs)
-        if function is _RAND_LIKE:
-            return Uniforms(args[0].shape, self._branches)
-        if function is _RAND:
-            return Uniforms(torch.empty(*args).shape, self._branches)
+        if function in (_RAND, _RAND_LIKE):
+            if kwargs.get("generator") is not None:
+                raise UnforkableError(_ENGINE, "draws from a generator of its own", _REMEDY)
+            shape = args[0].shape if function is _RAND_LIKE else torch.empty(*args).shape
+            return Uniforms(shape, self._branches)
         return function(*args, **kwargs)
 
     def _multinomial(self, probs: Tensor, num_samples: int, replacement: bool = False, **options: Any) -> Tensor:
-        if num_samples != 1 or options:
+        if num_samples != 1 or options.get("generator") is not None:
             raise UnforkableError(_ENGINE, "draws several samples of one law, or from a generator of its own", _REMEDY)
         rows = probs.reshape(-1, probs.shape[-1]).tolist()
         return torch.tensor([self._draw(row) for row in rows]).reshape(*probs.shape[:-1], 1)
