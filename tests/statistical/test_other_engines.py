@@ -100,10 +100,13 @@ def test_stop_string_inside_a_draft(engine):
     assert finding.passed == (finding.measured < 1e-6)
 
 
-def test_a_call_that_raises_is_said_and_not_judged(engine):
-    finding = engine.prove_law(Call({"prompt_lookup_num_tokens": -1}), 2)
+def test_a_call_that_may_raise_is_said_and_not_judged(engine):
+    refused = {"prompt_lookup_num_tokens": -1}
+    finding = engine.prove_law(Call(refused, may_raise=True), 2)
     assert finding.informs
     assert "ValueError" in finding.detail
+    with pytest.raises(ValueError, match="num_output_tokens"):
+        engine.prove_law(Call(refused), 2)
 
 
 def test_greedy_text(engine):
