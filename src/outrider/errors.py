@@ -16,6 +16,10 @@ OutriderError
 │   ├── NoTokenLeftError             its parameters together forbid every token
 │   └── ForwardError                 the target's forward pass raised
 ├── ProposerError                    a proposer cannot be found or built
+├── OtherEngineError                 an engine under proof cannot be driven; carries its name and a remedy
+│   ├── MissingExtraError            a package that drives it is not installed
+│   ├── EngineAnswerError            it answered with an error, or with something that cannot be read
+│   └── UnforkableError              it uses chance in a way whose branches cannot be followed
 └── NoiseReuseError                  a random key was used twice: a defect, never a user's fault
 """
 
@@ -122,6 +126,34 @@ class ForwardError(RequestError):
 
 class ProposerError(OutriderError):
     """A proposer cannot be found or built."""
+
+
+class OtherEngineError(OutriderError):
+    """An engine under proof cannot be driven.
+
+    Args:
+        engine: Its name or address.
+        problem: What happened, as a clause.
+        remedy: What would help, as a sentence.
+    """
+
+    def __init__(self, engine: str, problem: str, remedy: str) -> None:
+        self.engine = engine
+        self.problem = problem
+        self.remedy = remedy
+        super().__init__(f"{engine}: {problem}. {remedy}")
+
+
+class MissingExtraError(OtherEngineError):
+    """A package that drives the engine is not installed."""
+
+
+class EngineAnswerError(OtherEngineError):
+    """The engine refused, did not answer, or answered something that cannot be read."""
+
+
+class UnforkableError(OtherEngineError):
+    """The engine uses random numbers in a way whose branches cannot be followed."""
 
 
 class NoiseReuseError(OutriderError):

@@ -203,13 +203,27 @@ def test_unreadable_output_pipe_is_no_traceback() -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_prove_of_another_engine_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.prove.engines.assisted import AssistedGeneration
+    from outrider.prove.report import Finding
+
+    verdicts = ((Finding(0.0, 0.5, "a"), 0), (Finding(1.0, 0.5, "b"), 1), (Finding(1.0, 0.5, "c", informs=True), 0))
+    for finding, code in verdicts:
+        monkeypatch.setattr(AssistedGeneration, "proofs", lambda *a, finding=finding, **k: [("claim [x]", lambda: finding)])
+        result = CliRunner().invoke(app, ["prove", "--engine", "transformers", "--json"])
+        assert result.exit_code == code
+        assert json.loads(result.stdout)["engine"].startswith("transformers ")
+        assert "claim [x]" in CliRunner().invoke(app, ["prove", "--engine", "transformers"]).stdout
+        assert "| claim [x] |" in CliRunner().invoke(app, ["prove", "--engine", "transformers", "--markdown"]).stdout
+
+
 def test_prove_reports_and_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.prove import suite
     from outrider.prove.report import Finding
 
     for measured, code in ((0.0, 0), (1.0, 1)):
         finding = Finding(measured, 0.5, "planted")
-        monkeypatch.setattr(suite, "_proofs", lambda *a, finding=finding, **k: iter([("claim", lambda: finding)]))
+        monkeypatch.setattr(suite, "proofs", lambda *a, finding=finding, **k: iter([("claim", lambda: finding)]))
         result = CliRunner().invoke(app, ["prove", "--json"])
         assert result.exit_code == code
         assert json.loads(result.stdout)["passed"] is (code == 0)

@@ -1,17 +1,20 @@
-"""`outrider prove`: run the losslessness proofs here, on the installed engine and on your own model."""
+"""`outrider prove`: run the losslessness proofs here, on your own model, or on another engine."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outrider.cli import options
+from outrider.errors import ContradictionError
 
 if TYPE_CHECKING:
-    from outrider.prove.report import Report
+    from outrider.prove.engines.registry import ServerOptions
+    from outrider.prove.report import Check, Report
 
 
 def prove(
@@ -19,45 +22,86 @@ def prove(
     draft_model: options.DraftModel = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases, in seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="A table for a document.")] = False,
+    engine: Annotated[str | None, typer.Option(help="Prove another one: transformers, llama.cpp, http://server.")] = None,
+    served: Annotated[str | None, typer.Option("--model", help="With a server: the model's name in requests.")] = None,
+    weights: Annotated[str | None, typer.Option(help="With a server: the same weights here, as reference.")] = None,
+    plain: Annotated[str | None, typer.Option(help="With a server: address or JSON fields without speculation.")] = None,
+    body: Annotated[str | None, typer.Option(help="With a server: JSON fields of every request.")] = None,
 ) -> None:
     """Prove that speculation changes no token's law: rules, engine, random numbers, identity, cache."""
     from transformers.utils import logging as hf_logging
 
+    from outrider.prove.engines.registry import ServerOptions
+
     hf_logging.disable_progress_bar()
-    report = _run(model, draft_model, quick=quick, silent=as_json)
-    if as_json:
-        sys.stdout.write(json.dumps(report.as_dict()) + "\n")
+    server = ServerOptions(served, weights, plain, body)
+    _refuse_mixtures(engine, model or draft_model, server)
+    silent = as_json or markdown
+    if engine is None:
+        title, report = "", _run(model, draft_model, quick=quick, silent=silent)
     else:
-        _show(report)
+        title, report = _run_other(engine, server, quick=quick, silent=silent)
+    if as_json:
+        sys.stdout.write(json.dumps({**({"engine": title} if title else {}), **report.as_dict()}) + "\n")
+    else:
+        _show(report, title, markdown=markdown)
     if not report.passed:
         raise typer.Exit(1)
 
 
+def _refuse_mixtures(engine: str | None, own: str | None, server: ServerOptions) -> None:
+    if engine is not None and own is not None:
+        raise ContradictionError(
+            "engine", engine, "a model of yours is for this engine", "Leave out MODEL and --draft-model."
+        )
+    if engine is None:
+        for field, value in vars(server).items():
+            if value is not None:
+                raise ContradictionError(field, value, "only a server has a use for it", "Add --engine http://...")
+
+
 def _run(model: str | None, draft_model: str | None, *, quick: bool, silent: bool) -> Report:
+    from outrider.prove.suite import num_checks, run_suite
+
+    def run(advance: Callable[[Check], None]) -> Report:
+        return run_suite(model, draft_model, quick=quick, on_check=advance)
+
+    return _with_progress(run, num_checks(quick=quick), silent=silent)
+
+
+def _run_other(name: str, server: ServerOptions, *, quick: bool, silent: bool) -> tuple[str, Report]:
+    from outrider.prove.engines.registry import open_engine
+    from outrider.prove.runner import run_proofs
+
+    with open_engine(name, server) as engine:
+        proofs = engine.proofs(quick=quick)
+        return engine.title, _with_progress(lambda advance: run_proofs(proofs, advance), len(proofs), silent=silent)
+
+
+def _with_progress(run: Callable[[Callable[[Check], None]], Report], total: int, *, silent: bool) -> Report:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from outrider.prove.report import Check
-    from outrider.prove.suite import num_checks, run_suite
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=silent or not console.is_terminal) as progress:
-        task = progress.add_task("proving", total=num_checks(quick=quick))
-
-        def advance(check: Check) -> None:
-            progress.update(task, advance=1, description=check.name)
-
-        return run_suite(model, draft_model, quick=quick, on_check=advance)
+        task = progress.add_task("proving", total=total)
+        return run(lambda check: progress.update(task, advance=1, description=check.name))
 
 
-def _show(report: Report) -> None:
+def _show(report: Report, title: str, *, markdown: bool) -> None:
     from rich.console import Console
 
-    from outrider.prove.report import table
+    from outrider.prove import report as views
 
     console = Console()
-    console.print(table(report.checks))
+    if title:
+        console.print(f"**{title}**\n" if markdown else f"[bold]{title}[/bold]", highlight=False)
+    if markdown:
+        sys.stdout.write(views.markdown(report.checks) + "\n")
+        return
+    console.print(views.table(report.checks))
     failed = sum(not check.passed for check in report.checks)
     if failed:
         console.print(f"[bold red]{failed} of {len(report.checks)} checks failed[/bold red]")

@@ -95,7 +95,7 @@ SETTINGS = (
     ),
     *(
         Setting(f"token, fault: {f}", _drafted("token", options={"fault": f}) | {"proposer": "prove_faulty"})
-        for f in FAULTS[:2]
+        for f in FAULTS[1:3]
     ),
     Setting("coupled, fault: raises", _drafted("coupled", options={"fault": "raises"}) | {"proposer": "prove_faulty"}),
     Setting(

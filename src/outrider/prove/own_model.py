@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
-from outrider.config import SpeculationConfig
+from outrider.config import DTypeName, SpeculationConfig
 from outrider.llm import LLM, default_model
 from outrider.params import SamplingParams
 from outrider.prove.cache_truth import CacheAudit
@@ -41,12 +41,16 @@ class OwnModel:
 
     @cached_property
     def speculations(self) -> list[SpeculationConfig]:
-        ways = [SpeculationConfig(proposer="ngram", ngram_min=1, num_draft_tokens=4)]
+        ways = [
+            SpeculationConfig(proposer="ngram", ngram_min=1, num_draft_tokens=4),
+            SpeculationConfig(proposer="suffix", suffix_min_match=1, suffix_tree=True),
+        ]
         if self._draft is not None:
             lengths = (1, 3, 6)
             ways += [
                 SpeculationConfig(proposer="draft_model", draft_model=self._draft, num_draft_tokens=k) for k in lengths
             ]
+            ways.append(SpeculationConfig(proposer="draft_model", draft_model=self._draft, tree=(3, 2)))
         return ways
 
     @cached_property
@@ -65,6 +69,24 @@ class OwnModel:
             wrong += sum(a != b.token_ids for a, b in zip(plain, batch, strict=True))
             compared += len(plain)
         return Finding(wrong, 0.0, f"{compared} texts of {params.max_tokens} tokens, float64, batched against alone")
+
+    def bits_are_identical(self, dtype: DTypeName, length: int) -> Finding:
+        """In batch-invariant mode: seeded and greedy texts alone and plainly, against one ragged batch of all ways to draft,
+        in small chunks, with prefix hits and too little memory for all."""
+        memory = 3 * (max(map(len, self.prompts)) + length) // 8 * 8
+        llm = LLM(
+            self._model, dtype=dtype, speculation="none", block_size=8, batch_invariant=True, max_num_batched_tokens=40,
+            kv_cache_tokens=memory,
+        )  # fmt: skip
+        asked = [SamplingParams(seed=3, max_tokens=length), SamplingParams(temperature=0, max_tokens=length)]
+        jobs = [(prompt, params) for prompt in self.prompts[:3] for params in asked]
+        plain = [llm.generate(prompt, params)[0].token_ids for prompt, params in jobs]
+        work = [(prompt, params, config) for config in self.speculations for prompt, params in jobs]
+        prompts, params, configs = zip(*work, strict=True)
+        found = llm.generate(list(prompts), list(params), speculation=list(configs))
+        wrong = sum(a != b.token_ids for a, b in zip(plain * len(self.speculations), found, strict=True))
+        detail = f"{len(work)} texts of {length} tokens, {llm.stats.finished.num_preemptions} preemptions"
+        return Finding(wrong, 0.0, detail)
 
     def cache_is_true(self, max_tokens: int) -> Finding:
         """KV of every running sequence after every commit, relative to a fresh prefill of its tokens."""

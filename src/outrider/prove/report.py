@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,16 +20,22 @@ class Finding:
         bound: What it may be at most.
         detail: How it was established.
         holds: The verdict, where it is not simply measured <= bound.
+        informs: Said for the reader's information; decides nothing, since nobody promised it.
     """
 
     measured: float
     bound: float
     detail: str
     holds: bool | None = None
+    informs: bool = False
 
     @property
     def passed(self) -> bool:
-        return self.measured <= self.bound if self.holds is None else self.holds
+        return self.informs or (self.measured <= self.bound if self.holds is None else self.holds)
+
+    @property
+    def mark(self) -> str:
+        return "·" if self.informs else "✓" if self.passed else "✗"
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,8 @@ class Check:
         return {
             "name": self.name,
             "passed": found.passed,
-            "measured": found.measured,
+            "decides": not found.informs,
+            "measured": None if isnan(found.measured) else found.measured,
             "bound": found.bound,
             "detail": found.detail,
             "seconds": round(self.seconds, 3),
@@ -71,6 +79,7 @@ class Report:
 
 def table(checks: Sequence[Check]) -> Table:
     """A table for the terminal."""
+    from rich.markup import escape
     from rich.table import Table
 
     view = Table(box=None, pad_edge=False, header_style="bold")
@@ -78,6 +87,21 @@ def table(checks: Sequence[Check]) -> Table:
         view.add_column(column, justify="right" if column in ("measured", "bound", "s") else "left")
     for check in checks:
         found = check.finding
-        mark = "[green]✓[/green]" if check.passed else "[bold red]✗[/bold red]"
-        view.add_row(mark, check.name, f"{found.measured:.3g}", f"{found.bound:g}", found.detail, f"{check.seconds:.1f}")
+        style = "dim" if found.informs else "green" if check.passed else "bold red"
+        row = (check.name, _number(found.measured), f"{found.bound:g}", found.detail, f"{check.seconds:.1f}")
+        view.add_row(f"[{style}]{found.mark}[/{style}]", *map(escape, row))
     return view
+
+
+def markdown(checks: Sequence[Check]) -> str:
+    """The same as a table for a document; seconds are left out, since they differ from run to run."""
+    rows = ["| | claim | measured | how |", "|---|---|---|---|"]
+    for check in checks:
+        found = check.finding
+        claim = check.name.replace("|", "\\|")
+        rows.append(f"| {found.mark} | {claim} | {_number(found.measured)} | {found.detail} |")
+    return "\n".join(rows)
+
+
+def _number(measured: float) -> str:
+    return "-" if isnan(measured) else f"{measured:.3g}"

@@ -59,7 +59,7 @@ def sample_p_value(rule: str, num_samples: int, bits: Bits = production_bits) ->
         text = _texts(rule, seeds, target, draft, bits)
         index = (text * torch.tensor([VOCAB**2, VOCAB, 1])).sum(-1)
         counts += torch.bincount(index, minlength=VOCAB**NUM_TOKENS)
-    return _chi_square(counts, _joint(target).flatten() * num_samples)
+    return chi_square(counts, _joint(target).flatten() * num_samples)
 
 
 def _law(table: Tensor, text: Tensor, position: int) -> Tensor:
@@ -131,7 +131,8 @@ def _select(index: Tensor, column: Callable[[int], Tensor]) -> Tensor:
     return table[torch.arange(len(index)), index]
 
 
-def _chi_square(counts: Tensor, expected: Tensor) -> float:
+def chi_square(counts: Tensor, expected: Tensor) -> float:
+    """p-value of Pearson's statistic for `counts` [num_cells] where `expected` [num_cells] were to be, of the same sum."""
     statistic = ((counts - expected) ** 2 / expected).sum()
     freedom = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, statistic / 2))

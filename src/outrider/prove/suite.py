@@ -1,28 +1,43 @@
-"""Every proof in one run: rules, engine, random numbers, identity of text, truth of the cache."""
+"""Every proof in one run: rules, engine, random numbers, identity of text and of bits, truth of the cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
 
 import torch
 
 from outrider.params import SamplingParams
-from outrider.prove.engine_law import QUICK_SETTINGS, SETTINGS, EngineProof, Setting
+from outrider.prove.engine_law import (
+    PARAMETER_SETTINGS,
+    QUICK_SETTINGS,
+    SETTINGS,
+    STRUCTURE_SETTINGS,
+    EngineProof,
+    Setting,
+)
 from outrider.prove.own_model import OwnModel
 from outrider.prove.reference import ReferenceRule
 from outrider.prove.report import Check, Finding, Report
-from outrider.prove.rules_law import prove_decisions, prove_functions, prove_reference, prove_verifier
+from outrider.prove.rules_law import (
+    prove_decisions,
+    prove_functions,
+    prove_reference,
+    prove_tree_reference,
+    prove_verifier,
+)
+from outrider.prove.runner import Proof, run_in_processes, run_proofs
 from outrider.prove.sampled import prove_sampled
 from outrider.prove.tiny import save_tiny_llama
-
-Proof = tuple[str, Callable[[], Finding]]
+from outrider.prove.tree_law import prove_tree_verifier
+from outrider.prove.tree_reference import TreeRule
 
 _RATIO_RULES = (ReferenceRule.TOKEN, ReferenceRule.BLOCK)
+#: Of the parameters under every law that the tests walk through, those whose laws differ most.
+_PROVED_LAWS = ("block", "tree", "coupled")
+_PROCESSES = 2
 
 
 def run_suite(
@@ -37,54 +52,65 @@ def run_suite(
     Args:
         model: A model to prove identity of text and truth of the cache on; None takes the embedded pair.
         draft_model: Its draft model.
-        quick: Fewer cases and samples.
+        quick: Fewer cases and samples, in this process; in full they are shared out to two.
         on_check: Called after each check.
     """
-    checks = []
-    with TemporaryDirectory() as folder, _one_thread():
-        for name, proof in _proofs(Path(folder), model, draft_model, quick=quick):
-            start = perf_counter()
-            checks.append(Check(name, _attempt(proof), perf_counter() - start))
-            if on_check is not None:
-                on_check(checks[-1])
-    return Report(tuple(checks))
-
-
-def _attempt(proof: Callable[[], Finding]) -> Finding:
-    """A proof that raises has failed; the others still run."""
-    try:
-        return proof()
-    except Exception as error:
-        return Finding(float("nan"), 0.0, f"raised {type(error).__name__}: {error}", holds=False)
+    with TemporaryDirectory() as folder:
+        if quick:
+            return run_proofs(proofs(Path(folder), model, draft_model, quick=True), on_check)
+        plan = partial(proofs, model=model, draft_model=draft_model, quick=False)
+        return run_in_processes(plan, Path(folder), _PROCESSES, on_check)
 
 
 def num_checks(*, quick: bool = False) -> int:
     """How many checks `run_suite` makes, for progress bars."""
-    return len(list(_proofs(Path(), None, None, quick=quick)))
+    return len(list(proofs(Path(), None, None, quick=quick)))
 
 
-def _proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: bool) -> Iterator[Proof]:
+def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: bool) -> Iterator[Proof]:
+    """Every claim and what establishes it.
+
+    Args:
+        folder: For checkpoints that are made on the way.
+        model: See `run_suite`.
+        draft_model: See `run_suite`.
+        quick: See `run_suite`.
+    """
     yield from _rule_proofs(12 if quick else 56)
     for rule in ("token", "block", "walk", "coupled"):
         yield f"random numbers, {rule}", partial(prove_sampled, rule, 100_000 if quick else 1_000_000)
-    tiny = _TinyPair(folder)
+    tiny, speaking = _TinyPair(folder / "tiny"), _TinyPair(folder / "speaking", speaks=True)
     for setting in QUICK_SETTINGS if quick else SETTINGS:
         deep = not quick and setting in QUICK_SETTINGS  # two rounds and more
         yield f"engine law: {setting.name}", partial(tiny.prove, setting, 4 if deep else 3)
+    if not quick:
+        for setting in PARAMETER_SETTINGS:
+            if setting.name.endswith(_PROVED_LAWS):
+                yield f"engine law: {setting.name}", partial(tiny.prove, setting, 3)
+        for setting in STRUCTURE_SETTINGS:
+            yield f"engine law: {setting.name}", partial(speaking.prove, setting, 5)
     own, length = OwnModel(model, draft_model), 24 if quick else 48
     yield "greedy text is identical", partial(_on_own, own, length, seed=None)
     yield "seeded text is identical", partial(_on_own, own, length, seed=11)
     yield "KV memory is true", lambda: own.cache_is_true(12 if quick else 32)
+    if not quick:
+        for dtype in ("bfloat16", "float32"):
+            yield f"batch-invariant mode, {dtype}", partial(own.bits_are_identical, dtype, 16)
 
 
 def _rule_proofs(count: int) -> Iterator[Proof]:
     for rule in ReferenceRule:
-        yield f"rule {rule} is exact", partial(prove_reference, rule, count, 2, 4)
+        coupled = rule is ReferenceRule.COUPLED  # follows the shape of the noise itself, which is slow
+        yield f"rule {rule} is exact", partial(prove_reference, rule, count, 2, 3 if coupled else 4)
+    for tree_rule in TreeRule:
+        yield f"tree rule {tree_rule} is exact", partial(prove_tree_reference, tree_rule, (2, 1), count // 2, 3)
     yield "acceptance functions", partial(prove_functions, count)
     for rule in _RATIO_RULES:
         yield f"decisions of rule {rule}", partial(prove_decisions, rule, count // 4)
     for rule in ReferenceRule:
         yield f"verifier law: {rule}", partial(prove_verifier, rule, count // 2, 2, 3)
+    for tree_rule in TreeRule:
+        yield f"verifier law: tree, {tree_rule}", partial(prove_tree_verifier, tree_rule, (2,), count // 3, 3)
 
 
 def _on_own(own: OwnModel, length: int, *, seed: int | None) -> Finding:
@@ -94,29 +120,21 @@ def _on_own(own: OwnModel, length: int, *, seed: int | None) -> Finding:
     return own.text_is_identical(greedy if seed is None else SamplingParams(seed=seed, max_tokens=length))
 
 
+_SEEDS = {"target": 1, "draft": 2}
+
+
 class _TinyPair:
     """Two random models over three tokens, made on first use."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, speaks: bool = False) -> None:
+        self._folder, self._speaks = folder, speaks
         self._proof: EngineProof | None = None
 
     def prove(self, setting: Setting, length: int) -> Finding:
         if self._proof is None:
-            target = save_tiny_llama(self._folder / "target", seed=1)
-            self._proof = EngineProof(target, save_tiny_llama(self._folder / "draft", seed=2))
+            pair = [save_tiny_llama(self._folder / part, seed, speaks=self._speaks) for part, seed in _SEEDS.items()]
+            self._proof = EngineProof(*pair, speaks=self._speaks)
         return self._proof.prove(setting, length)
 
 
 _ALL_THREADS = torch.get_num_threads()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors are faster without a thread pool; the caller's setting comes back."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

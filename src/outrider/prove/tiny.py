@@ -14,13 +14,14 @@ from outrider.llm import LLM
 PIECES = ('"', "a", "<end>")
 
 
-def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3, speaks: bool = False) -> str:
-    """Write a one-layer Llama with random weights in float64; returns its path.
+def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3, num_layers: int = 1, speaks: bool = False) -> str:
+    """Write a Llama of few layers with random weights in float64; returns its path.
 
     Args:
         folder: Where to.
         seed: Fixes the weights.
         vocab_size: Width of the logits; 3 where it speaks.
+        num_layers: How many.
         speaks: With a tokenizer of PIECES and an end of text; without either otherwise.
 
     Weights are drawn wide: at the usual spread of 0.02 all laws are nearly uniform, and a wrong mask changes nothing.
@@ -32,7 +33,7 @@ def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3, speaks: boo
         vocab_size=vocab_size,
         hidden_size=8,
         intermediate_size=16,
-        num_hidden_layers=1,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,

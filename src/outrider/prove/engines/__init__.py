@@ -1,0 +1,1 @@
+"""Other engines under proof: what they do to a law when they speculate."""

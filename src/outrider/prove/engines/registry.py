@@ -1,0 +1,99 @@
+"""Engines that can be put to the proof, by the name a user gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.prove.engines.base import OtherEngine
+
+_NAMES = "transformers, llama.cpp, or the address of an OpenAI-compatible server (http://...)"
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What only a server needs to be told.
+
+    Attributes:
+        model: The name in requests.
+        weights: Folder or hub id of the same weights, as the reference.
+        plain: How to ask without speculation: another address, or fields of the request as a JSON object.
+        body: Fields of every request as a JSON object.
+    """
+
+    model: str | None = None
+    weights: str | None = None
+    plain: str | None = None
+    body: str | None = None
+
+
+@contextmanager
+def open_engine(name: str, options: ServerOptions) -> Iterator[OtherEngine]:
+    """The engine called `name`, until the block ends.
+
+    Raises:
+        InvalidParameterError: No such engine, or options that are no JSON objects.
+        ContradictionError: Options that the engine has no use for.
+        OtherEngineError: It cannot be driven here.
+    """
+    if name.startswith(("http://", "https://")):
+        yield _server(name, options)
+        return
+    if name not in _BUILDERS:
+        raise InvalidParameterError("engine", name, "no such engine", f"Known are {_NAMES}.")
+    for field, value in vars(options).items():
+        if value is not None:
+            raise ContradictionError(field, value, f"{name} has no use for it", "It is for servers: --engine http://...")
+    with TemporaryDirectory() as folder, _BUILDERS[name](Path(folder)) as engine:
+        yield engine
+
+
+@contextmanager
+def _transformers(folder: Path) -> Iterator[OtherEngine]:
+    from outrider.prove.engines.assisted import AssistedGeneration
+
+    yield AssistedGeneration(folder)
+
+
+@contextmanager
+def _llama_cpp(folder: Path) -> Iterator[OtherEngine]:
+    from outrider.prove.engines.llama_cpp import running
+
+    with running(folder) as engine:
+        yield engine
+
+
+def _server(url: str, options: ServerOptions) -> OtherEngine:
+    from outrider.prove.engines.completions import CompletionsClient
+    from outrider.prove.engines.openai_server import ServerProof, WeightsLaw
+
+    body = _json_object("body", options.body)
+    client = CompletionsClient(url, options.model, body)
+    plain = None
+    if options.plain is not None:
+        if options.plain.startswith(("http://", "https://")):
+            plain = CompletionsClient(options.plain, options.model, body)
+        else:
+            plain = CompletionsClient(url, options.model, {**body, **_json_object("plain", options.plain)})
+    proof = ServerProof(client, plain, None if options.weights is None else WeightsLaw(options.weights))
+    proof.reach()
+    return proof
+
+
+def _json_object(field: str, text: str | None) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidParameterError(field, text, "not a JSON object", 'For example \'{"speculation": "none"}\'.')
+    return value
+
+
+_BUILDERS = {"transformers": _transformers, "llama.cpp": _llama_cpp}
