@@ -116,7 +116,9 @@ def logprobs() -> None:
     llm = _llm()
     params = SamplingParams(seed=1, max_tokens=24, logprobs=0, repetition_penalty=1.3)
     output = llm.generate(PROMPT, params, speculation=_self_draft())[0]
-    model = llm.engine.runner.loaded.model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(llm.engine.runner.loaded.name, dtype=torch.float64)
     law = model(torch.tensor([[*PROMPT, *output.token_ids]])).logits[0].double().log_softmax(-1)
     for place, (token, entry) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
         assert abs(entry[token].logprob - float(law[len(PROMPT) + place - 1, token])) < 1e-5

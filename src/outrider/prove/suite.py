@@ -95,7 +95,7 @@ def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: b
     yield "KV memory is true", lambda: own.cache_is_true(12 if quick else 32)
     if not quick:
         for dtype in ("bfloat16", "float32"):
-            yield f"batch-invariant mode, {dtype}", partial(own.bits_are_identical, dtype, 16)
+            yield f"batch-invariant mode, {dtype}", partial(own.bits_are_identical, dtype, 12)
 
 
 def _rule_proofs(count: int) -> Iterator[Proof]:
