@@ -70,7 +70,7 @@ def test_parameters_out_of_range(values: dict[str, Any], field: str) -> None:
 
 @pytest.mark.parametrize("name", ["best_of", "typical_p", "no_repeat_ngram_size", "num_beams", "response_format"])
 def test_parameters_that_are_no_law_or_have_another_name_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedParameterError, match="Use|Leave") as caught:
+    with pytest.raises(UnsupportedParameterError, match=r"Use|Leave") as caught:
         SamplingParams(**{name: 1})
     assert caught.value.field == name
 

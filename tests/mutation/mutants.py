@@ -192,8 +192,8 @@ MUTANTS = (
         "parameters applied to the target's first row only",
         11,
         "engine/engine.py",
-        "                processed[rows] = changed\n",
-        "                processed[rows.start] = changed[0]\n",
+        "            processed[rows] = changed\n",
+        "            processed[rows.start] = changed[0]\n",
         "law_penalties",
     ),
     Mutant(
