@@ -36,6 +36,9 @@ def chat(
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
     seed: options.Seed = None,
     dtype: options.DType = "auto",
     device: options.Device = None,
@@ -47,7 +50,15 @@ def chat(
 
     console = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
     params = options.sampling(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
     )
     settings = options.speculation(proposer, draft_model, num_draft_tokens, rule)
     notes = Console(stderr=True, no_color=no_color or None, highlight=False, soft_wrap=True)

@@ -30,11 +30,19 @@ def generate(
     draft_model: options.DraftModel = None,
     num_draft_tokens: options.NumDraftTokens = None,
     rule: options.Rule = None,
+    tree: options.Tree = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    json_schema: options.JsonSchema = None,
+    regex: options.Regex = None,
+    grammar: options.Grammar = None,
+    logprobs: Annotated[int | None, typer.Option(help="With --json: how likely each token and the k best were.")] = None,
     seed: options.Seed = None,
     n: Annotated[int | None, typer.Option("-n", help="Samples of each prompt.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
@@ -42,6 +50,7 @@ def generate(
     dtype: options.DType = "auto",
     device: options.Device = None,
     attention_backend: options.Backend = "auto",
+    batch_invariant: options.BatchInvariant = False,
     max_num_seqs: Annotated[int, typer.Option(help="Prompts that run at a time.")] = 32,
     compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly, and show the speedup.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
@@ -58,12 +67,17 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        structured_outputs=options.structure(json_schema, regex, grammar),
+        logprobs=logprobs,
         seed=seed,
         n=n,
         stop=tuple(stop) if stop else None,
         ignore_eos=ignore_eos,
     )
-    settings = options.speculation(proposer, draft_model, num_draft_tokens, rule)
+    settings = options.speculation(proposer, draft_model, num_draft_tokens, rule, tree)
     llm = options.load(
         notes,
         model,
@@ -72,6 +86,7 @@ def generate(
         device=device,
         attention_backend=attention_backend,
         max_num_seqs=max_num_seqs,
+        batch_invariant=batch_invariant,
     )
     if as_json:
         failed = _as_json(llm, prompts, params, compare)
@@ -271,6 +286,6 @@ def _show_identity(notes: Console, llm: LLM, identical: bool | None) -> None:
         dtype = str(llm.engine.runner.loaded.dtype).removeprefix("torch.")
         notes.print(
             f"the texts differ: in {dtype} the last bits of a logit depend on the number of rows, which can turn a near "
-            "tie. --dtype float64 tells whether that was it; there they should not differ",
+            "tie. With --dtype float64 or --batch-invariant they do not",
             style="bold red" if dtype == "float64" else "dim",
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.errors import ContradictionError
+from outrider.errors import ContradictionError, InvalidParameterError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,15 +19,25 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None, typer.Argument(help="Local folder or hub id; without one, the embedded default pair.", show_default=False)
 ]
-Proposer = Annotated[str | None, typer.Option(help="Who drafts: draft_model, ngram, none, or a plug-in.")]
+Proposer = Annotated[str | None, typer.Option(help="Who drafts: draft_model, ngram, suffix, none, or a plug-in.")]
 DraftModel = Annotated[str | None, typer.Option(help="Folder or hub id of a draft model.")]
 NumDraftTokens = Annotated[int | None, typer.Option("--num-draft-tokens", "-k", help="Most draft tokens a step.")]
+Tree = Annotated[str | None, typer.Option(help="Draft trees: children by depth, like 3,2,1.")]
 Rule = Annotated[str | None, typer.Option(help="auto, block, token, walk or coupled.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to write.")]
 Temperature = Annotated[float | None, typer.Option("--temperature", "-t", help="0 is greedy.")]
 TopK = Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")]
 TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this mass.")]
 MinP = Annotated[float | None, typer.Option(help="Keep tokens at least this likely, relative to the best.")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1 discourages tokens of prompt and output.")]
+PresencePenalty = Annotated[float | None, typer.Option(help="Taken from tokens the output holds, -2 to 2.")]
+FrequencyPenalty = Annotated[float | None, typer.Option(help="The same for each time it holds them.")]
+JsonSchema = Annotated[str | None, typer.Option(help="The output follows this JSON schema: a file, or the schema itself.")]
+Regex = Annotated[str | None, typer.Option(help="The output matches this regular expression.")]
+Grammar = Annotated[str | None, typer.Option(help="The output follows this grammar (Lark or GBNF): a file, or itself.")]
+BatchInvariant = Annotated[
+    bool, typer.Option("--batch-invariant", help="Same seed, same bits, in any batch with any proposer; slow.")
+]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text, with any proposer or none.")]
 DType = Annotated[str, typer.Option(help="auto, bfloat16, float16, float32 or float64.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
@@ -34,7 +45,13 @@ Backend = Annotated[str, typer.Option("--attention-backend", help="auto, paged o
 NoColor = Annotated[bool, typer.Option("--no-color", help="Plain text.")]
 
 
-def speculation(proposer: str | None, draft_model: str | None, num_draft_tokens: int | None, rule: str | None) -> Any:
+def speculation(
+    proposer: str | None,
+    draft_model: str | None,
+    num_draft_tokens: int | None,
+    rule: str | None,
+    tree: str | None = None,
+) -> Any:
     """A SpeculationConfig from what was given; None where nothing was, which leaves the choice to LLM."""
     from outrider.config import SpeculationConfig
 
@@ -45,10 +62,43 @@ def speculation(proposer: str | None, draft_model: str | None, num_draft_tokens:
         "draft_model": draft_model,
         "num_draft_tokens": num_draft_tokens,
         "rule": rule,
+        "tree": None if tree is None else _widths(tree),
     }
     given = {name: value for name, value in given.items() if value is not None}
     config = SpeculationConfig(**given)  # also where only changes are given: refused now, not after loading
-    return config if given.keys() - {"num_draft_tokens", "rule"} else (given or None)
+    return config if given.keys() - {"num_draft_tokens", "rule", "tree"} else (given or None)
+
+
+def _widths(tree: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(width) for width in tree.split(","))
+    except ValueError:
+        raise InvalidParameterError("tree", tree, "not a list of whole numbers", "Use a form like 3,2,1.") from None
+
+
+def structure(json_schema: str | None, regex: str | None, grammar: str | None) -> Any:
+    """StructuredOutputs from the options that were given; None where none was."""
+    from outrider.params import StructuredOutputs
+
+    given: dict[str, Any] = {
+        "json_schema": _text("json_schema", json_schema),
+        "regex": regex,
+        "grammar": _text("grammar", grammar),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    return StructuredOutputs(**given) if given else None
+
+
+def _text(field: str, value: str | None) -> str | None:
+    """What a file of that name holds, or the value itself."""
+    if value is None:
+        return None
+    try:
+        return Path(value).read_text("utf-8") if Path(value).is_file() else value
+    except (OSError, UnicodeDecodeError) as error:
+        if "\n" in value or "{" in value:  # too long for a path: it is the thing itself
+            return value
+        raise InvalidParameterError(field, value, f"cannot be read ({error})", "Give a text file in UTF-8.") from None
 
 
 def sampling(**given: Any) -> Any:

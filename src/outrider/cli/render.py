@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from outrider.params import CompletionOutput, RequestStats
+    from outrider.params import CompletionOutput, PositionLogprobs, RequestStats
 
 #: Chosen to stay apart for colour-blind readers and on light and dark backgrounds; plain tokens keep the default.
 STYLES = {
@@ -67,7 +67,8 @@ def closing_line(num_tokens: int, seconds: float, stats: RequestStats) -> str:
 
 
 def completion_json(output: CompletionOutput) -> dict[str, Any]:
-    """One completion as plain data."""
+    """One completion as plain data; logprobs where they were asked for, the token's own first, the likeliest next."""
+    scores = {} if output.logprobs is None else {"logprobs": [_position_json(entry) for entry in output.logprobs]}
     return {
         "text": output.text,
         "token_ids": list(output.token_ids),
@@ -75,7 +76,15 @@ def completion_json(output: CompletionOutput) -> dict[str, Any]:
         "stop_reason": output.stop_reason,
         "origins": [str(origin) for origin in output.origins],
         "stats": stats_json(output.stats),
+        **scores,
     }
+
+
+def _position_json(entry: PositionLogprobs) -> list[dict[str, Any]]:
+    return [
+        {"token_id": token, "token": found.decoded_token, "logprob": found.logprob, "rank": found.rank}
+        for token, found in entry.items()
+    ]
 
 
 def stats_json(stats: RequestStats) -> dict[str, Any]:

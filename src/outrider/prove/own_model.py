@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 from outrider.config import DTypeName, SpeculationConfig
 from outrider.llm import LLM, default_model
@@ -74,7 +75,7 @@ class OwnModel:
         """In batch-invariant mode: texts alone and plainly against one ragged batch of several ways to draft, in small
         chunks, with prefix hits and too little memory for all."""
         memory = 4 * (max(map(len, self.prompts)) + length) // 8 * 8
-        settings: dict[str, int] = {"block_size": 8, "max_num_batched_tokens": 40, "kv_cache_tokens": memory}
+        settings: dict[str, Any] = {"block_size": 8, "max_num_batched_tokens": 40, "kv_cache_tokens": memory}
         llm = LLM(self._model, dtype=dtype, speculation="none", batch_invariant=True, **settings)
         asked = [SamplingParams(seed=3, max_tokens=length), SamplingParams(temperature=0, max_tokens=length)]
         jobs = [(prompt, params) for prompt in self.prompts[:2] for params in asked]
