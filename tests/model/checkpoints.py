@@ -10,6 +10,7 @@ import torch
 VOCAB_SIZE = 61
 WINDOW = 6
 
+_NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -18,9 +19,7 @@ _SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 160,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
+    **_NO_ENDS,
 }
 
 
@@ -37,20 +36,43 @@ def _config(family: str) -> Any:
         return t.Gemma2Config(
             **_SHAPE, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=5.0
         )
-    assert family == "gpt2"
-    return t.GPT2Config(
-        vocab_size=VOCAB_SIZE,
-        n_embd=32,
-        n_layer=4,
-        n_head=4,
-        n_positions=160,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    if family == "gpt2":
+        return t.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=4, n_head=4, n_positions=160, **_NO_ENDS)
+    return getattr(t, _MORE[family][0])(**{**_SHAPE, **_MORE[family][1]})
 
 
-FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gpt2")
+#: Layers of both kinds, as the larger models of these families mix them.
+_MIXED = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 8, "sliding_window": WINDOW, "layer_types": _MIXED, "query_pre_attn_scalar": 8,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+    "falcon": ("FalconConfig", {"num_kv_heads": 2, "new_decoder_architecture": True}),
+    "olmo2": ("Olmo2Config", {}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": WINDOW}),
+    "mixtral": ("MixtralConfig", {**_EXPERTS, "sliding_window": WINDOW}),
+    "gpt_oss": ("GptOssConfig", {**_EXPERTS, "head_dim": 8, "sliding_window": WINDOW}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+            "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+            "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_shared_experts": 1,
+        },
+    ),
+}  # fmt: skip
+
+FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gpt2", *_MORE)
+#: Whose layers all, or some, look back over a window only.
+WINDOWED = ("mistral", "gemma2", "qwen2", "gemma3", "phi3", "starcoder2", "mixtral", "gpt_oss")
 
 
 def save(family: str, folder: Path, *, seed: int = 0, layers: int | None = None) -> str:
@@ -77,8 +99,11 @@ def greedy_by_transformers(path: str, prompt: list[int], num_tokens: int) -> tup
     """What the stock model writes, computing everything anew for every token."""
     from transformers import AutoModelForCausalLM
 
-    attention = "eager" if "gemma2" in path else "sdpa"  # sdpa drops soft-capping
+    from outrider.model import hf
+
+    attention = "eager" if "gemma2" in path or "gpt_oss" in path else "sdpa"  # sdpa drops soft-capping and sinks
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation=attention).eval()
+    hf.use_plain_experts(model)
     text = list(prompt)
     for _ in range(num_tokens):
         text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))

@@ -26,7 +26,7 @@ DTYPES = ["bfloat16", "float32"]
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder: Path = tmp_path_factory.mktemp("models")
-    families = ("mistral", "gemma2", "gpt2")
+    families = ("mistral", "gemma2", "gpt2", "mixtral", "gpt_oss")
     return {name: checkpoints.save(name, folder / name, seed=1) for name in families}
 
 
@@ -50,7 +50,7 @@ def _logits_by_schedule(llm: LLM) -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt2", "mixtral", "gpt_oss"])
 def test_bits_are_a_function_of_the_text(paths: dict[str, str], family: str, dtype: Any) -> None:
     schedules, whole = _logits_by_schedule(LLM(paths[family], dtype=dtype, batch_invariant=True, kv_cache_tokens=512))
     for logits in schedules:

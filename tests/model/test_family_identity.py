@@ -10,7 +10,8 @@ import torch
 
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.errors import UnsupportedModelError
-from outrider.model import context
+from outrider.model import context, hf
+from outrider.model.attention import paged
 from outrider.model.batch import Segment
 from outrider.model.runner import ModelRunner
 from tests.model import checkpoints
@@ -30,8 +31,21 @@ def load(path: str, backend: str) -> LLM:
     return LLM(path, dtype="float64", attention_backend=backend, block_size=4, max_num_batched_tokens=9, max_num_seqs=4)  # type: ignore[arg-type]
 
 
+#: Families whose attention cannot be replaced; "auto" finds the other backend.
+GATHER_ONLY = ("falcon",)
+
+
+def skip_what_does_not_fit(path: str, backend: str) -> None:
+    if backend == "paged" and Path(path).name in GATHER_ONLY:
+        with pytest.raises(UnsupportedModelError):
+            load(path, backend)
+        assert load(path, "auto").engine.runner.backend.name == "gather"
+        pytest.skip("refused, and gather is chosen instead")
+
+
 @pytest.mark.parametrize("backend", ["paged", "gather"])
 def test_writes_what_transformers_writes(path: str, backend: str) -> None:
+    skip_what_does_not_fit(path, backend)
     want = checkpoints.greedy_by_transformers(path, PROMPT, 20)
     llm = load(path, backend)
     params = SamplingParams(temperature=0, max_tokens=20)
@@ -70,6 +84,7 @@ def tree_error(runner: ModelRunner) -> float:
 
 @pytest.mark.parametrize("backend", ["paged", "gather"])
 def test_tree_rows_equal_plain_paths(path: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_what_does_not_fit(path, backend)
     runner = load(path, backend).engine.runner
     assert tree_error(runner) < 1e-5  # float32 islands in norms and rotary factors
 
@@ -84,7 +99,7 @@ def test_tree_rows_equal_plain_paths(path: str, backend: str, monkeypatch: pytes
     assert tree_error(runner) > 1e-3
 
 
-@pytest.mark.parametrize("path", ["mistral", "gemma2"], indirect=True)
+@pytest.mark.parametrize("path", checkpoints.WINDOWED, indirect=True)
 def test_a_forgotten_window_is_noticed(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want = checkpoints.greedy_by_transformers(path, PROMPT, 20)
     llm = load(path, "paged")
@@ -93,12 +108,42 @@ def test_a_forgotten_window_is_noticed(path: str, monkeypatch: pytest.MonkeyPatc
     assert llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20))[0].token_ids != want
 
 
-def test_every_layer_type_is_present(tmp_path: Path) -> None:
-    from outrider.model import hf
-
-    llm = load(checkpoints.save("gemma2", tmp_path / "gemma2"), "auto")
+@pytest.mark.parametrize("path", ["gemma2", "gemma3", "qwen2", "gpt_oss"], indirect=True)
+def test_every_layer_type_is_present(path: str) -> None:
+    llm = load(path, "auto")
     assert llm.engine.runner.backend.name == "paged"
     assert set(hf.layer_types(llm.engine.runner.loaded.model.config)) == {"sliding_attention", "full_attention"}
+
+
+def test_latent_attention_has_values_of_another_width_and_dense_and_expert_layers(tmp_path: Path) -> None:
+    runner = load(checkpoints.save("deepseek_v3", tmp_path / "deepseek_v3"), "paged").engine.runner
+    runner.forward([Segment(PROMPT, 0, runner.blocks.allocate(6))])
+    keys, values = runner.pool.read(0, slice(0, 1))
+    assert keys.shape[-1] != values.shape[-1]
+    kinds = [type(layer.mlp).__name__ for layer in runner.loaded.model.model.layers]
+    assert len(set(kinds)) == 2
+
+
+def test_forgotten_sinks_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoints.save("gpt_oss", tmp_path / "gpt_oss")
+    want = checkpoints.greedy_by_transformers(path, PROMPT, 20)
+    llm = load(path, "paged")
+    real = paged.attend
+    monkeypatch.setattr(paged, "attend", lambda *a, **k: real(*a, **{**k, "sinks": None}))
+    assert llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20))[0].token_ids != want
+
+
+def test_encoders_are_refused(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertLMHeadModel
+
+    shape = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertLMHeadModel(BertConfig(**shape))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0.0, 0.5)
+    model.save_pretrained(tmp_path / "bert")
+    with pytest.raises(UnsupportedModelError, match="encoder"):
+        LLM(str(tmp_path / "bert"))
 
 
 def test_recurrent_layers_are_refused(tmp_path: Path) -> None:

@@ -53,6 +53,12 @@ def make_runner(loaded: LoadedModel, attention_backend: str, cache: CacheConfig,
             f"it has layers with a running state ({', '.join(kinds)}), which rejected draft tokens would corrupt",
             "Use a model whose layers all attend.",
         )
+    if not is_causal(loaded):
+        raise UnsupportedModelError(
+            loaded.name,
+            "its tokens see those that come after them, so it is an encoder",
+            "Use a causal decoder; for masked models there is nothing to speculate on.",
+        )
     names = AUTO if attention_backend == "auto" else (attention_backend,)
     failures = {}
     for name in names:
@@ -69,6 +75,15 @@ def make_runner(loaded: LoadedModel, attention_backend: str, cache: CacheConfig,
         return ModelRunner(loaded, backend, BlockManager(num_blocks, cache.block_size, prefix_caching=cache.prefix_caching))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
     raise UnsupportedModelError(loaded.name, f"no attention backend reproduces its forward pass ({reasons})", "Report it.")
+
+
+def is_causal(loaded: LoadedModel) -> bool:
+    """Whether what a token's row says is untouched by the tokens after it; found by changing the last one."""
+    tokens = [(7 * i + 3) % loaded.vocab_size for i in range(_PROBE_LEN)]
+    changed = [*tokens[:-1], (tokens[-1] + 1) % loaded.vocab_size]
+    rows, others = _plain_logits(loaded, tokens)[:-1], _plain_logits(loaded, changed)[:-1]
+    scale = rows.abs().max().item()
+    return (rows - others).abs().max().item() <= TOLERANCE[loaded.dtype] * scale
 
 
 def probe(loaded: LoadedModel, backend: AttentionBackend) -> int:
@@ -90,8 +105,9 @@ def probe(loaded: LoadedModel, backend: AttentionBackend) -> int:
     rows = [tokens[_PROBE_CUT], tokens[0], *tokens[_PROBE_CUT + 1 :]]
     tree = (-1, 0, 0, 2, 3, 4)  # row 1 is a rejected sibling that nobody on the true path may see
     got = runner.forward([Segment(rows, _PROBE_CUT, table, tree)]).logits[[0, 2, 3, 4, 5]]
-    scale = want.abs().max().item()
-    error = (got - want[_PROBE_CUT:]).abs().max().item() / scale
+    by_row = (got - want[_PROBE_CUT:]).abs().amax(-1) / want.abs().max()
+    # In narrow types a router's near tie may send a single row to another expert; a wrong mask spares hardly any row.
+    error = float(by_row.max() if loaded.dtype in (torch.float64, torch.float32) else by_row.median())
     if not error <= TOLERANCE[loaded.dtype]:
         raise ValueError(f"logits differ from a plain forward pass by {error:.1e} of their size")
     return runner.pool.bytes_per_slot()

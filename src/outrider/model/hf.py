@@ -30,6 +30,12 @@ def set_attention(model: Any, name: str) -> None:
         raise ValueError(f"{type(model).__name__} does not take a custom attention function")
 
 
+def use_plain_experts(model: Any) -> None:
+    """Let a mixture of experts compute one expert after another: the fused product takes no float64."""
+    if hasattr(model, "set_experts_implementation") and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+
+
 def stock_attention(model: Any) -> str:
     """The stock implementation to trust: sdpa, or eager where sdpa would drop soft-capping or attention sinks."""
     config = model.config.get_text_config()

@@ -64,6 +64,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
         raise UnsupportedModelError(config.model, "it is an encoder-decoder", "Use a decoder-only (causal) model.")
     model = _load_weights(config, hf_config, source).to(device).eval()
     model.requires_grad_(False)
+    if model.dtype == torch.float64:
+        hf.use_plain_experts(model)
     if not config.batch_invariant:
         use_skinny_linear(model)
     text_config = hf_config.get_text_config(decoder=True)
