@@ -1,0 +1,199 @@
+"""Probe every causal language model type that the installed transformers knows, and write docs/models.md.
+
+    python docs/make_models.py               some minutes
+    python docs/make_models.py llama phi3    show these, write nothing
+
+Each type is built from its own configuration class with small sizes and wide random weights, in a process of its own with a
+limit on time and memory, and put before the very probe that runs when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import resource
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.progress import track
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from outrider.model import hf
+from outrider.model.capabilities import BACKENDS, is_causal, probe
+from outrider.model.loader import LoadedModel
+
+PAGE = Path(__file__).parent / "models.md"
+SECONDS, BYTES = 8, 12 * 2**30
+
+#: Small values for whatever sizes a configuration has.
+SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "n_embd": 32, "d_model": 32, "dim": 32, "embed_dim": 32, "ffn_dim": 48,
+    "intermediate_size": 48, "ffn_hidden_size": 48, "n_inner": 48, "d_ff": 48, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48,
+    "num_hidden_layers": 3, "num_layers": 3, "n_layer": 3, "n_layers": 3, "decoder_layers": 3, "encoder_layers": 2,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4, "num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "n_positions": 64, "n_ctx": 64, "max_seq_len": 64, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "sliding_window": 6,
+    "attention_chunk_size": 8, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None, "embedding_size": 32, "word_embed_proj_dim": 32, "rotary_dim": 4, "layer_types": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a type: paged, gather, refused or not built, and why."""
+
+    kind: str
+    outcome: str
+    reason: str = ""
+
+
+def judge(kind: str) -> Verdict:
+    """Build one type and probe it."""
+    if getattr(CONFIG_MAPPING[kind](), "is_encoder_decoder", False):
+        return Verdict(kind, "refused", "an encoder-decoder")
+    try:
+        model = _build(kind)
+    except Exception as error:
+        return Verdict(kind, "not built", _first_line(error))
+    recurrent = _recurrent(model)
+    if recurrent:
+        return Verdict(kind, "refused", f"layers with a running state ({', '.join(recurrent)})")
+    loaded = _loaded(kind, model)
+    if not is_causal(loaded):
+        return Verdict(kind, "refused", "an encoder: tokens see those after them")
+    reasons = []
+    for name in ("paged", "gather"):
+        try:
+            probe(loaded, BACKENDS[name]())
+        except Exception as error:
+            reasons.append(f"{name}: {_first_line(error)}")
+            continue
+        return Verdict(kind, name, "; ".join(reasons))
+    return Verdict(kind, "refused", "; ".join(reasons))
+
+
+#: Sizes that some families must have otherwise; tried in turn until a plain forward pass runs.
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4, "num_kv_heads": 4},
+    {"head_dim": None, "layer_types": None, "sliding_window": None, "rotary_dim": None},
+)
+
+
+def _build(kind: str) -> Any:
+    """A model of wide random weights whose plain forward pass runs; raises what the last variant raised."""
+    problem: Exception = ValueError("no variant")
+    for variant in VARIANTS:
+        try:
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(_config(kind, variant)).float().eval()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.dim() > 1:
+                        parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
+                model(torch.arange(12)[None], use_cache=False)
+        except Exception as error:
+            problem = error
+        else:
+            return model
+    raise problem
+
+
+def _config(kind: str, variant: dict[str, Any]) -> Any:
+    default = CONFIG_MAPPING[kind]()
+    known = {**default.to_dict(), **dict.fromkeys(default.attribute_map)}
+    sizes = {name: value for name, value in {**SIZES, **variant}.items() if name in known}
+    left_out = {name for name, value in variant.items() if value is None}
+    return AutoConfig.for_model(kind, **{name: value for name, value in sizes.items() if name not in left_out})
+
+
+def _recurrent(model: Any) -> list[str]:
+    try:
+        return hf.recurrent_layers(model.config)
+    except Exception:
+        return []
+
+
+def _loaded(kind: str, model: Any) -> LoadedModel:
+    head = model.get_output_embeddings()
+    vocab_size = int(head.weight.shape[0]) if head is not None else model.config.get_text_config().vocab_size
+    slices = "logits_to_keep" in type(model).forward.__code__.co_varnames
+    return LoadedModel(kind, model, None, vocab_size, 64, frozenset(), torch.device("cpu"), torch.float32, slices)
+
+
+def _first_line(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return text[:110].replace("|", "/")
+
+
+def _child(kind: str, answers: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    logging.disable(logging.CRITICAL)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+        answers.send(judge(kind))
+
+
+def in_a_process(kind: str) -> Verdict:
+    """The verdict, or that the process died or took too long. A fork, so that imports are paid once."""
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(kind, theirs))
+    process.start()
+    theirs.close()
+    verdict = Verdict(kind, "not built", f"no answer within {SECONDS} seconds")
+    try:
+        if mine.poll(SECONDS):
+            verdict = mine.recv()
+    except EOFError:
+        verdict = Verdict(kind, "not built", f"its process ended (more than {BYTES >> 30} GiB at the sizes given)")
+    process.kill()
+    process.join()
+    return verdict
+
+
+def page(verdicts: list[Verdict]) -> str:
+    counts = Counter(v.outcome for v in verdicts)
+    totals = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("paged", "gather", "refused", "not built"))
+    head = f"""# Models
+
+Whether a model can be driven exactly is found by running it, at every load, never by its name. This page is that probe run
+over all {len(verdicts)} causal language model types of transformers {transformers.__version__}, each with small sizes and
+random weights (`python docs/make_models.py`): {totals}.
+
+- **paged**: the fast backend reproduces a plain forward pass, over a ragged batch, two chunks and a small tree.
+- **gather**: the portable one does, and the fast one does not, for the reason given.
+- **refused**: neither does, or the model keeps a running state that rejected draft tokens would corrupt (Mamba, RWKV,
+  linear attention, hybrids), or it is an encoder or an encoder-decoder. Use a decoder whose layers all attend.
+- **not built**: the small random model could not be made from the configuration alone; real checkpoints are probed at load
+  like any other.
+
+| type | verdict | why |
+|---|---|---|
+"""
+    return head + "".join(f"| {v.kind} | {v.outcome} | {v.reason} |\n" for v in verdicts)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    chosen = sys.argv[1:]
+    verdicts = [in_a_process(kind) for kind in track(chosen or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "probing")]
+    if chosen:
+        sys.stdout.write("".join(f"{v.kind}: {v.outcome} {v.reason}\n" for v in verdicts))
+    else:
+        PAGE.write_text(page(verdicts), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
