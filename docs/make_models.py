@@ -43,8 +43,8 @@ SIZES: dict[str, Any] = {
     "n_positions": 64, "n_ctx": 64, "max_seq_len": 64, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "sliding_window": 6,
     "attention_chunk_size": 8, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
-    "v_head_dim": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "bos_token_id": None, "eos_token_id": None,
-    "pad_token_id": None, "embedding_size": 32, "word_embed_proj_dim": 32, "rotary_dim": 4, "layer_types": None,
+    "v_head_dim": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "embedding_size": 32, "word_embed_proj_dim": 32, "rotary_dim": 4, "layer_types": None,
 }  # fmt: skip
 
 
@@ -86,17 +86,20 @@ def judge(kind: str) -> Verdict:
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"num_key_value_heads": 4, "num_kv_heads": 4},
-    {"head_dim": None, "layer_types": None, "sliding_window": None, "rotary_dim": None},
+    {"num_key_value_heads": 4, "num_kv_heads": 4, "head_dim": None},
+    {"head_dim": None, "layer_types": None, "sliding_window": None, "rotary_dim": None, "num_layers": None},
+    {},  # the last time with the parts of a composite made small too
 )
 
 
 def _build(kind: str) -> Any:
     """A model of wide random weights whose plain forward pass runs; raises what the last variant raised."""
     problem: Exception = ValueError("no variant")
-    for variant in VARIANTS:
+    for place, variant in enumerate(VARIANTS):
         try:
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(_config(kind, variant)).float().eval()
+            config = _composite(kind) if place == len(VARIANTS) - 1 else _config(kind, variant)
+            model = AutoModelForCausalLM.from_config(config).float().eval()
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.dim() > 1:
@@ -115,6 +118,19 @@ def _config(kind: str, variant: dict[str, Any]) -> Any:
     sizes = {name: value for name, value in {**SIZES, **variant}.items() if name in known}
     left_out = {name for name, value in variant.items() if value is None}
     return AutoConfig.for_model(kind, **{name: value for name, value in sizes.items() if name not in left_out})
+
+
+def _composite(kind: str) -> Any:
+    return CONFIG_MAPPING[kind].from_dict(_shrunk(CONFIG_MAPPING[kind]().to_dict()))
+
+
+def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's values with small sizes, in its parts too."""
+    small = {name: SIZES[name] if name in SIZES and value is not None else value for name, value in values.items()}
+    return {
+        name: _shrunk(value) if isinstance(value, dict) and "model_type" in value else value
+        for name, value in small.items()
+    }
 
 
 def _recurrent(model: Any) -> list[str]:

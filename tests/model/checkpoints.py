@@ -43,6 +43,16 @@ def _config(family: str) -> Any:
 
 #: Layers of both kinds, as the larger models of these families mix them.
 _MIXED = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+#: Texts longer than this use the long factors of the "longrope" checkpoint.
+LONG_AFTER = 28
+_LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [1.5, 2.5, 6.0, 9.0],
+    "original_max_position_embeddings": LONG_AFTER,
+    "factor": 160 / LONG_AFTER,
+}
 _EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
@@ -54,6 +64,7 @@ _MORE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
+    "longrope": ("Phi3Config", {"original_max_position_embeddings": LONG_AFTER, "rope_parameters": _LONGROPE}),
     "gpt_neox": ("GPTNeoXConfig", {}),
     "falcon": ("FalconConfig", {"num_kv_heads": 2, "new_decoder_architecture": True}),
     "olmo2": ("Olmo2Config", {}),

@@ -278,27 +278,16 @@ def window() -> None:
 
 
 def longrope() -> None:
-    from transformers import Phi3Config
+    """A short text beside a long one, against each alone."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from tests.model import checkpoints
 
-    from outrider.model.hf import fixed_rope_context
-
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-        "original_max_position_embeddings": 32,
-        "factor": 8.0,
-    }
-    config = Phi3Config(
-        hidden_size=64,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        original_max_position_embeddings=32,
-        rope_parameters=rope,
-        pad_token_id=0,
-    )
-    assert fixed_rope_context(config) == 32
+    path = checkpoints.save("longrope", Path(tempfile.mkdtemp()) / "longrope", seed=1)
+    llm = LLM(path, dtype="float64", block_size=4)
+    prompts = [[(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(n)] for n in (12, 40)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids == checkpoints.greedy_by_transformers(path, prompt, 12)
 
 
 CHECKS = {

@@ -344,11 +344,11 @@ MUTANTS = (
         "law_block",
     ),
     Mutant(
-        "longrope context not limited",
+        "rotary factors of the longest text for the whole batch",
         25,
         "model/hf.py",
-        'if rope.get("rope_type") in ("longrope", "dynamic"):',
-        "if False:",
+        "        if context is None or not context.batch.long_rows.any():\n",
+        "        if True:\n",
         "longrope",
     ),
     Mutant(

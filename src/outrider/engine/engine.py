@@ -105,7 +105,8 @@ class Engine:
         structure = params.structured_outputs
         grammar = None if structure is None else self._grammars.start(structure)
         text = TextStream(loaded.tokenizer, params.stop)
-        return Sequence(next(self._seq_ids), request, index, text, loaded.max_model_len, grammar)
+        limits = (loaded.max_model_len, grammar, loaded.long_rope_after)
+        return Sequence(next(self._seq_ids), request, index, text, *limits)
 
     def cancel(self, request: Request) -> None:
         """Stop a request now; what it has written stays, finish_reason is "cancelled"."""
@@ -274,7 +275,7 @@ class Engine:
 
     def _extend(self, seq: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
         """Append what stands; returns the pass's rows of accepted tokens whose KV is now part of the text."""
-        start, before = len(seq.token_ids) - 1, seq.num_output_tokens
+        start, before, was_long = len(seq.token_ids) - 1, seq.num_output_tokens, seq.long_rope
         for node in verdict.path:
             if seq.status is Status.RUNNING:
                 seq.append(draft.token_ids[node], TokenOrigin.ACCEPTED)
@@ -284,6 +285,8 @@ class Engine:
         del seq.logprobs[seq.num_output_tokens :]  # of tokens behind an end inside the draft
         self.runner.compact(seq.block_table, start, [0, *(node + 1 for node in verdict.path)])
         seq.num_computed += kept
+        if seq.long_rope != was_long and seq.status is Status.RUNNING:
+            self.scheduler.recompute(seq)
         seq.stats.num_target_passes += 1
         self.stats.num_committed_tokens += seq.num_output_tokens - before
         seq.view.round += 1  # also where a drawn draft was lost: its keys are spent
@@ -296,7 +299,7 @@ class Engine:
     def _publish(self, seq: Sequence) -> None:
         if seq.num_computed // self.runner.blocks.block_size > seq.num_published:
             seq.num_published = self.runner.blocks.publish(
-                seq.token_ids[: seq.num_computed], seq.block_table, seq.num_published, seq.view.namespace
+                seq.token_ids[: seq.num_computed], seq.block_table, seq.num_published, seq.cache_space
             )
 
     def _observe(self, pairs: list[tuple[Sequence, CommittedRows]]) -> None:
@@ -390,7 +393,8 @@ def _segment(item: ScheduledSequence, draft: Draft) -> Segment:
     first_logit = item.num_rows - 1 if item.completes else item.num_rows
     if _requires(item).target_top_k or (seq.index == 0 and seq.request.params.prompt_logprobs is not None):
         first_logit = 0
-    return Segment((*seq.token_ids[start:stop], *draft.token_ids), start, seq.block_table, parents, first_logit)
+    rows = (*seq.token_ids[start:stop], *draft.token_ids)
+    return Segment(rows, start, seq.block_table, parents, first_logit, seq.long_rope)
 
 
 def _committed_rows(seq: Sequence, start: int, rows: list[int], out: ForwardOutput, place: int) -> CommittedRows:

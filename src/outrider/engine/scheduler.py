@@ -76,6 +76,11 @@ class Scheduler:
         child.status = Status.RUNNING
         self.running.append(child)
 
+    def recompute(self, seq: Sequence) -> None:
+        """Give up the KV of a running sequence, whose tokens will be computed again in the steps to come."""
+        self.blocks.free(seq.block_table)
+        seq.num_computed = seq.num_published = 0
+
     def remove(self, seq: Sequence) -> None:
         """Take a finished or failed sequence out and free its memory."""
         self.blocks.free(seq.block_table)
@@ -171,7 +176,7 @@ class Scheduler:
             return []  # its features exist only for rows that are computed
         if seq.request.params.prompt_logprobs is not None:
             return []  # and so do logits
-        return self.blocks.match(seq.token_ids, seq.view.namespace)
+        return self.blocks.match(seq.token_ids, seq.cache_space)
 
     def _budget_drafts(self, plan: Schedule, rows_left: int) -> None:
         for item in self._drafting(plan):
@@ -179,6 +184,8 @@ class Scheduler:
             depth = min(
                 seq.request.params.max_tokens - seq.num_output_tokens - 1, self.max_model_len - len(seq.token_ids) - 1
             )
+            if seq.long_rope_after is not None and not seq.long_rope:
+                depth = min(depth, seq.long_rope_after - len(seq.token_ids))  # no draft spans two sets of rotary factors
             asked = seq.request.speculation
             budget = min(asked.num_draft_tokens, rows_left) if depth > 0 else 0
             if not asked.tree:

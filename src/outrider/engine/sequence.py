@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import Enum, auto
 
 from outrider.config import SpeculationConfig
@@ -92,6 +93,7 @@ class Sequence:
 
     Args:
         grammar: Where its output stands in the structure it must have, if any.
+        long_rope_after: Tokens after which the model uses other rotary factors for the whole text.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class Sequence:
         text: TextStream,
         max_model_len: int,
         grammar: GrammarState | None = None,
+        long_rope_after: int | None = None,
     ) -> None:
+        self.long_rope_after = long_rope_after
         self.max_model_len = max_model_len
         self.seq_id = seq_id
         self.request = request
@@ -153,6 +157,16 @@ class Sequence:
     def num_missing(self) -> int:
         """Rows the target has yet to compute; 1 while decoding."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def long_rope(self) -> bool:
+        """Whether the target computes this text with its long rotary factors."""
+        return self.long_rope_after is not None and len(self.token_ids) > self.long_rope_after
+
+    @property
+    def cache_space(self) -> Hashable:
+        """Whose KV it may share: that of its namespace under the same rotary factors."""
+        return (self.view.namespace, self.long_rope)
 
     def append(self, token_id: int, origin: TokenOrigin) -> None:
         """Commit one token and finish the sequence if it ends the text."""

@@ -24,6 +24,7 @@ class Segment:
         parents: Row index of each row's parent in topological order, -1 for a row that continues the context; None for
             a plain chain. A row sees the context, its ancestors and itself; its position is its depth past the context.
         logits_from: First row whose logits are wanted; len(token_ids) for none.
+        long_rope: Whether its text uses the long factors of a "longrope" model.
     """
 
     token_ids: Sequence[int]
@@ -31,6 +32,7 @@ class Segment:
     block_table: Sequence[int]
     parents: tuple[int, ...] | None = None
     logits_from: int = 0
+    long_rope: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -69,6 +71,7 @@ class RaggedBatch:
         row_spans: (first, end) row of each segment.
         input_ids: [1, num_rows]
         position_ids: [1, num_rows]
+        long_rows: [num_rows] bool, rows of texts that use long rotary factors.
         slot_mapping: [num_rows] pool slot that each row's KV goes to.
         context_slots: For each segment, where its context (and its own rows) lie.
         logits_rows: [num_logits] rows whose logits are wanted.
@@ -86,6 +89,8 @@ class RaggedBatch:
         self.logits_spans = list(zip([0, *logit_ends[:-1]], logit_ends, strict=True))
         self.input_ids = self._tensor(np.concatenate([np.asarray(s.token_ids, np.int64) for s in self.segments]))[None]
         self.position_ids = self._tensor(np.concatenate([s.positions for s in self.segments]))[None]
+        lengths = torch.tensor([s.num_rows for s in self.segments])
+        self.long_rows = torch.tensor([s.long_rope for s in self.segments]).repeat_interleave(lengths).to(device)
         self.slot_mapping = self._tensor(np.concatenate([x[s.start :] for s, x in zip(self.segments, slots, strict=True)]))
         self.context_slots: list[Slots] = [self._as_slots(x) for x in slots]
         self.logits_rows = self._tensor(np.concatenate(wanted))

@@ -98,6 +98,11 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
         _current.reset(token)
 
 
+def ongoing_context() -> ForwardContext | None:
+    """The pass in progress, if one of ours is."""
+    return _current.get()
+
+
 def current_context() -> ForwardContext:
     """The pass in progress."""
     context = _current.get()

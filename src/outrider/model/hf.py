@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
 from outrider.cache.pool import KVPool, Slots
-from outrider.model.context import LayerReach
+from outrider.model.context import LayerReach, ongoing_context
 
 #: Layer types whose state is not a per-token KV, so that rejected rows cannot simply be dropped.
 _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "mamba2", "hybrid", "hybrid_sliding", "recurrent", "rwkv"})
@@ -67,20 +68,65 @@ def _layers(config: Any) -> list[tuple[str, int | None]]:
 
 
 def fixed_rope_context(config: Any) -> int | None:
-    """Longest sequence for which rotary factors do not depend on how long the batch is; None for no such limit.
+    """Longest sequence before rotary factors begin to change with every token, as "dynamic" scaling makes them; None for
+    no such limit."""
+    return _original_context(config, "dynamic")
 
-    longrope switches all factors of a batch when one of its positions passes the original context, so that one long
-    request would change its neighbours.
-    """
+
+def long_rope_after(config: Any) -> int | None:
+    """The longest text that uses the short factors of "longrope"; every longer one uses the long ones for all its tokens.
+    None where there is one set of factors."""
+    return _original_context(config, "longrope")
+
+
+def _original_context(config: Any, rope_type: str) -> int | None:
     text_config = config.get_text_config(decoder=True)
     parameters = getattr(text_config, "rope_parameters", None) or {}
     sets = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
     limits = []
     for rope in sets:
-        if rope.get("rope_type") in ("longrope", "dynamic"):
+        if rope.get("rope_type") == rope_type:
             original = rope.get("original_max_position_embeddings")
             limits.append(original or getattr(text_config, "original_max_position_embeddings", None))
     return min((limit for limit in limits if limit), default=None)
+
+
+def split_rotary_regimes(model: Any, long_after: int) -> None:
+    """Let texts on either side of `long_after` tokens share a pass.
+
+    The stock module looks at the longest position of the whole batch and gives everybody the same factors. Within our
+    passes it is asked once for the rows of short texts and once for those of long ones, with one position more that makes
+    it choose the long factors.
+    """
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if kind == "longrope" or (isinstance(kind, dict) and "longrope" in kind.values()):
+            module.forward = _RegimeRotary(module.forward, long_after)
+
+
+class _RegimeRotary:
+    def __init__(self, stock: Callable[..., tuple[Tensor, Tensor]], long_after: int) -> None:
+        self._stock = stock
+        self._long_after = long_after
+
+    def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        context = ongoing_context()
+        if context is None or not context.batch.long_rows.any():
+            return self._stock(x, position_ids, *args, **kwargs)
+        long = context.batch.long_rows
+        beyond = position_ids.new_full((1, 1), self._long_after)
+        far = self._stock(x, torch.cat([position_ids[:, long], beyond], 1), *args, **kwargs)
+        if long.all():
+            return far[0][:, :-1], far[1][:, :-1]
+        near = self._stock(x, position_ids[:, ~long], *args, **kwargs)
+        return _interleaved(near[0], far[0], long), _interleaved(near[1], far[1], long)
+
+
+def _interleaved(near: Tensor, far: Tensor, long: Tensor) -> Tensor:
+    """Rows of two passes in the order of the batch; the last row of `far` is the one that forced it."""
+    rows = near.new_empty(1, len(long), near.shape[-1])
+    rows[:, ~long], rows[:, long] = near, far[:, :-1]
+    return rows
 
 
 def recurrent_layers(config: Any) -> list[str]:

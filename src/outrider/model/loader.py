@@ -33,6 +33,7 @@ class LoadedModel:
         device: Where it lies.
         dtype: Of its weights.
         slices_logits: Whether its forward computes the head for chosen rows only.
+        long_rope_after: Texts longer than this use other rotary factors for all their tokens; None where none do.
     """
 
     name: str
@@ -44,6 +45,11 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     slices_logits: bool
+    long_rope_after: int | None = None
+
+    def uses_long_rope(self, num_tokens: int) -> bool:
+        """Whether a text of so many tokens uses the long rotary factors."""
+        return self.long_rope_after is not None and num_tokens > self.long_rope_after
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
@@ -69,6 +75,9 @@ def load_model(config: ModelConfig) -> LoadedModel:
     if not config.batch_invariant:
         use_skinny_linear(model)
     text_config = hf_config.get_text_config(decoder=True)
+    long_rope_after = hf.long_rope_after(model.config)
+    if long_rope_after is not None:
+        hf.split_rotary_regimes(model, long_rope_after)
     return LoadedModel(
         name=config.model,
         model=model,
@@ -79,6 +88,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         device=device,
         dtype=model.dtype,
         slices_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
+        long_rope_after=long_rope_after,
     )
 
 
@@ -154,11 +164,11 @@ def _eos_token_ids(model: Any, text_config: Any) -> frozenset[int]:
 
 
 def _max_model_len(config: ModelConfig, text_config: Any) -> int:
-    """The checkpoint's context, or less where the caller asks for less or a longer text would change its neighbours."""
+    """The checkpoint's context, or less where the caller asks or where rotary factors begin to change with every token."""
     context = getattr(text_config, "max_position_embeddings", None) or 2048
     fixed = hf.fixed_rope_context(text_config)
     if fixed is not None and fixed < context:
-        logger.warning("%s: context limited to %d tokens, where its rotary factors are constant", config.model, fixed)
+        logger.warning("%s: context limited to %d tokens, where its rotary factors begin to change", config.model, fixed)
         context = fixed
     if config.max_model_len is not None and config.max_model_len > context:
         raise InvalidParameterError(

@@ -31,6 +31,7 @@ class _Progress:
     block_table: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)  # tokens whose KV is in the table, drafts included
     num_published: int = 0
+    long_rope: bool = False
 
 
 @dataclass
@@ -157,10 +158,12 @@ class DraftModelProposer(Proposer):
         progress = self._progress.get(sequence.seq_id)
         if progress is None:
             progress = self._progress[sequence.seq_id] = self._start(sequence)
+        if progress.long_rope != self._long_rope(sequence):  # other rotary factors for all of the text: none of it stands
+            blocks.free(progress.block_table)
+            progress = self._progress[sequence.seq_id] = self._start(sequence)
         del progress.computed[_confirmed(progress.computed, sequence.token_ids) :]
-        progress.num_published = blocks.publish(
-            progress.computed, progress.block_table, progress.num_published, sequence.namespace
-        )
+        space = (sequence.namespace, progress.long_rope)
+        progress.num_published = blocks.publish(progress.computed, progress.block_table, progress.num_published, space)
         num_tokens = len(sequence.token_ids)
         depth = min(request.max_depth, self.runner.loaded.max_model_len - num_tokens)
         budget = request.budget if depth > 0 else 0
@@ -171,8 +174,12 @@ class DraftModelProposer(Proposer):
 
     def _start(self, sequence: ProposerSequence) -> _Progress:
         blocks = self.runner.blocks
-        table = blocks.match(sequence.token_ids, sequence.namespace)
-        return _Progress(table, list(sequence.token_ids[: len(table) * blocks.block_size]), len(table))
+        long_rope = self._long_rope(sequence)
+        table = blocks.match(sequence.token_ids, (sequence.namespace, long_rope))
+        return _Progress(table, list(sequence.token_ids[: len(table) * blocks.block_size]), len(table), long_rope)
+
+    def _long_rope(self, sequence: ProposerSequence) -> bool:
+        return self.runner.loaded.uses_long_rope(len(sequence.token_ids))
 
     def _catch_up(self, growing: list[_Growing]) -> tuple[list[_Growing], Tensor] | None:
         """Compute committed tokens the draft model has not seen; returns who reached the end, and their logits."""
@@ -184,7 +191,8 @@ class DraftModelProposer(Proposer):
                 break
             rows_left -= len(missing)
             wanted = start + len(missing) == len(g.request.sequence.token_ids)
-            segment = Segment(missing, start, g.progress.block_table, logits_from=len(missing) - int(wanted))
+            unwanted = len(missing) - int(wanted)
+            segment = Segment(missing, start, g.progress.block_table, None, unwanted, g.progress.long_rope)
             work.append(_Work(g, segment, wanted))
         return self._run(work)
 
@@ -267,11 +275,11 @@ class _Work:
 def _level_work(g: _Growing) -> _Work:
     """Rows of the deepest level. A chain's KV is kept as it grows; a tree is computed anew as a whole, since its rows see
     only their ancestors, and so few rows cost one pass either way."""
-    start, table = len(g.progress.computed), g.progress.block_table
+    start, table, long_rope = len(g.progress.computed), g.progress.block_table, g.progress.long_rope
     if not g.branches:
-        return _Work(g, Segment([g.nodes[-1].token], start, table), True)
+        return _Work(g, Segment([g.nodes[-1].token], start, table, long_rope=long_rope), True)
     parents = tuple(n.parent for n in g.nodes)
-    return _Work(g, Segment([n.token for n in g.nodes], start, table, parents, g.level[0]), True)
+    return _Work(g, Segment([n.token for n in g.nodes], start, table, parents, g.level[0], long_rope), True)
 
 
 def _processed(ready: list[_Growing], logits: Tensor) -> Tensor:

@@ -55,6 +55,6 @@ def _fresh(runner: ModelRunner, seq: Sequence) -> Iterator[Tensor]:
     blocks = BlockManager(-(-seq.num_computed // size), size)
     other = ModelRunner(runner.loaded, runner.backend, blocks)
     table = blocks.allocate(blocks.num_blocks)
-    other.forward([Segment(seq.token_ids[: seq.num_computed], 0, table)])
+    other.forward([Segment(seq.token_ids[: seq.num_computed], 0, table, long_rope=seq.long_rope)])
     for layer in other.pool.layers:
         yield from other.pool.read(layer, slice(0, seq.num_computed))
