@@ -16,6 +16,7 @@ import resource
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +89,18 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"num_key_value_heads": 4, "num_kv_heads": 4},
     {"num_key_value_heads": 4, "num_kv_heads": 4, "head_dim": None},
     {"head_dim": None, "layer_types": None, "sliding_window": None, "rotary_dim": None, "num_layers": None},
-    {},  # the last time with the parts of a composite made small too
 )
 
 
 def _build(kind: str) -> Any:
     """A model of wide random weights whose plain forward pass runs; raises what the last variant raised."""
     problem: Exception = ValueError("no variant")
-    for place, variant in enumerate(VARIANTS):
+    nested = any(isinstance(value, dict) and "model_type" in value for value in CONFIG_MAPPING[kind]().to_dict().values())
+    configs = [partial(_composite, kind)] if nested else [partial(_config, kind, variant) for variant in VARIANTS]
+    for make_config in configs:
         try:
             torch.manual_seed(0)
-            config = _composite(kind) if place == len(VARIANTS) - 1 else _config(kind, variant)
-            model = AutoModelForCausalLM.from_config(config).float().eval()
+            model = AutoModelForCausalLM.from_config(make_config()).float().eval()
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.dim() > 1:
@@ -126,11 +127,13 @@ def _composite(kind: str) -> Any:
 
 def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
     """A configuration's values with small sizes, in its parts too."""
-    small = {name: SIZES[name] if name in SIZES and value is not None else value for name, value in values.items()}
-    return {
-        name: _shrunk(value) if isinstance(value, dict) and "model_type" in value else value
-        for name, value in small.items()
-    }
+    shrunk = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and "model_type" in value:
+            shrunk[name] = _shrunk(value)
+        else:
+            shrunk[name] = SIZES[name] if name in SIZES and value is not None else value
+    return shrunk
 
 
 def _recurrent(model: Any) -> list[str]:

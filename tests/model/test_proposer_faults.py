@@ -135,6 +135,30 @@ def test_spoilt_drafts_change_nothing(llm: LLM, with_proposer: Any, fault: str, 
     inner.check_integrity()
 
 
+TREE_FAULTS: dict[str, Callable[[Draft, int], Any]] = {
+    **ROW_FAULTS,
+    **WHOLE_FAULTS,
+    "token drawn twice": lambda d, j: changed(d, j ^ 1, token=d.token_ids[j]),
+    "laws of siblings differ": lambda d, j: changed(d, j, law=torch.full((V,), 1.0 / V)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("row", [0, 3, 5])
+@pytest.mark.parametrize("fault", TREE_FAULTS)
+def test_spoilt_trees_change_nothing(llm: LLM, with_proposer: Any, fault: str, row: int) -> None:
+    inner = llm.proposers.get(llm.speculation)
+    assert isinstance(inner, DraftModelProposer)
+    config = with_proposer(Spoiler(inner, TREE_FAULTS[fault], row)).replace(tree=(2, 2), num_draft_tokens=6)
+    for params in (GREEDY, SEEDED):
+        want = [o.token_ids for o in llm.generate(PROMPTS, params, speculation="none")]
+        assert [o.token_ids for o in llm.generate(PROMPTS, params, speculation=config)] == want
+    unseeded = llm.generate(PROMPTS, UNSEEDED, speculation=config)
+    assert all(o.error is None and len(o.token_ids) == 16 for o in unseeded)
+    assert sum(o.stats.num_proposer_faults for o in unseeded) > 0
+    inner.check_integrity()
+
+
 @pytest.mark.parametrize("verb", ["begin", "propose", "observe", "finish", "too few"])
 def test_a_raising_proposer_changes_nothing(llm: LLM, with_proposer: Any, verb: str) -> None:
     config = with_proposer(Raiser(verb))

@@ -1,0 +1,36 @@
+"""docs/models.md says what the probe says, for the families the project is tested with."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "phi3", "gpt_neox", "falcon", "olmo2",
+    "starcoder2", "mixtral", "gpt_oss", "deepseek_v3", "bert", "mamba",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def maker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_models", DOCS / "make_models.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules["make_models"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_page_is_what_the_probe_says(maker: ModuleType, kind: str) -> None:
+    listed = re.search(rf"^\| {kind} \| ([\w ]+) \|", (DOCS / "models.md").read_text("utf-8"), re.MULTILINE)
+    assert listed is not None
+    assert listed.group(1) == maker.judge(kind).outcome
