@@ -234,7 +234,9 @@ def test_a_processor_that_raises_ends_its_own_request(llm: LLM, config: Speculat
             raise KeyError("planted")
         return scores
 
+    faults = llm.stats.finished.num_proposer_faults
     error = _with_neighbour(llm, SamplingParams(max_tokens=10, logits_processors=[breaks]), config)
+    assert llm.stats.finished.num_proposer_faults == faults, "a caller's mistake is not held against the proposer"
     assert isinstance(error, ProcessingError)
     assert isinstance(error.__cause__, KeyError)
 

@@ -287,10 +287,18 @@ def _processed(ready: list[_Growing], logits: Tensor) -> Tensor:
     done, end = [], 0
     for g in ready:
         start, end = end, end + len(g.level)
-        processing = g.request.sequence.processing
-        rows = logits[start:end]
-        done.append(processing.apply(rows, [g.path(i) for i in g.level])[0] if processing.active else rows)
+        done.append(_along_paths(g, logits[start:end]))
     return torch.cat(done)
+
+
+def _along_paths(g: _Growing, rows: Tensor) -> Tensor:
+    processing = g.request.sequence.processing
+    if not processing.active:
+        return rows
+    try:
+        return processing.apply(rows, [g.path(i) for i in g.level])[0]
+    except Exception:  # a caller's processor that fails here will fail on the target's rows, and end its own request there
+        return rows
 
 
 def _most_likely(parents: list[tuple[_Growing, int]], logits: Tensor, places: list[int]) -> dict[int, list[int]]:

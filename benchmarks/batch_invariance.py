@@ -1,0 +1,84 @@
+"""Batch-invariant mode over many tokens: are the bits really a function of the text?
+
+    python -m benchmarks.batch_invariance              10,000 tokens, some minutes; writes benchmarks/results/
+    python -m benchmarks.batch_invariance --tokens 500
+
+In bfloat16 and float32, seeded and greedy texts are written alone and plainly, then by one engine with little memory, small
+chunks and several ways to draft in shuffled batches: preemptions and prefix hits are counted, and so is every token that
+differs. The same comparison in ordinary mode stands beside it, for what the mode is worth. No speed is claimed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.default_pair import ROOT, hardware
+from benchmarks.prompts import PROMPTS
+from outrider import LLM, SamplingParams, SpeculationConfig
+
+LENGTH = 32
+WAYS = (
+    SpeculationConfig(),
+    SpeculationConfig(proposer="ngram", ngram_min=1, num_draft_tokens=4),
+    SpeculationConfig(proposer="suffix", suffix_min_match=1, suffix_tree=True),
+    SpeculationConfig(proposer="draft_model", num_draft_tokens=3),
+    SpeculationConfig(proposer="draft_model", num_draft_tokens=6),
+    SpeculationConfig(proposer="draft_model", tree=(3, 2)),
+)
+console = Console()
+
+
+def params(turn: int) -> SamplingParams:
+    """Greedy and seeded in turn, with filters and penalties among them."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {"seed": turn}, {"temperature": 0.0}, {"seed": turn, "top_p": 0.9}, {"seed": turn, "repetition_penalty": 1.2},
+    )  # fmt: skip
+    return SamplingParams(max_tokens=LENGTH, **kinds[turn % len(kinds)])
+
+
+def compare(dtype: Any, num_tokens: int, *, batch_invariant: bool) -> dict[str, Any]:
+    """Tokens compared and differing between each text alone and the same text in a crowd."""
+    alone = LLM(dtype=dtype, speculation="none", batch_invariant=batch_invariant, prefix_caching=False)
+    tight: dict[str, Any] = {"block_size": 8, "max_num_batched_tokens": 40, "max_num_seqs": 6, "kv_cache_tokens": 280}
+    crowd = LLM(dtype=dtype, batch_invariant=batch_invariant, **tight)
+    jobs = [(PROMPTS[i % len(PROMPTS)], params(i)) for i in range(-(-num_tokens // (LENGTH * len(WAYS))))]
+    compared = differing = first = 0
+    for turn, (prompt, asked) in enumerate(track(jobs, f"{dtype}", console=console)):
+        want = alone.generate(prompt, asked)[0].token_ids
+        work = list(WAYS)
+        random.Random(turn).shuffle(work)
+        for output in crowd.generate([prompt] * len(work), asked, speculation=work):
+            wrong = [a != b for a, b in zip(want, output.token_ids, strict=False)]
+            compared += len(want)
+            differing += sum(wrong) + abs(len(want) - len(output.token_ids))
+            first += any(wrong)
+    stats = crowd.stats.finished
+    return {
+        "dtype": dtype, "batch_invariant": batch_invariant, "tokens": compared, "tokens_differing": differing,
+        "texts_differing": first, "preemptions": stats.num_preemptions, "cached_prompt_tokens": stats.num_cached_tokens,
+        "accepted_draft_tokens": stats.freeze().num_accepted_tokens,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=10_000)
+    tokens = parser.parse_args().tokens
+    rows = [
+        compare(dtype, tokens // 2, batch_invariant=mode) for mode in (True, False) for dtype in ("bfloat16", "float32")
+    ]
+    for row in rows:
+        console.print(row)
+    if tokens >= 10_000:
+        path = ROOT / "benchmarks" / "results" / "batch_invariance.json"
+        path.write_text(json.dumps({"environment": hardware(), "results": rows}, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
