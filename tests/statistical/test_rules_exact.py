@@ -93,7 +93,7 @@ def test_a_residual_that_is_the_target_itself_shows(monkeypatch):
 
 
 def test_stopping_at_the_first_block_coin_shows(monkeypatch):
-    monkeypatch.setattr(verifier, "rule_for", lambda draft, name: verifier.Rule.TOKEN if len(draft) else verifier.Rule.WALK)
+    monkeypatch.setattr(verifier, "rule_for", lambda d, n, coupled: verifier.Rule.TOKEN if len(d) else verifier.Rule.WALK)
     monkeypatch.setattr(verifier, "token_acceptance", lambda p, q, x: rules.block_acceptance(p, q, x)[0])
     assert _red(ReferenceRule.BLOCK)
 
@@ -114,10 +114,10 @@ def test_accepting_the_likeliest_token_shows(monkeypatch):
 def test_a_ratio_test_on_coupled_drafts_shows(monkeypatch):
     """Guesses share the target's noise; drawing the recovered token with it too is biased under u * q < p."""
     real = verifier.rule_for
-    monkeypatch.setattr(verifier, "rule_for", lambda d, n: verifier.Rule.TOKEN if len(d) else real(d, n))
-    monkeypatch.setattr(
-        verifier, "_next_key", lambda c, accepted, length: verifier._key(c, verifier.Stream.TARGET, accepted, 0)
-    )
+    rule = verifier.Rule.TOKEN
+    monkeypatch.setattr(verifier, "rule_for", lambda d, n, coupled: rule if len(d) else real(d, n, coupled=coupled))
+    key = verifier._next_key
+    monkeypatch.setattr(verifier, "_next_key", lambda c, node, owed: key(c, node, owed=False))
     assert _red(ReferenceRule.COUPLED)
 
 

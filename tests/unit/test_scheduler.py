@@ -168,7 +168,7 @@ def test_a_text_waits_until_all_of_it_fits_and_nobody_overtakes() -> None:
 def test_a_known_prefix_is_shared_and_not_computed_again() -> None:
     s = scheduler()
     first = running(s, list(range(10)))
-    s.blocks.publish(first.token_ids[: first.num_computed], first.block_table, 0, None)
+    s.blocks.publish(first.token_ids[: first.num_computed], first.block_table, 0, first.cache_space)
     second = make_sequence([*range(8), 77, 78])
     add(s, second)
     assert rows(s.schedule())[second.seq_id] == 2
@@ -184,7 +184,7 @@ def test_a_proposer_that_wants_features_gets_no_cached_prefix(requires: Requirem
     Wants.requires = requires
     s = scheduler()
     first = running(s, list(range(10)))
-    s.blocks.publish(first.token_ids[: first.num_computed], first.block_table, 0, None)
+    s.blocks.publish(first.token_ids[: first.num_computed], first.block_table, 0, first.cache_space)
     second = make_sequence(list(range(10)), proposer=Wants())
     add(s, second)
     assert rows(s.schedule())[second.seq_id] == 10
@@ -492,7 +492,7 @@ class Simulation:
         else:
             seq.num_computed = stop
         seq.num_published = self.s.blocks.publish(
-            seq.token_ids[: seq.num_computed], seq.block_table, seq.num_published, None
+            seq.token_ids[: seq.num_computed], seq.block_table, seq.num_published, seq.cache_space
         )
 
 

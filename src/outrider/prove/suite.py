@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-
 from outrider.params import SamplingParams
 from outrider.prove.engine_law import (
     PARAMETER_SETTINGS,
@@ -114,8 +112,6 @@ def _rule_proofs(count: int) -> Iterator[Proof]:
 
 
 def _on_own(own: OwnModel, length: int, *, seed: int | None) -> Finding:
-    """The caller's model is no toy: give it the threads back."""
-    torch.set_num_threads(_ALL_THREADS)
     greedy = SamplingParams(temperature=0, max_tokens=length)
     return own.text_is_identical(greedy if seed is None else SamplingParams(seed=seed, max_tokens=length))
 
@@ -135,6 +131,3 @@ class _TinyPair:
             pair = [save_tiny_llama(self._folder / part, seed, speaks=self._speaks) for part, seed in _SEEDS.items()]
             self._proof = EngineProof(*pair, speaks=self._speaks)
         return self._proof.prove(setting, length)
-
-
-_ALL_THREADS = torch.get_num_threads()
