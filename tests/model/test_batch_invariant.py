@@ -57,6 +57,15 @@ def test_bits_are_a_function_of_the_text(paths: dict[str, str], family: str, dty
         assert torch.equal(logits, whole)
 
 
+def test_a_pass_without_logits_runs(paths: dict[str, str]) -> None:
+    """Prefill chunks alone: the head has no rows."""
+    llm = LLM(paths["mistral"], dtype="float32", batch_invariant=True, max_num_batched_tokens=8, max_num_seqs=4)
+    prompts = [[(5 * i + j) % checkpoints.VOCAB_SIZE for i in range(30)] for j in range(3)]
+    params = SamplingParams(seed=1, max_tokens=6)
+    together = [out.token_ids for out in llm.generate(prompts, params)]
+    assert together == [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
+
+
 def test_ordinary_mode_makes_no_such_promise() -> None:
     """Or the test above would prove nothing: the embedded pair's rows are wide enough to differ."""
     llm = LLM(dtype="float32", speculation="none", kv_cache_tokens=512)

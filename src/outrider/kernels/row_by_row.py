@@ -32,13 +32,15 @@ class RowByRow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _each(rows: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
     """`product` of every row [1, in] of [n, in], one after another."""
+    if not len(rows):  # a pass of prefill chunks alone asks for no logits
+        return product(rows)
     # A fresh copy of each row: where a row lies in memory may not matter either.
     return torch.cat([product(row[None].clone()) for row in rows])
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    out = _each(x.reshape(-1, x.shape[-1]), lambda row: _aten.linear(row, weight, bias))
-    return out.reshape(*x.shape[:-1], -1)
+    out = _each(x.reshape(x.shape[:-1].numel(), x.shape[-1]), lambda row: _aten.linear(row, weight, bias))
+    return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _mm(x: Tensor, weight: Tensor) -> Tensor:
@@ -53,7 +55,7 @@ def _matmul(x: Tensor, weight: Tensor) -> Tensor:
     if weight.dim() != 2 or x.dim() < 2:  # a product of activations among themselves, as rotary embeddings make
         result: Tensor = _aten.matmul(x, weight)
         return result
-    return _mm(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+    return _mm(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight).reshape(*x.shape[:-1], weight.shape[-1])
 
 
 def _grouped_mm(
@@ -66,6 +68,8 @@ def _grouped_mm(
     assert offs is not None, "the form that mixtures of experts use"
     assert bias is None, "the form that mixtures of experts use"
     experts = torch.searchsorted(offs, torch.arange(len(x), device=x.device, dtype=offs.dtype), right=True)
+    if not len(x):
+        return x.new_empty(0, weight.shape[-1])
     out = torch.cat([_aten.mm(row[None].clone(), weight[e]) for row, e in zip(x, experts.tolist(), strict=True)])
     return out if out_dtype is None else out.to(out_dtype)
 
