@@ -45,7 +45,7 @@ def params(turn: int) -> SamplingParams:
 def compare(dtype: Any, num_tokens: int, *, batch_invariant: bool) -> dict[str, Any]:
     """Tokens compared and differing between each text alone and the same text in a crowd."""
     alone = LLM(dtype=dtype, speculation="none", batch_invariant=batch_invariant, prefix_caching=False)
-    tight: dict[str, Any] = {"block_size": 8, "max_num_batched_tokens": 40, "max_num_seqs": 6, "kv_cache_tokens": 280}
+    tight: dict[str, Any] = {"block_size": 8, "max_num_batched_tokens": 40, "max_num_seqs": 6, "kv_cache_tokens": 200}
     crowd = LLM(dtype=dtype, batch_invariant=batch_invariant, **tight)
     jobs = [(PROMPTS[i % len(PROMPTS)], params(i)) for i in range(-(-num_tokens // (LENGTH * len(WAYS))))]
     compared = differing = first = 0
