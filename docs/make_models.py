@@ -28,7 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from outrider.model import hf
-from outrider.model.capabilities import BACKENDS, is_causal, probe
+from outrider.model.capabilities import BACKENDS, is_causal, probe, reference
 from outrider.model.loader import LoadedModel
 
 PAGE = Path(__file__).parent / "models.md"
@@ -75,7 +75,7 @@ def judge(kind: str) -> Verdict:
     reasons = []
     for name in ("paged", "gather"):
         try:
-            probe(loaded, BACKENDS[name]())
+            probe(loaded, BACKENDS[name](), reference(loaded))
         except Exception as error:
             reasons.append(f"{name}: {_first_line(error)}")
             continue

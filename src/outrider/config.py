@@ -10,7 +10,7 @@ from outrider.errors import ContradictionError
 from outrider.validation import Frozen
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16", "float16"]
-AttentionName = Literal["auto", "paged", "gather"]
+AttentionName = Literal["auto", "fused", "paged", "gather"]
 RuleName = Literal["auto", "walk", "token", "block", "coupled"]
 
 
@@ -27,7 +27,8 @@ class ModelConfig(Frozen):
         device: A torch device; None takes CUDA where there is one, else the CPU.
         revision: Hub revision.
         trust_remote_code: Whether transformers may run code that the checkpoint brings.
-        attention_backend: "paged" (fast), "gather" (portable) or "auto", which probes at load.
+        attention_backend: "fused" (our kernels: Llama-like decoders on CPUs), "paged" (most models), "gather" (portable)
+            or "auto", which probes at load.
         max_model_len: Longest sequence, prompt and output together; None takes the checkpoint's context.
         batch_invariant: Whether a token's bits must not depend on batch, chunk or draft; slow.
     """
@@ -37,7 +38,7 @@ class ModelConfig(Frozen):
     device: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
-    attention_backend: AttentionName = Field("auto", description="Use auto, paged or gather.")
+    attention_backend: AttentionName = Field("auto", description="Use auto, fused, paged or gather.")
     max_model_len: int | None = Field(None, ge=2, description="Use 2 tokens or more, or None.")
     batch_invariant: bool = False
 

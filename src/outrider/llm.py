@@ -97,7 +97,7 @@ class LLM:
             speculation or (SpeculationConfig(proposer="draft_model") if model is None else PLAIN)
         )
         loaded = load_model(self._model_config)
-        backend = "row_by_row" if batch_invariant else attention_backend
+        backend = "batch_invariant" if batch_invariant else attention_backend
         runner = make_runner(loaded, backend, self._cache_config, max_num_seqs)
         self.tokenizer = loaded.tokenizer
         self.engine = Engine(runner, scheduling)

@@ -123,9 +123,13 @@ def test_poisson_arrivals_change_no_text(paths: tuple[str, str], alone: LLM, see
     llm = LLM(paths[0], **SETTINGS, max_num_seqs=6, max_num_batched_tokens=13, kv_cache_tokens=112)
     engine, runner = llm.engine, llm.engine.runner
     calls: list[int] = []
-    runner.loaded.model.register_forward_hook(
-        lambda module, args, kwargs, out: calls.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    forward = runner.backend.forward
+
+    def counted(loaded: Any, context: ForwardContext, aux_layers: Any) -> Any:
+        calls.append(context.batch.num_rows)
+        return forward(loaded, context, aux_layers)
+
+    runner.backend.forward = counted  # type: ignore[method-assign]
     arrivals = Arrivals(llm, paths[1], 45, seed)
     passes = 0
     for _ in arrivals.run():

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.errors import ForwardError, NonFiniteLogitsError
+from outrider.model.context import ForwardContext
 from outrider.propose import registry
 from outrider.propose.base import CommittedRows, DraftNoise, Proposer, ProposeRequest, ProposerSequence, Requirements
 from outrider.propose.draft import Draft, Law
@@ -218,12 +220,8 @@ def test_observe_brings_every_committed_row(llm: LLM, with_proposer: Any) -> Non
     (rows,) = recorder.rows.values()
     assert sorted(rows) == list(range(len(text) - 1)), "all but the last token, which has no row yet"
     with torch.inference_mode():
-        from outrider.model import hf
-
-        model = llm.engine.runner.loaded.model
-        hf.set_attention(model, "sdpa")
+        model = AutoModelForCausalLM.from_pretrained(llm.engine.runner.loaded.name, dtype=torch.float64)
         plain = model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
-        llm.engine.runner.backend.install(model)
     for position, (token, features, top) in rows.items():
         assert token == text[position]
         assert top.tolist() == plain.logits[0, position].topk(3).indices.tolist()
@@ -231,28 +229,25 @@ def test_observe_brings_every_committed_row(llm: LLM, with_proposer: Any) -> Non
             torch.testing.assert_close(state, plain.hidden_states[layer][0, position], rtol=1e-4, atol=1e-5)
 
 
-def poison(llm: LLM, token: int) -> Any:
-    """A hook that turns the logits of every pass that holds `token` as an input into NaN, for that token's rows on."""
+def poison(llm: LLM, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn the logits of every row that holds `token` into NaN."""
+    backend = llm.engine.runner.backend
+    stock = backend.forward
 
-    def hook(module: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        ids = kwargs["input_ids"][0]
-        for i, row in enumerate(kwargs["logits_to_keep"].tolist()):
-            if ids[row] == token:
-                out.logits[0, i] = float("nan")
-        return out
+    def forward(loaded: Any, context: ForwardContext, aux_layers: Any) -> Any:
+        logits, aux = stock(loaded, context, aux_layers)
+        logits[torch.from_numpy(context.batch.tokens[context.batch.wanted] == token)] = float("nan")
+        return logits, aux
 
-    return llm.engine.runner.loaded.model.register_forward_hook(hook, with_kwargs=True)
+    monkeypatch.setattr(backend, "forward", forward)
 
 
-def test_non_finite_logits_end_only_their_request(llm: LLM) -> None:
+def test_non_finite_logits_end_only_their_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[1, 2, 3], [4, 5, 60], [6, 7]]
     params = SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(60,))
     want = llm.generate(prompts, params, speculation="none")
-    handle = poison(llm, 60)
-    try:
-        got = llm.generate(prompts, params, speculation="none")
-    finally:
-        handle.remove()
+    poison(llm, 60, monkeypatch)
+    got = llm.generate(prompts, params, speculation="none")
     assert isinstance(got[1].error, NonFiniteLogitsError)
     assert [got[0].token_ids, got[2].token_ids] == [want[0].token_ids, want[2].token_ids]
     with pytest.raises(NonFiniteLogitsError):
@@ -264,11 +259,9 @@ def test_a_failing_pass_ends_its_requests_and_the_engine_goes_on(llm: LLM) -> No
     def explode(*_: Any) -> None:
         raise MemoryError("planted")
 
-    handle = llm.engine.runner.loaded.model.register_forward_pre_hook(explode)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.runner.backend, "forward", explode)
         outputs = llm.generate(PROMPTS, GREEDY)
-    finally:
-        handle.remove()
     assert all(isinstance(o.error, ForwardError) for o in outputs)
     assert all(isinstance(o.error.__cause__, MemoryError) for o in outputs if o.error)
     llm.engine.runner.blocks.check_integrity([])

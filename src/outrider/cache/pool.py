@@ -39,14 +39,19 @@ class KVPool:
             values: [num_rows, num_kv_heads, value_dim]
             slot_mapping: [num_rows] slot of each row.
         """
+        for store, rows in zip(self.memory(layer, keys, values), (keys, values), strict=True):
+            store.index_copy_(0, slot_mapping, rows)
+
+    def memory(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots of a layer, [num_slots, ...] each, made on first use to hold rows [num_rows, ...]
+        such as these."""
         if layer not in self._layers:
             # Uninitialised on purpose: memory is paged in as it is used, and no slot is read before it is written.
             self._layers[layer] = (
                 keys.new_empty((self.num_slots, *keys.shape[1:])),
                 values.new_empty((self.num_slots, *values.shape[1:])),
             )
-        for store, rows in zip(self._layers[layer], (keys, values), strict=True):
-            store.index_copy_(0, slot_mapping, rows)
+        return self._layers[layer]
 
     def read(self, layer: int, slots: Slots) -> tuple[Tensor, Tensor]:
         """Keys [num_slots, num_kv_heads, head_dim] and values of the given slots."""

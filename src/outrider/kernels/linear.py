@@ -1,30 +1,92 @@
-"""Linear layers for a few rows on CPUs, where stock products cost several decode steps.
+"""Linear layers for the few rows of a verify pass, where stock products on CPUs cost several decode steps.
 
-A verify pass has one row a draft token and one more. MKL's float32 product with so few rows repacks the weights and takes
-about three times as long as one row does; the same product with the operands exchanged, weights on the left, reads the
-weights once and takes as long as one row (measured: docs/performance.md). Its kernels come in widths of four, so rows are
-padded up to the next multiple. Nothing else changes: same weights, same precision, rounding in another order.
+`PackedLinear` computes with our own kernels over weights packed for them: read once for all rows, every row's bits its own.
+`SkinnyLinear` is for float32 where the kernels are not compiled: MKL's product with few rows repacks the weights and takes
+about three times as long as one row does; with the operands exchanged, weights on the left, it reads them once.
 """
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-#: Above this many rows the stock product is as good.
+from outrider.kernels.library import KernelLibrary, kernel_library
+from outrider.kernels.packed import LinearStruct, PackedWeights
+from outrider.kernels.weights import empty_weight, restore_weight, stored_weight
+
+#: Above this many rows MKL's own product is as good.
 MAX_ROWS = 16
 _WIDTH = 4
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+# A custom operator, so that torch.compile and dispatch modes see one opaque product.
+_NAME = "outrider::packed_linear"
+torch.library.define(
+    _NAME, "(Tensor rows, Tensor data, Tensor? scale, Tensor? bias, SymInt out_features, int width, int kind) -> Tensor"
+)
+
+
+@torch.library.impl(_NAME, "CPU")
+def _packed_linear(
+    rows: Tensor,  # [..., in_features]
+    data: Tensor,  # packed weights, as bytes
+    scale: Tensor | None,  # [width]
+    bias: Tensor | None,  # [width]
+    out_features: int,
+    width: int,
+    kind: int,
+) -> Tensor:
+    library = kernel_library()
+    assert library is not None, "weights were packed by these kernels"
+    real = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    flat = rows.reshape(rows.shape[:-1].numel(), rows.shape[-1]).to(real).contiguous()
+    out = flat.new_empty(len(flat), width)
+    if len(flat):
+        library.use_threads()
+        scales, biases = (None if column is None else column.data_ptr() for column in (scale, bias))
+        struct = LinearStruct(kind, out_features, flat.shape[1], data.data_ptr(), scales, biases)
+        library.function("linear_forward", real)(
+            ctypes.byref(struct),
+            ctypes.c_void_p(flat.data_ptr()),
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_int64(len(flat)),
+        )
+    return out[:, :out_features].to(rows.dtype).reshape(*rows.shape[:-1], out_features)
+
+
+@torch.library.register_fake(_NAME)  # type: ignore[untyped-decorator]
+def _packed_linear_shape(
+    rows: Tensor, data: Tensor, scale: Tensor | None, bias: Tensor | None, out_features: int, width: int, kind: int
+) -> Tensor:
+    return rows.new_empty(*rows.shape[:-1], out_features)
+
+
+class PackedLinear(nn.Linear):
+    """nn.Linear over packed weights; its `weight` keeps a shape and a dtype, and no numbers."""
+
+    packed: PackedWeights
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]."""
+        packed = self.packed
+        out: Tensor = torch.ops.outrider.packed_linear(
+            input, packed.data, packed.scale, packed.bias, packed.out_features, packed.width, int(packed.kind)
+        )
+        return out
 
 
 class SkinnyLinear(nn.Linear):
-    """nn.Linear that reads its weights once for up to MAX_ROWS rows."""
+    """nn.Linear in float32 that reads its weights once for up to MAX_ROWS rows, by MKL."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
         num_rows = input.numel() // input.shape[-1]
         if not 1 < num_rows <= MAX_ROWS:
             return F.linear(input, self.weight, self.bias)
+        # MKL's kernels come in widths of four, so rows are padded up to the next multiple.
         rows = F.pad(input.reshape(num_rows, -1), (0, 0, 0, -num_rows % _WIDTH))
         out = torch.mm(self.weight, rows.t())[:, :num_rows].t().contiguous()
         if self.bias is not None:
@@ -32,10 +94,35 @@ class SkinnyLinear(nn.Linear):
         return out.view(*input.shape[:-1], -1)
 
 
+def use_packed_linear(model: nn.Module, library: KernelLibrary) -> None:
+    """Let the stock linear layers of `model` take our kernels, where these know device and dtype; weights move over."""
+    for module in _stock_linears(model, _DTYPES):
+        packed = PackedWeights(library, stored_weight(module), None if module.bias is None else module.bias.detach())
+        empty_weight(module)
+        module.__class__ = PackedLinear  # in place, so that hooks and names stay as they are
+        module.packed = packed  # type: ignore[assignment]
+
+
+def use_stock_linear(model: nn.Module) -> None:
+    """Undo `use_packed_linear`."""
+    for module in model.modules():
+        if type(module) is PackedLinear:
+            restore_weight(module, module.packed.unpacked())
+            del module.packed
+            module.__class__ = nn.Linear  # type: ignore[assignment]
+
+
 def use_skinny_linear(model: nn.Module) -> None:
-    """Let the stock linear layers of `model` take the fast way, where there is one: float32 on a CPU with MKL."""
+    """Let the stock linear layers of `model` take MKL's fast way, where there is one: float32 on a CPU with MKL."""
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return
-    for module in model.modules():
-        if type(module) is nn.Linear and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu":
-            module.__class__ = SkinnyLinear  # in place, so that tied weights, hooks and names stay as they are
+    for module in _stock_linears(model, (torch.float32,)):
+        module.__class__ = SkinnyLinear
+
+
+def _stock_linears(model: nn.Module, dtypes: tuple[torch.dtype, ...]) -> list[nn.Linear]:
+    return [
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype in dtypes
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -43,6 +44,12 @@ class Segment:
         """Slots the last row may look at: the context and every row of this pass."""
         return self.start + self.num_rows
 
+    def row_slots(self, block_size: int) -> np.ndarray:
+        """Pool slots [num_rows] of the rows themselves."""
+        places = np.arange(self.start, self.context_len)
+        blocks = np.asarray(self.block_table, np.int64)
+        return blocks[places // block_size] * block_size + places % block_size
+
     @cached_property
     def positions(self) -> np.ndarray:  # [num_rows]
         if self.parents is None:
@@ -64,43 +71,68 @@ class Segment:
 
 
 class RaggedBatch:
-    """Segments laid end to end, with the index tensors a pass needs. No row is padding.
+    """Segments laid end to end, with the index arrays a pass needs. No row is padding.
+
+    Arrays stay on the host; tensors are made of them, on the device, when a backend asks.
 
     Attributes:
         segments: In row order.
+        block_size: Tokens a block.
+        num_rows: Of all segments.
         row_spans: (first, end) row of each segment.
-        input_ids: [1, num_rows]
-        position_ids: [1, num_rows]
-        long_rows: [num_rows] bool, rows of texts that use long rotary factors.
-        slot_mapping: [num_rows] pool slot that each row's KV goes to.
-        context_slots: For each segment, where its context (and its own rows) lie.
-        logits_rows: [num_logits] rows whose logits are wanted.
         logits_spans: (first, end) of each segment within logits_rows.
+        tokens: [num_rows] int64
+        positions: [num_rows] int64
+        row_slots: [num_rows] int64, pool slot that each row's KV goes to.
+        wanted: [num_logits] int64, rows whose logits are wanted.
     """
 
     def __init__(self, segments: Sequence[Segment], block_size: int, device: torch.device) -> None:
         self.segments = list(segments)
+        self.block_size = block_size
         self.device = device
-        ends = np.cumsum([s.num_rows for s in self.segments]).tolist()
+        ends = list(accumulate(s.num_rows for s in self.segments))
+        self.num_rows = ends[-1] if ends else 0
         self.row_spans = list(zip([0, *ends[:-1]], ends, strict=True))
-        slots = [slots_of(s.block_table, s.context_len, block_size) for s in self.segments]
-        wanted = [np.arange(a + s.logits_from, b) for s, (a, b) in zip(self.segments, self.row_spans, strict=True)]
-        logit_ends = np.cumsum([len(w) for w in wanted]).tolist()
+        logit_ends = list(accumulate(s.num_rows - s.logits_from for s in self.segments))
         self.logits_spans = list(zip([0, *logit_ends[:-1]], logit_ends, strict=True))
-        self.input_ids = self._tensor(np.concatenate([np.asarray(s.token_ids, np.int64) for s in self.segments]))[None]
-        self.position_ids = self._tensor(np.concatenate([s.positions for s in self.segments]))[None]
-        lengths = torch.tensor([s.num_rows for s in self.segments])
-        self.long_rows = torch.tensor([s.long_rope for s in self.segments]).repeat_interleave(lengths).to(device)
-        self.slot_mapping = self._tensor(np.concatenate([x[s.start :] for s, x in zip(self.segments, slots, strict=True)]))
-        self.context_slots: list[Slots] = [self._as_slots(x) for x in slots]
-        self.logits_rows = self._tensor(np.concatenate(wanted))
+        self.tokens = np.concatenate([np.asarray(s.token_ids, np.int64) for s in self.segments])
+        self.positions = np.concatenate([s.positions for s in self.segments])
+        self.row_slots = np.concatenate([s.row_slots(block_size) for s in self.segments])
+        self.wanted = np.concatenate(
+            [np.arange(a + s.logits_from, b) for s, (a, b) in zip(self.segments, self.row_spans, strict=True)]
+        )
 
-    @property
-    def num_rows(self) -> int:
-        return sum(segment.num_rows for segment in self.segments)
+    @cached_property
+    def input_ids(self) -> Tensor:  # [1, num_rows]
+        return self._tensor(self.tokens)[None]
+
+    @cached_property
+    def position_ids(self) -> Tensor:  # [1, num_rows]
+        return self._tensor(self.positions)[None]
+
+    @cached_property
+    def slot_mapping(self) -> Tensor:  # [num_rows]
+        return self._tensor(self.row_slots)
+
+    @cached_property
+    def logits_rows(self) -> Tensor:  # [num_logits]
+        return self._tensor(self.wanted)
+
+    @cached_property
+    def long_rows(self) -> Tensor:
+        """[num_rows] bool, rows of texts that use long rotary factors."""
+        return torch.from_numpy(np.repeat([s.long_rope for s in self.segments], [s.num_rows for s in self.segments])).to(
+            self.device
+        )
+
+    @cached_property
+    def context_slots(self) -> list[Slots]:
+        """For each segment, where its context (and its own rows) lie."""
+        return [self._as_slots(slots_of(s.block_table, s.context_len, self.block_size)) for s in self.segments]
 
     def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64, copy=False)).to(self.device)
+        return torch.from_numpy(values).to(self.device)
 
     def _as_slots(self, slots: np.ndarray) -> Slots:
         first, last = int(slots[0]), int(slots[-1])

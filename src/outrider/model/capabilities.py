@@ -11,8 +11,11 @@ from torch import Tensor
 from outrider.cache.blocks import BlockManager
 from outrider.config import CacheConfig
 from outrider.errors import UnsupportedModelError
+from outrider.kernels.library import kernel_library
+from outrider.kernels.linear import use_packed_linear, use_skinny_linear, use_stock_linear
 from outrider.model import hf
 from outrider.model.attention.base import AttentionBackend
+from outrider.model.attention.fused import FusedDecoder
 from outrider.model.attention.gather import GatherAttention
 from outrider.model.attention.paged import PagedAttention
 from outrider.model.attention.row_by_row import RowByRowAttention
@@ -23,10 +26,12 @@ from outrider.model.runner import ModelRunner
 logger = logging.getLogger(__name__)
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
-    backend.name: backend for backend in (PagedAttention, GatherAttention, RowByRowAttention)
+    backend.name: backend for backend in (FusedDecoder, PagedAttention, GatherAttention, RowByRowAttention)
 }
 #: What "auto" tries, in this order.
-AUTO = ("paged", "gather")
+AUTO = ("fused", "paged", "gather")
+#: What batch-invariant mode tries: backends whose bits may not depend on the batch.
+INVARIANT = ("fused", "row_by_row")
 
 #: Largest difference from a plain forward, relative to the largest logit, that passes as rounding.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -39,7 +44,7 @@ def make_runner(loaded: LoadedModel, attention_backend: str, cache: CacheConfig,
 
     Args:
         loaded: The model.
-        attention_backend: "auto", or a backend's name; "row_by_row" must also reproduce its own bits.
+        attention_backend: "auto", "batch_invariant" (the backend must also reproduce its own bits), or a backend's name.
         cache: Block size and capacity.
         max_num_seqs: Sequences that run at a time, to bound the default capacity.
 
@@ -59,16 +64,16 @@ def make_runner(loaded: LoadedModel, attention_backend: str, cache: CacheConfig,
             "its tokens see those that come after them, so it is an encoder",
             "Use a causal decoder; for masked models there is nothing to speculate on.",
         )
-    names = AUTO if attention_backend == "auto" else (attention_backend,)
+    want = reference(loaded)
+    if kernel_library() is None and attention_backend != "batch_invariant":
+        use_skinny_linear(loaded.model)
+    bits = attention_backend == "batch_invariant"
     failures = {}
-    for name in names:
-        backend = BACKENDS[name]()
+    for name, packed in _ways(attention_backend):
         try:
-            bytes_per_token = probe(loaded, backend)
-            if attention_backend == RowByRowAttention.name:
-                probe_bits(loaded, backend)
+            backend, bytes_per_token = _install(loaded, name, want, packed=packed, bits=bits)
         except Exception as error:  # whatever the model's own code raises decides against this backend
-            logger.info("attention backend %s does not fit %s: %s", name, loaded.name, error)
+            logger.info("attention backend %s (packed: %s) does not fit %s: %s", name, packed, loaded.name, error)
             failures[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
             continue
         num_blocks = _num_blocks(loaded, cache, max_num_seqs, bytes_per_token)
@@ -77,17 +82,52 @@ def make_runner(loaded: LoadedModel, attention_backend: str, cache: CacheConfig,
     raise UnsupportedModelError(loaded.name, f"no attention backend reproduces its forward pass ({reasons})", "Report it.")
 
 
+def _ways(choice: str) -> list[tuple[str, bool]]:
+    """Backends to try, each with linear layers over packed weights first, where there are kernels, then with stock ones: a
+    model that reads its weights past its layers would find none in a packed one."""
+    names = {"auto": AUTO, "batch_invariant": INVARIANT}.get(choice, (choice,))
+    packed = (False,) if kernel_library() is None else (True, False)
+    return [(name, p) for name in names for p in ((False,) if name == FusedDecoder.name else packed)]
+
+
+def _install(loaded: LoadedModel, name: str, want: Tensor, *, packed: bool, bits: bool) -> tuple[AttentionBackend, int]:
+    """One way to drive the model, probed; it leaves no trace where it fails."""
+    backend = BACKENDS[name]()
+    library = kernel_library()
+    try:
+        if packed and library is not None:
+            use_packed_linear(loaded.model, library)
+        bytes_per_token = probe(loaded, backend, want)
+        if bits:
+            probe_bits(loaded, backend)
+    except Exception:
+        backend.uninstall()
+        use_stock_linear(loaded.model)
+        raise
+    return backend, bytes_per_token
+
+
 def is_causal(loaded: LoadedModel) -> bool:
     """Whether what a token's row says is untouched by the tokens after it; found by changing the last one."""
-    tokens = [(7 * i + 3) % loaded.vocab_size for i in range(_PROBE_LEN)]
+    tokens = _probe_tokens(loaded)
     changed = [*tokens[:-1], (tokens[-1] + 1) % loaded.vocab_size]
     rows, others = _plain_logits(loaded, tokens)[:-1], _plain_logits(loaded, changed)[:-1]
     scale = rows.abs().max().item()
     return (rows - others).abs().max().item() <= TOLERANCE[loaded.dtype] * scale
 
 
-def probe(loaded: LoadedModel, backend: AttentionBackend) -> int:
-    """Install `backend` and compare it with a plain forward pass, over a ragged batch in two chunks.
+def reference(loaded: LoadedModel) -> Tensor:
+    """What the stock model says to the tokens of the probe: [num_tokens, vocab_size]."""
+    hf.set_attention(loaded.model, hf.stock_attention(loaded.model))
+    return _plain_logits(loaded, _probe_tokens(loaded))
+
+
+def _probe_tokens(loaded: LoadedModel) -> list[int]:
+    return [(7 * i + 3) % loaded.vocab_size for i in range(_PROBE_LEN)]
+
+
+def probe(loaded: LoadedModel, backend: AttentionBackend, want: Tensor) -> int:
+    """Install `backend` and compare it with the `reference`, over a ragged batch in two chunks.
 
     Returns:
         Bytes of KV that one token takes.
@@ -95,9 +135,7 @@ def probe(loaded: LoadedModel, backend: AttentionBackend) -> int:
     Raises:
         Exception: The model cannot run this way, or its logits differ by more than rounding.
     """
-    tokens = [(7 * i + 3) % loaded.vocab_size for i in range(_PROBE_LEN)]
-    hf.set_attention(loaded.model, hf.stock_attention(loaded.model))
-    want = _plain_logits(loaded, tokens)
+    tokens = _probe_tokens(loaded)
     backend.install(loaded.model)
     runner = ModelRunner(loaded, backend, BlockManager(2 * _PROBE_LEN // _PROBE_BLOCK + 2, _PROBE_BLOCK))
     table, neighbour = runner.blocks.allocate(4), runner.blocks.allocate(3)

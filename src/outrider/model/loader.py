@@ -13,7 +13,6 @@ import torch
 
 from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, ModelLoadError, UnsupportedModelError
-from outrider.kernels.linear import use_skinny_linear
 from outrider.model import hf
 
 logger = logging.getLogger(__name__)
@@ -72,8 +71,6 @@ def load_model(config: ModelConfig) -> LoadedModel:
     model.requires_grad_(False)
     if model.dtype == torch.float64:
         hf.use_plain_experts(model)
-    if not config.batch_invariant:
-        use_skinny_linear(model)
     text_config = hf_config.get_text_config(decoder=True)
     long_rope_after = hf.long_rope_after(model.config)
     if long_rope_after is not None:

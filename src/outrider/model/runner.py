@@ -13,7 +13,7 @@ from outrider.cache.pool import KVPool
 from outrider.model import hf
 from outrider.model.attention.base import AttentionBackend
 from outrider.model.batch import RaggedBatch, Segment
-from outrider.model.context import ForwardContext, forward_context
+from outrider.model.context import ForwardContext
 from outrider.model.loader import LoadedModel
 
 
@@ -56,21 +56,13 @@ class ModelRunner:
     def forward(self, segments: Sequence[Segment], aux_layers: Sequence[int] = ()) -> ForwardOutput:
         """Compute every row of `segments` in one pass and leave its KV in the pool."""
         batch = RaggedBatch(segments, self.blocks.block_size, self.loaded.device)
-        context = ForwardContext(batch, self.pool, self._reaches)
-        kwargs = self.backend.forward_kwargs(context)
-        if self.loaded.slices_logits:
-            kwargs["logits_to_keep"] = batch.logits_rows
-        if aux_layers:
-            kwargs["output_hidden_states"] = list(aux_layers)
-        with forward_context(context), self.backend.scope():
-            out = self.loaded.model(input_ids=batch.input_ids, position_ids=batch.position_ids, **kwargs)
+        logits, aux = self.backend.forward(self.loaded, ForwardContext(batch, self.pool, self._reaches), aux_layers)
         self.num_passes += 1
-        logits = out.logits[0] if self.loaded.slices_logits else out.logits[0, batch.logits_rows]
         return ForwardOutput(
             logits=logits.to(torch.promote_types(logits.dtype, torch.float32)),
             logits_spans=batch.logits_spans,
             row_spans=batch.row_spans,
-            aux_hidden_states={layer: out.hidden_states[layer][0] for layer in aux_layers},
+            aux_hidden_states=aux,
         )
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

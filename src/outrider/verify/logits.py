@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.kernels import sampling
 from outrider.params import SamplingParams
 
 
@@ -21,6 +22,14 @@ def target_probs(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
         logits: [n, vocab_size] as `Processing.apply` left them: finite or minus infinity, float32 or wider.
         rows: Parameters of each row.
     """
+    if sampling.usable(logits):
+        return sampling.target_probs(
+            logits,
+            [0.0 if params.greedy else params.temperature for params in rows],
+            [params.top_k for params in rows],
+            [params.top_p for params in rows],
+            [params.min_p for params in rows],
+        )
     greedy = [row for row, params in enumerate(rows) if params.greedy]
     if len(greedy) == len(rows):
         return _point_masses(logits)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import NoiseReuseError
+from outrider.kernels import sampling
 
 
 class Stream(IntEnum):
@@ -91,11 +92,14 @@ class KeyedNoise:
     def categorical(self, probs: Tensor, keys: Sequence[Key]) -> Tensor:
         self._spend(keys)
         bits = torch.from_numpy(key_bits(keys)).to(probs.device)
-        racing = torch.tensor([key.stream in _RACING for key in keys], dtype=torch.bool, device=probs.device)
+        racing = [key.stream in _RACING for key in keys]
+        if all(racing):
+            return gumbel_max(probs, bits)
+        if not any(racing):
+            return invert_cdf(probs, bits)
+        rows = torch.tensor(racing, device=probs.device)
         tokens = torch.empty_like(bits)
-        for method, rows in ((gumbel_max, racing), (invert_cdf, ~racing)):
-            if bool(rows.any()):
-                tokens[rows] = method(probs[rows], bits[rows])
+        tokens[rows], tokens[~rows] = gumbel_max(probs[rows], bits[rows]), invert_cdf(probs[~rows], bits[~rows])
         return tokens
 
     def forget(self, owner: int) -> None:
@@ -162,6 +166,8 @@ def uniform(bits: Tensor) -> Tensor:
 
 def gumbel_max(probs: Tensor, bits: Tensor) -> Tensor:
     """Tokens [n] from `probs` [n, vocab_size]: who wins an exponential race run on per-token noise of `bits` [n]."""
+    if sampling.usable(probs):
+        return sampling.race(probs, bits.numpy())
     tokens = torch.arange(1, probs.shape[-1] + 1, device=probs.device)
     noise = uniform(_mix_torch(bits[:, None] + tokens * _signed(_GOLDEN)))
     return (probs.to(torch.float64) / -noise.log()).argmax(-1)
@@ -169,6 +175,8 @@ def gumbel_max(probs: Tensor, bits: Tensor) -> Tensor:
 
 def invert_cdf(probs: Tensor, bits: Tensor) -> Tensor:
     """Tokens [n] from `probs` [n, vocab_size] by one uniform each, made of `bits` [n]; never one of probability 0."""
+    if sampling.usable(probs):
+        return sampling.invert(probs, bits.numpy())
     mass = probs.to(torch.float64).cumsum(-1)
     total = mass[:, -1:]
     below = torch.minimum(uniform(bits)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outrider.kernels import sampling
+
 
 def token_acceptance(target_probs: Tensor, draft_probs: Tensor, draft_token_ids: Tensor) -> Tensor:
     """Rule R1 (Leviathan et al. 2023; Chen et al. 2023): the chance [b, k] that each draft token stands.
@@ -44,7 +46,7 @@ def block_acceptance(target_probs: Tensor, draft_probs: Tensor, draft_token_ids:
     weight = torch.stack(weights, 1)  # [b, k + 1]
     # Mass that the target still has to place after stopping at i; only rows 1 to k - 1 have a draft token behind them.
     inner = weight[:, 1:-1]
-    excess = (inner[..., None] * target_probs[:, 1:-1] - draft_probs[:, 1:]).clamp(min=0.0).sum(-1)
+    excess = owed_mass(target_probs[:, 1:-1], draft_probs[:, 1:], inner)
     denominator = excess + (1.0 - inner)  # in this order: a coin is exactly 1 where the weight is, and never above
     coins = torch.where(denominator > 0, excess / denominator.clamp(min=torch.finfo(ratios.dtype).tiny), 1.0)
     return torch.cat([coins, weight[:, -1:]], 1), weight
@@ -58,9 +60,19 @@ def residual(target_law: Tensor, draft_law: Tensor, weight: Tensor) -> Tensor:
         draft_law: [b, v] there; zeros after full acceptance.
         weight: [b] 1 under R1, the prefix weight of the accepted length under R3.
     """
+    if sampling.usable(target_law, draft_law):
+        return sampling.owed_law(target_law, draft_law, weight)
     owed = (weight[:, None] * target_law - draft_law).clamp(min=0.0)
     total = owed.sum(-1, keepdim=True)
     return torch.where(total > 0, owed / total.clamp(min=torch.finfo(owed.dtype).tiny), target_law)
+
+
+def owed_mass(target_law: Tensor, draft_law: Tensor, weight: Tensor) -> Tensor:
+    """Sums [...] of (weight * p - q)+ over laws [..., v]."""
+    if sampling.usable(target_law, draft_law):
+        flat = (t.reshape(-1, t.shape[-1]) for t in (target_law, draft_law))
+        return sampling.owed_mass(*flat, weight.reshape(-1)).view(weight.shape)
+    return (weight[..., None] * target_law - draft_law).clamp(min=0.0).sum(-1)
 
 
 def _ratios(target_probs: Tensor, draft_probs: Tensor, draft_token_ids: Tensor) -> Tensor:

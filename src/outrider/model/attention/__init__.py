@@ -1,1 +1,1 @@
-"""Two ways to drive a decoder's attention over our KV memory; registered by name."""
+"""Ways to drive a decoder over our KV memory, by name."""

@@ -1,0 +1,84 @@
+"""Compiles the kernels when the package is built; without a C compiler the package works with PyTorch's own operators.
+
+python hatch_build.py     compiles them into the source tree
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # run as a script
+    BuildHookInterface = object  # type: ignore[assignment,misc]
+
+SOURCES = Path(__file__).parent / "src" / "outrider" / "kernels" / "native"
+LIBRARY = SOURCES / "kernels.so"
+FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=default"]
+#: The kernels are compiled once for each instruction set, and the best one is chosen at run time.
+X86_SETS = {
+    "generic": [],
+    "avx2": ["-mavx2", "-mfma"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mprefer-vector-width=512"],
+}
+
+
+def compile_kernels() -> None:
+    """Build the shared library beside its sources. Raises OSError or CalledProcessError where there is no compiler."""
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    sets = X86_SETS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": []}
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [("team", "team.c", []), ("dispatch", "dispatch.c", [])]
+        jobs += [(name, "kernels.c", flags) for name, flags in sets.items()]
+        objects = [os.path.join(folder, f"{name}.o") for name, _, _ in jobs]
+        commands = [
+            [*compiler, *FLAGS, *flags, "-c", str(SOURCES / source), "-o", target]
+            for (_, source, flags), target in zip(jobs, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
+        built = os.path.join(folder, LIBRARY.name)
+        _run([*compiler, "-shared", *objects, "-lm", "-o", built])
+        # Over to its name in one step: a running process keeps the old file.
+        staged = LIBRARY.with_suffix(".new")
+        staged.write_bytes(Path(built).read_bytes())
+        staged.replace(LIBRARY)
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+class KernelsBuildHook(BuildHookInterface):
+    """Adds the compiled library to wheels and editable installs; a source distribution carries the sources alone."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if self.target_name != "wheel":
+            return
+        try:
+            compile_kernels()
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = getattr(error, "stderr", None) or error
+            self.app.display_warning(f"The kernels were not compiled ({reason}); PyTorch's own operators will be used.")
+            return
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["artifacts"].append("src/outrider/kernels/native/kernels.so")
+
+
+if __name__ == "__main__":
+    try:
+        compile_kernels()
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.stderr)

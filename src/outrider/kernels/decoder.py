@@ -1,0 +1,285 @@
+"""A whole forward pass of a Llama-like decoder in one call of the compiled kernels.
+
+Small models and drafts spend their time between operators, not in them: some hundred dispatches a pass. Here a pass is one
+parallel region over packed weights (native/decoder.inc), with attention over the block table in place. Activations are
+float32 whatever the weights are, or float64 for float64 weights. Rows do not know of each other: bits depend neither on the
+batch, nor on the chunk, nor on the draft a token is computed in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.kernels.library import KernelLibrary
+from outrider.kernels.packed import LinearStruct, PackedWeights, WeightKind, kind_of
+
+_I64, _F64, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+#: Activations of the gate, by the kernels' numbers.
+GATES = {"silu": 0, "gelu_tanh": 1}
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Sizes of a decoder.
+
+    Attributes:
+        gate: Activation of the feed-forward's gate, a key of GATES.
+        epsilon: Of every RMSNorm.
+        scale: What attention scores are multiplied by.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    gate: str
+    epsilon: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Weights of one layer, unpacked norms and packed matrices.
+
+    Attributes:
+        attention_norm, mlp_norm: [hidden_size]
+        query_norm, key_norm: [head_dim], or None where heads are not normalised.
+        qkv: Query, key and value stacked.
+        out: Back from the heads.
+        gate, up: Of the feed-forward; the gate is activated.
+        down: Back from the feed-forward.
+        window, chunk: How far rows look back; 0 for everything.
+    """
+
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    qkv: PackedWeights
+    out: PackedWeights
+    gate: PackedWeights
+    up: PackedWeights
+    down: PackedWeights
+    window: int
+    chunk: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its matrices."""
+        return sum(weights.nbytes for weights in (self.qkv, self.out, self.gate, self.up, self.down))
+
+
+@dataclass(frozen=True)
+class PassRows:
+    """Rows of one pass, as arrays.
+
+    Attributes:
+        tokens, positions, slots: [num_rows] int64
+        long_rows: [num_rows] uint8, whether the second set of rotary tables is theirs.
+        first: [num_segments + 1] int64, first row of each sequence.
+        start: [num_segments] int64, tokens before its rows.
+        tables: int32, block tables one after another.
+        table_at: [num_segments] int64, where each begins.
+        ancestry: uint8, who sees whom in each tree, matrices one after another.
+        ancestry_at: [num_segments] int64, where each begins; -1 for a chain.
+        logit_rows: [num_logits] int64
+        block_size: Tokens a block.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    long_rows: np.ndarray
+    first: np.ndarray
+    start: np.ndarray
+    tables: np.ndarray
+    table_at: np.ndarray
+    ancestry: np.ndarray
+    ancestry_at: np.ndarray
+    logit_rows: np.ndarray
+    block_size: int
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("attention_norm", _POINTER),
+        ("mlp_norm", _POINTER),
+        ("query_norm", _POINTER),
+        ("key_norm", _POINTER),
+        ("qkv", LinearStruct),
+        ("out", LinearStruct),
+        ("gate", LinearStruct),
+        ("up", LinearStruct),
+        ("down", LinearStruct),
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("window", _I64),
+        ("chunk", _I64),
+    ]
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = [
+        *((name, _I64) for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "rotary_dim")),
+        *((name, _I64) for name in ("kv_bf16", "gate", "embed_kind", "embed_packed")),
+        ("epsilon", _F64),
+        ("scale", _F64),
+        ("layers", _POINTER),
+        ("embedding", _POINTER),
+        ("final_norm", _POINTER),
+        ("head", LinearStruct),
+        ("cosines", _POINTER * 2),
+        ("sines", _POINTER * 2),
+    ]
+
+
+_ARRAYS = ("tokens", "positions", "slots", "long_rows", "first", "start", "tables", "table_at", "ancestry_at", "ancestry")
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = [
+        *((name, _I64) for name in ("rows", "segments", "logits", "block_size")),
+        *((name, _POINTER) for name in _ARRAYS),
+        ("logit_rows", _POINTER),
+        ("out", _POINTER),
+        ("states", _POINTER),
+        ("scratch", _POINTER),
+    ]
+
+
+class DecoderKernel:
+    """A decoder's weights, and its forward pass.
+
+    Args:
+        library: Kernels of this processor.
+        shape: Sizes.
+        layers: In order.
+        embedding: [vocab_size, hidden_size], or None where the head's packed weights are read instead (tied weights).
+        final_norm: [hidden_size]
+        head: To logits.
+        kv_dtype: Dtype of the KV memory.
+    """
+
+    def __init__(
+        self,
+        library: KernelLibrary,
+        shape: DecoderShape,
+        layers: Sequence[DecoderLayer],
+        embedding: Tensor | None,
+        final_norm: Tensor,
+        head: PackedWeights,
+        kv_dtype: torch.dtype,
+    ) -> None:
+        self._library = library
+        self.real = head.real
+        self.shape, self.head = shape, head
+        self._packed, self._embedding = list(layers), embedding
+        self._vectors: list[Tensor] = []  # what the structures point into, beside these
+        self._layers = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
+        self._decoder = _Decoder(
+            num_layers=len(layers),
+            hidden=shape.hidden_size,
+            intermediate=shape.intermediate_size,
+            heads=shape.num_heads,
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            kv_bf16=kv_dtype == torch.bfloat16,
+            gate=GATES[shape.gate],
+            embed_kind=head.kind if embedding is None else kind_of(embedding.dtype),
+            embed_packed=embedding is None,
+            epsilon=shape.epsilon,
+            scale=shape.scale,
+            layers=ctypes.addressof(self._layers),
+            embedding=head.struct.data if embedding is None else embedding.data_ptr(),
+            final_norm=self._vector(final_norm),
+            head=head.struct,
+        )
+        assert embedding is not None or head.kind != WeightKind.INT8, "int8 heads have no embeddings to read"
+        self._scratch = torch.empty(0, dtype=self.real)
+        self._decode = library.function("decode", self.real)
+        self._scratch_size = library.function("scratch_size", self.real, _I64)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that a pass reads."""
+        return self.head.nbytes + sum(layer.nbytes for layer in self._packed)
+
+    def use_rotary(self, tables: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Cosines and sines [num_positions, rotary_dim]; a second pair where long texts have their own."""
+        near, far = tables[0], tables[-1]
+        self._rotary = [t.to(self.real).contiguous() for t in (*near, *far)]
+        self._decoder.rotary_dim = self._rotary[0].shape[-1]
+        pointers = [t.data_ptr() for t in self._rotary]
+        self._decoder.cosines[:] = pointers[0::2]
+        self._decoder.sines[:] = pointers[1::2]
+
+    def use_memory(self, pools: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Keys and values [num_slots, num_kv_heads, head_dim] of every layer."""
+        for layer, (keys, values) in zip(self._layers, pools, strict=True):
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+
+    def forward(self, rows: PassRows, aux_layers: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+        """Compute the rows, leaving their KV in the memory in use.
+
+        Returns:
+            Logits [num_logits, vocab_size], and the wanted hidden states [num_rows, hidden_size] by the index that
+            transformers counts them with.
+        """
+        num_rows, num_logits = len(rows.tokens), len(rows.logit_rows)
+        out = torch.empty(num_logits, self.head.width, dtype=self.real)
+        aux = {i: torch.empty(num_rows, self.shape.hidden_size, dtype=self.real) for i in aux_layers}
+        states = self._states(aux)
+        call = _Pass(
+            num_rows,
+            len(rows.start),
+            num_logits,
+            rows.block_size,
+            *(getattr(rows, name).ctypes.data for name in _ARRAYS),
+            rows.logit_rows.ctypes.data,
+            out.data_ptr(),
+            ctypes.addressof(states) if states else None,
+        )
+        threads = _I64(self._library.use_threads())
+        decoder, passed = ctypes.byref(self._decoder), ctypes.byref(call)
+        needed = self._scratch_size(decoder, passed, threads)
+        if needed > len(self._scratch):
+            self._scratch = torch.empty(needed, dtype=self.real)
+        call.scratch = self._scratch.data_ptr()
+        self._decode(decoder, passed, threads)
+        return out[:, : self.head.out_features], aux
+
+    def _states(self, aux: dict[int, Tensor]) -> Any:
+        """Where to put the hidden states of each layer; None where none are wanted."""
+        count = len(self._layers) + 1
+        return (_POINTER * count)(*(aux[i].data_ptr() if i in aux else None for i in range(count))) if aux else None
+
+    def _layer(self, layer: DecoderLayer) -> _Layer:
+        return _Layer(
+            self._vector(layer.attention_norm),
+            self._vector(layer.mlp_norm),
+            self._vector(layer.query_norm),
+            self._vector(layer.key_norm),
+            layer.qkv.struct,
+            layer.out.struct,
+            layer.gate.struct,
+            layer.up.struct,
+            layer.down.struct,
+            None,
+            None,
+            layer.window,
+            layer.chunk,
+        )
+
+    def _vector(self, values: Tensor | None) -> int | None:
+        if values is None:
+            return None
+        self._vectors.append(values.detach().to(self.real).contiguous())
+        return self._vectors[-1].data_ptr()

@@ -1,0 +1,117 @@
+"""The compiled kernels: found, matched to this processor, and given PyTorch's own threads.
+
+The library is plain C, compiled when the package is built (hatch_build.py); where there was no compiler it is missing, and
+everything works with stock operators. OUTRIDER_KERNELS chooses by hand, for tests and to rule a fault out: "off", or one of
+the instruction sets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+FILE = Path(__file__).parent / "native" / "kernels.so"
+#: Names of the instruction sets, best last, and the bytes of their vectors.
+INSTRUCTION_SETS = {"generic": 16, "avx2": 32, "avx512": 64}
+_REALS = {torch.float32: "f32", torch.float64: "f64"}
+
+
+class KernelLibrary:
+    """The kernels for one instruction set.
+
+    Args:
+        library: The shared library.
+        instruction_set: One this processor runs.
+    """
+
+    def __init__(self, library: ctypes.CDLL, instruction_set: str) -> None:
+        self._library = library
+        self.instruction_set = instruction_set
+
+    def function(self, name: str, real: torch.dtype, restype: Any = None) -> Any:
+        """A kernel for activations of dtype `real`."""
+        found = self._library[f"{name}_{_REALS[real]}_{self.instruction_set}"]
+        found.restype = restype
+        return found
+
+    def panel(self, real: torch.dtype) -> int:
+        """Output columns that packed weights keep together."""
+        return 2 * INSTRUCTION_SETS[self.instruction_set] // real.itemsize
+
+    def use_threads(self) -> int:
+        """Run kernels on as many of PyTorch's threads as PyTorch uses now; returns how many."""
+        entries, count = _openmp_entries(), torch.get_num_threads()
+        self._library.outrider_use_threads(*entries, ctypes.c_int64(count))
+        return count if entries[0] else 1
+
+
+@cache
+def available_sets() -> tuple[str, ...]:
+    """Instruction sets that this processor runs and kernels are compiled for, best last; empty without kernels."""
+    library = _open()
+    if library is None:
+        return ()
+    library.outrider_instruction_sets.restype = ctypes.c_int64
+    mask = library.outrider_instruction_sets()
+    return tuple(name for bit, name in enumerate(INSTRUCTION_SETS) if mask >> bit & 1)
+
+
+def kernel_library() -> KernelLibrary | None:
+    """The kernels to use here; None where there are none."""
+    wish = os.environ.get("OUTRIDER_KERNELS", "")
+    if wish == "off":
+        return None
+    sets = available_sets()
+    if wish and wish not in sets:
+        logger.warning("OUTRIDER_KERNELS=%s: this machine has %s; using the best of them", wish, ", ".join(sets) or "none")
+        wish = ""
+    return _kernels(wish or sets[-1]) if sets else None
+
+
+@cache
+def _kernels(instruction_set: str) -> KernelLibrary:
+    library = _open()
+    assert library is not None, "its instruction sets were listed"
+    return KernelLibrary(library, instruction_set)
+
+
+@cache
+def _open() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(FILE))
+    except OSError:
+        return None
+
+
+@cache
+def _openmp_entries() -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
+    """Entry points of the OpenMP runtime that PyTorch runs on, nulls where it cannot be told which that is."""
+    for path in _loaded_runtimes():
+        try:
+            runtime = ctypes.CDLL(path)
+            names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+            first, second, third = (ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in names)
+        except (OSError, AttributeError):
+            continue
+        return first, second, third
+    logger.warning("PyTorch's threads were not found: kernels run on one thread")
+    return ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+
+
+def _loaded_runtimes() -> list[str]:
+    """OpenMP runtimes in this process, PyTorch's own first."""
+    try:
+        lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line or "libiomp" in line or "libomp" in line}
+    home = str(Path(torch.__file__).parent)
+    return sorted(paths, key=lambda path: (not path.startswith(home), path))

@@ -1,0 +1,20 @@
+/* All kernels for one instruction set, in float and in double. */
+#include "simd.h"
+#include "team.h"
+
+#define REAL float
+#define REAL_IS_DOUBLE 0
+#define REAL_NAME f32
+#include "linear.inc"
+#include "attention.inc"
+#include "decoder.inc"
+#include "sampling.inc"
+#include "undefine.inc"
+
+#define REAL double
+#define REAL_IS_DOUBLE 1
+#define REAL_NAME f64
+#include "linear.inc"
+#include "attention.inc"
+#include "decoder.inc"
+#include "sampling.inc"

@@ -1,0 +1,65 @@
+/* Vectors of one width per instruction set, and the few operations the kernels need on them.
+ *
+ * Every source that includes this is compiled once for each instruction set with its own flags (see hatch_build.py), and the
+ * right one is chosen at run time. The code is written in the compilers' generic vector types, so that a path differs from
+ * another in the width of its vectors and in nothing else.
+ */
+#ifndef OUTRIDER_SIMD_H
+#define OUTRIDER_SIMD_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define ISA avx512
+#define VECTOR_BYTES 64
+#define TILE_ROWS 12 /* rows whose accumulators fit in the registers beside a panel of weights */
+#elif defined(__AVX2__)
+#define ISA avx2
+#define VECTOR_BYTES 32
+#define TILE_ROWS 6
+#else
+#define ISA generic
+#define VECTOR_BYTES 16
+#define TILE_ROWS 4
+#endif
+
+#define JOIN3_(a, b, c) a##_##b##_##c
+#define JOIN3(a, b, c) JOIN3_(a, b, c)
+/* NAME(pack) is pack_f32_avx2 where REAL_NAME is f32. */
+#define NAME(base) JOIN3(base, REAL_NAME, ISA)
+
+#define INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+enum { WEIGHTS_REAL = 0, WEIGHTS_BF16 = 1, WEIGHTS_INT8 = 2 };
+#define DIGIT_BITS 11 /* of a radix selection */
+#define DIGITS (1 << DIGIT_BITS)
+
+enum { GATE_SILU = 0, GATE_GELU_TANH = 1 };
+
+INLINE uint16_t bf16_from_float(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 64u); /* stays not a number */
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);               /* to nearest, ties to even */
+}
+
+INLINE float float_from_bf16(uint16_t value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float result;
+    memcpy(&result, &bits, 4);
+    return result;
+}
+
+#endif

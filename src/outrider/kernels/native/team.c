@@ -1,0 +1,59 @@
+#include "team.h"
+
+#include <sched.h>
+#include <stddef.h>
+
+typedef void (*parallel_function)(void (*)(void *), void *, unsigned, unsigned);
+typedef int (*count_function)(void);
+
+static parallel_function parallel;
+static count_function thread_number, thread_count;
+static unsigned wanted = 1;
+static _Thread_local int in_team;
+
+/* Entry points of an OpenMP runtime, and how many threads to ask for; null for none, and then there is one thread. */
+void outrider_use_threads(void *parallel_entry, void *number_entry, void *count_entry, int64_t threads) {
+    parallel = (parallel_function)parallel_entry;
+    thread_number = (count_function)number_entry;
+    thread_count = (count_function)count_entry;
+    wanted = threads < 1 ? 1 : (unsigned)threads;
+}
+
+typedef struct {
+    void (*body)(void *);
+    void *argument;
+} job;
+
+static void enter(void *argument) {
+    const job *work = argument;
+    in_team = 1;
+    work->body(work->argument);
+    in_team = 0;
+}
+
+void team_run(void (*body)(void *), void *argument) {
+    job work = {body, argument};
+    if (parallel == NULL || wanted == 1) body(argument);
+    else parallel(enter, &work, wanted, 0);
+}
+
+int team_thread(void) { return in_team ? thread_number() : 0; }
+
+int team_size(void) { return in_team ? thread_count() : 1; }
+
+void team_wait(team_barrier *barrier, int32_t *sense) {
+    const int size = team_size();
+    if (size == 1) return;
+    const int32_t turn = *sense = !*sense;
+    if (__atomic_add_fetch(&barrier->waiting, 1, __ATOMIC_ACQ_REL) == size) {
+        barrier->waiting = 0;
+        __atomic_store_n(&barrier->sense, turn, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int spins = 0; __atomic_load_n(&barrier->sense, __ATOMIC_ACQUIRE) != turn; spins++) {
+        if (spins > 20000) sched_yield(); /* the one we wait for may need this core */
+#if defined(__x86_64__)
+        else __builtin_ia32_pause();
+#endif
+    }
+}

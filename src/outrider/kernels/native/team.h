@@ -1,0 +1,18 @@
+/* The threads that kernels run on: those of the OpenMP runtime that PyTorch has loaded already, never a pool of our own, whose
+ * threads would spin against PyTorch's. The runtime's entry points are handed over at load. */
+#ifndef OUTRIDER_TEAM_H
+#define OUTRIDER_TEAM_H
+
+#include <stdint.h>
+
+void team_run(void (*body)(void *), void *argument);
+int team_thread(void);
+int team_size(void);
+
+/* Waits for the whole team. `sense` is the thread's own, zero at first. */
+typedef struct {
+    volatile int32_t waiting, sense;
+} team_barrier;
+void team_wait(team_barrier *barrier, int32_t *sense);
+
+#endif

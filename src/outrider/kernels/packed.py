@@ -1,0 +1,112 @@
+"""Weights packed for the few-row kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.library import KernelLibrary
+from outrider.kernels.weights import StoredWeight
+
+
+class WeightKind(IntEnum):
+    """How packed weights are stored; the kernels' own numbers."""
+
+    REAL = 0
+    BF16 = 1
+    INT8 = 2
+
+
+class LinearStruct(ctypes.Structure):
+    """The kernels' view of packed weights."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("data", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    ]
+
+
+class PackedWeights:
+    """A weight matrix [out_features, in_features] in the kernels' order.
+
+    Args:
+        library: Kernels of this processor.
+        stored: [out_features, in_features] in float32, float64, bfloat16, or in int8 with a scale a row.
+        bias: [out_features] or None.
+
+    Attributes:
+        real: Dtype the products are computed in: float64 for float64 weights, else float32.
+        width: out_features rounded up to whole panels: the width of what the kernels write.
+        data: The panels, as bytes.
+        scale, bias: [width] of dtype `real`, or None.
+    """
+
+    def __init__(self, library: KernelLibrary, stored: StoredWeight, bias: Tensor | None = None) -> None:
+        weight = stored.data
+        self.out_features, self.in_features = weight.shape
+        self.real = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self.kind = kind_of(weight.dtype)
+        panel = library.panel(self.real)
+        self.width = -(-self.out_features // panel) * panel
+        self.data = _packed(library, weight.contiguous(), self.real, self.kind)
+        self.scale, self.bias = self._column(stored.scale), self._column(bias)
+        self.struct = LinearStruct(
+            self.kind,
+            self.out_features,
+            self.in_features,
+            self.data.data_ptr(),
+            _address(self.scale),
+            _address(self.bias),
+        )
+        self._library = library
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads."""
+        return self.data.nbytes
+
+    def unpacked(self) -> StoredWeight:
+        """The weights as they came."""
+        dtype = {WeightKind.BF16: torch.bfloat16, WeightKind.INT8: torch.int8}.get(self.kind, self.real)
+        panels = self.data.view(dtype).view(-1, self.in_features, self._library.panel(self.real))
+        if self.kind == WeightKind.BF16:  # columns i and i + half lie side by side
+            panels = panels.view(*panels.shape[:2], -1, 2).transpose(-1, -2).flatten(-2)
+        data = panels.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features].contiguous()
+        return StoredWeight(data, None if self.scale is None else self.scale[: self.out_features].clone())
+
+    def _column(self, values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        return torch.nn.functional.pad(values.to(self.real), (0, self.width - self.out_features)).contiguous()
+
+
+def kind_of(dtype: torch.dtype) -> WeightKind:
+    """How the kernels store weights of this dtype. Raises KeyError for one they do not know."""
+    kinds = {
+        torch.float32: WeightKind.REAL,
+        torch.float64: WeightKind.REAL,
+        torch.bfloat16: WeightKind.BF16,
+        torch.int8: WeightKind.INT8,
+    }
+    return kinds[dtype]
+
+
+def _packed(library: KernelLibrary, weight: Tensor, real: torch.dtype, kind: WeightKind) -> Tensor:
+    sizes = [ctypes.c_int64(value) for value in (kind, *weight.shape)]
+    source = ctypes.c_void_p(weight.data_ptr())
+    num_bytes = library.function("packed_bytes", real, ctypes.c_int64)(*sizes)
+    data = torch.empty(num_bytes + 64, dtype=torch.uint8)  # kernels look ahead a little, never past this
+    data = data[-data.data_ptr() % 64 :][:num_bytes]
+    library.function("pack", real)(sizes[0], source, *sizes[1:], ctypes.c_void_p(data.data_ptr()))
+    return data
+
+
+def _address(values: Tensor | None) -> int | None:
+    return None if values is None else values.data_ptr()

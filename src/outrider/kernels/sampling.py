@@ -1,0 +1,143 @@
+"""Laws and draws over large vocabularies, by the compiled kernels: a row at a time, several rows at once, no sorting.
+
+Every function is for contiguous float32 or float64 tensors on a CPU; `usable` tells. Their stock counterparts, which they
+equal up to rounding, are in `outrider.verify`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.kernels.library import KernelLibrary, kernel_library
+
+_I64, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+class _Laws(ctypes.Structure):
+    _fields_ = [
+        ("rows", _I64),
+        ("size", _I64),
+        ("logits", _POINTER),
+        ("stride", _I64),
+        *((name, _POINTER) for name in ("temperature", "top_k", "top_p", "min_p", "probs", "scratch", "histograms")),
+    ]
+
+
+class _Draws(ctypes.Structure):
+    _fields_ = [
+        ("rows", _I64),
+        ("size", _I64),
+        ("probs", _POINTER),
+        ("stride", _I64),
+        ("noise", _POINTER),
+        ("tokens", _POINTER),
+    ]
+
+
+class _Debts(ctypes.Structure):
+    _fields_ = [
+        ("rows", _I64),
+        ("size", _I64),
+        *((name, _POINTER) for name in ("target", "draft", "weight", "mass", "law")),
+    ]
+
+
+def usable(*tensors: Tensor) -> bool:
+    """Whether the kernels are there and take these tensors [n, vocab_size]."""
+    return kernel_library() is not None and all(
+        t.device.type == "cpu" and t.dtype in (torch.float32, torch.float64) and t.dtype == tensors[0].dtype
+        for t in tensors
+    )
+
+
+def target_probs(
+    logits: Tensor,  # [n, vocab_size]
+    temperature: Sequence[float],
+    top_k: Sequence[int],
+    top_p: Sequence[float],
+    min_p: Sequence[float],
+) -> Tensor:
+    """See `outrider.verify.logits.target_probs`; temperature 0 stands for a greedy row. [n, vocab_size]"""
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    num_rows, size = logits.shape
+    probs = torch.empty(num_rows, size, dtype=logits.dtype)
+    library = _library()
+    threads = library.use_threads()
+    scratch = torch.empty(threads, size, dtype=logits.dtype)
+    histogram_bytes = library.function("histogram_bytes", logits.dtype, _I64)()
+    histograms = torch.empty(threads, histogram_bytes, dtype=torch.uint8)
+    reals = np.array([temperature, top_p, min_p], np.float64)
+    counts = np.array(top_k, np.int64)
+    temperatures, nuclei, floors = (row.ctypes.data for row in reals)
+    call = _Laws(
+        num_rows,
+        size,
+        logits.data_ptr(),
+        logits.stride(0),
+        temperatures,
+        counts.ctypes.data,
+        nuclei,
+        floors,
+        probs.data_ptr(),
+        scratch.data_ptr(),
+        histograms.data_ptr(),
+    )
+    library.function("target_probs", logits.dtype)(ctypes.byref(call))
+    return probs
+
+
+def race(probs: Tensor, noise: np.ndarray) -> Tensor:
+    """Tokens [n] by Gumbel-max: who has the largest p / -log(u), u a token's own uniform under the bits [n] of `noise`."""
+    return _drawn("race", probs, noise)
+
+
+def invert(probs: Tensor, noise: np.ndarray) -> Tensor:
+    """Tokens [n] by inverting the cumulative law with one uniform, of the bits [n] of `noise`."""
+    return _drawn("invert", probs, noise)
+
+
+def owed_mass(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
+    """Sums [n] of (weight * target - draft)+ over rows [n, vocab_size]."""
+    mass = torch.empty(len(target), dtype=target.dtype)
+    _owed(target, draft, weight, mass, None)
+    return mass
+
+
+def owed_law(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
+    """(weight * target - draft)+ normalised, [n, vocab_size]; the target where that is empty."""
+    law = torch.empty(target.shape, dtype=target.dtype)
+    _owed(target, draft, weight, None, law)
+    return law
+
+
+def _drawn(name: str, probs: Tensor, noise: np.ndarray) -> Tensor:
+    probs = probs if probs.stride(-1) == 1 else probs.contiguous()
+    tokens = torch.empty(len(probs), dtype=torch.int64)
+    bits = np.ascontiguousarray(noise)
+    call = _Draws(*probs.shape, probs.data_ptr(), probs.stride(0), bits.ctypes.data, tokens.data_ptr())
+    _run(name, probs.dtype, call)
+    return tokens
+
+
+def _owed(target: Tensor, draft: Tensor, weight: Tensor, mass: Tensor | None, law: Tensor | None) -> None:
+    kept = [t.contiguous() for t in (target, draft, weight.to(target.dtype))]
+    results = [None if t is None else t.data_ptr() for t in (mass, law)]
+    _run("owed", target.dtype, _Debts(*target.shape, *(t.data_ptr() for t in kept), *results))
+
+
+def _run(name: str, real: torch.dtype, call: Any) -> None:
+    library = _library()
+    library.use_threads()
+    library.function(name, real)(ctypes.byref(call))
+
+
+def _library() -> KernelLibrary:
+    library = kernel_library()
+    assert library is not None, "callers ask `usable` first"
+    return library

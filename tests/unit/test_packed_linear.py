@@ -1,0 +1,170 @@
+"""The few-row kernels: every instruction set this machine runs, against float64, bit for bit the same in any company."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from outrider.kernels import library
+from outrider.kernels.library import available_sets, kernel_library
+from outrider.kernels.linear import PackedLinear, use_packed_linear, use_stock_linear
+from outrider.kernels.packed import PackedWeights
+from outrider.kernels.weights import StoredWeight, quantise_linears, stored_weight
+
+pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
+SHAPES = [(1, 1), (16, 8), (33, 48), (64, 65), (200, 31)]
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture(params=available_sets())
+def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("OUTRIDER_KERNELS", request.param)
+    return str(request.param)
+
+
+def layer(rows: int, cols: int, dtype: torch.dtype, *, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(rows * 1000 + cols)
+    return nn.Linear(cols, rows, bias=bias, dtype=dtype).requires_grad_(False)
+
+
+def packed(stock: nn.Linear) -> nn.Linear:
+    fast = copy.deepcopy(stock)
+    found = kernel_library()
+    assert found is not None
+    use_packed_linear(fast, found)
+    assert isinstance(fast, PackedLinear)
+    return fast
+
+
+def exact(stock: nn.Linear, rows: Tensor) -> Tensor:
+    bias = 0 if stock.bias is None else stock.bias.double()
+    return rows.double() @ stock.weight.double().t() + bias
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_product(instruction_set: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    stock = layer(*shape, dtype, bias=shape[0] % 2 == 0)
+    fast = packed(stock)
+    for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 25, 40):
+        rows = torch.randn(1, num_rows, shape[1]).to(dtype)
+        got = fast(rows)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), exact(stock, rows), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_bits_of_a_row_are_its_own(instruction_set: str, dtype: torch.dtype) -> None:
+    fast = packed(layer(200, 96, dtype))
+    rows = torch.randn(41, 96).to(dtype)
+    alone = torch.cat([fast(row[None]) for row in rows])
+    for count in range(1, 42):
+        assert torch.equal(fast(rows[:count]), alone[:count])
+        assert torch.equal(fast(rows[-count:]), alone[-count:])
+
+
+def test_bits_do_not_depend_on_the_number_of_threads(instruction_set: str) -> None:
+    fast, rows, threads = packed(layer(200, 96, torch.float32)), torch.randn(5, 96), torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            found.append(fast(rows))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_weights_come_back_as_they_went(instruction_set: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    data = (torch.randn(shape) * 40).to(dtype)
+    found = kernel_library()
+    assert found is not None
+    scale = torch.rand(shape[0]) if dtype == torch.int8 else None
+    back = PackedWeights(found, StoredWeight(data, scale)).unpacked()
+    assert torch.equal(back.data, data)
+    assert scale is None or torch.equal(back.scale, scale)  # type: ignore[arg-type]
+
+
+def test_undoing_restores_the_layer(instruction_set: str) -> None:
+    stock = layer(33, 48, torch.float32)
+    fast = packed(stock)
+    assert fast.weight.shape == stock.weight.shape
+    assert fast.weight.isnan().all(), "a weight that moved over must not be mistaken for one"
+    use_stock_linear(fast)
+    assert type(fast) is nn.Linear
+    assert torch.equal(fast.weight, stock.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_is_the_nearest_and_its_product_exact(instruction_set: str, dtype: torch.dtype) -> None:
+    stock = layer(50, 64, dtype)
+    quantised = copy.deepcopy(stock)
+    quantise_linears(quantised)
+    stored = stored_weight(quantised)
+    assert stored.data.dtype == torch.int8
+    assert stored.scale is not None
+    step = stored.scale[:, None] * 0.5
+    assert ((stored.data * stored.scale[:, None] - stock.weight.float()).abs() <= step * (1 + 1e-5)).all()
+    rows = torch.randn(9, 64).to(dtype)
+    want = rows.double() @ (stored.data.double() * stored.scale.double()[:, None]).t() + stock.bias.double()
+    torch.testing.assert_close(packed(quantised)(rows).double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_tied_embeddings_keep_their_weights() -> None:
+    embedding, head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+    head.weight = embedding.weight
+    model = nn.ModuleList([embedding, head]).requires_grad_(False)
+    found = kernel_library()
+    assert found is not None
+    before, rows = embedding.weight.clone(), torch.randn(3, 8)
+    want = head(rows)
+    use_packed_linear(model, found)
+    assert torch.equal(embedding.weight, before)
+    torch.testing.assert_close(head(rows), want)
+
+
+def test_torch_compile_sees_one_operator() -> None:
+    fast = packed(layer(33, 48, torch.float32))
+    rows = torch.randn(4, 48)
+    compiled = torch.compile(fast, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(rows), fast(rows))
+
+
+def test_other_devices_and_dtypes_keep_the_stock_layer() -> None:
+    found = kernel_library()
+    assert found is not None
+    for stock in (nn.Linear(4, 4, dtype=torch.float16), nn.Linear(4, 4, device="meta")):
+        use_packed_linear(stock, found)
+        assert type(stock) is nn.Linear
+
+
+def test_off_and_unknown_sets(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("OUTRIDER_KERNELS", "off")
+    assert kernel_library() is None
+    monkeypatch.setenv("OUTRIDER_KERNELS", "mmx")
+    found = kernel_library()
+    assert found is not None
+    assert found.instruction_set == available_sets()[-1]
+    assert "mmx" in caplog.text
+
+
+def test_a_missing_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_open", lambda: None)
+    available_sets.cache_clear()
+    try:
+        assert available_sets() == ()
+        assert kernel_library() is None
+    finally:
+        available_sets.cache_clear()
+
+
+def test_threads_are_torchs_own() -> None:
+    found = kernel_library()
+    assert found is not None
+    assert found.use_threads() == torch.get_num_threads()
+    assert library._openmp_entries()[0].value, "PyTorch's OpenMP runtime was not found"

@@ -1,0 +1,111 @@
+"""The compiled laws and draws are the stock ones: same sets, same ties, same tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.kernels.library import available_sets
+from outrider.params import SamplingParams
+from outrider.verify import noise
+from outrider.verify.logits import target_probs
+from outrider.verify.rules import block_acceptance, residual
+
+pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
+SETS = available_sets()
+
+
+def with_kernels(instruction_set: str, function, *arguments):  # type: ignore[no-untyped-def]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTRIDER_KERNELS", instruction_set)
+        return function(*arguments)
+
+
+def assert_same_law(logits: Tensor, rows: list[SamplingParams]) -> None:
+    want = with_kernels("off", target_probs, logits, rows)
+    for name in SETS:
+        got = with_kernels(name, target_probs, logits, rows)
+        assert torch.equal(got > 0, want > 0), name
+        tolerance = 1e-14 if logits.dtype == torch.float64 else 2e-6
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@st.composite
+def params(draw: st.DrawFn) -> SamplingParams:
+    return SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 1.7])),
+        top_k=draw(st.sampled_from([0, 1, 3, 20])),
+        top_p=draw(st.sampled_from([1.0, 0.999, 0.9, 0.4, 0.01])),
+        min_p=draw(st.sampled_from([0.0, 0.02, 0.3])),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    rows=st.lists(params(), min_size=1, max_size=5),
+    size=st.sampled_from([1, 2, 7, 16, 61, 300]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_laws_are_the_stock_ones(seed: int, rows: list[SamplingParams], size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(rows), size, generator=generator, dtype=dtype) * 3
+    logits[torch.rand(logits.shape, generator=generator) < 0.1] = float("-inf")
+    logits[:, 0] = 0.5
+    assert_same_law(logits, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ties_at_the_edges(dtype: torch.dtype) -> None:
+    level = torch.zeros(1, 8, dtype=dtype)
+    for top_p in (0.1, 0.125, 0.3, 0.5, 0.51, 0.99):
+        assert_same_law(level, [SamplingParams(top_p=top_p)])
+    assert_same_law(torch.tensor([[1.0, 2, 2, 2, 0, 2]], dtype=dtype), [SamplingParams(top_k=2)])
+    for zero in (0.0, -0.0):
+        assert_same_law(torch.tensor([[zero, -zero, zero, -1]], dtype=dtype), [SamplingParams(top_k=1)])
+
+
+def test_a_flat_law_over_a_large_vocabulary() -> None:
+    logits = torch.randn(2, 50_000) * 1e-4
+    want = with_kernels("off", target_probs, logits, [SamplingParams(top_p=0.95)] * 2)
+    for name in SETS:
+        got = with_kernels(name, target_probs, logits, [SamplingParams(top_p=0.95)] * 2)
+        # Where thousands of entries differ by a rounding, sums in another order may end a few tokens apart.
+        assert ((got > 0) != (want > 0)).sum() <= 20
+        torch.testing.assert_close(got.sum(-1), torch.ones(2), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 3, 64, 65, 1000])
+def test_draws_are_the_stock_ones(size: int, dtype: torch.dtype) -> None:
+    probs = (torch.randn(200, size, dtype=dtype) * 4).softmax(-1)
+    probs[:, ::3] = 0
+    probs[:, -1] += 1e-3
+    bits = torch.from_numpy(noise.mix_fields(torch.arange(1000).view(200, 5).numpy().astype("uint64")))
+    for draw in (noise.gumbel_max, noise.invert_cdf):
+        want = with_kernels("off", draw, probs, bits)
+        for name in SETS:
+            got = with_kernels(name, draw, probs, bits)
+            assert torch.equal(got, want)
+            assert (probs.gather(-1, got[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_debts_are_the_stock_ones(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    for size in (3, 16, 601):
+        p, q = (torch.randn(2, n, size, dtype=dtype).mul(3).softmax(-1) for n in (4, 3))
+        q[0, 1] = p[0, 1]  # a debt of nothing
+        x = torch.randint(size, (2, 3))
+        want = with_kernels("off", block_acceptance, p, q, x)
+        laws = with_kernels("off", residual, p[:, 1], q[:, 1], want[1][:, 1])
+        for name in SETS:
+            got = with_kernels(name, block_acceptance, p, q, x)
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                with_kernels(name, residual, p[:, 1], q[:, 1], want[1][:, 1]), laws, rtol=1e-5, atol=1e-6
+            )
