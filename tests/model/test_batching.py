@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.engine.sequence import Request
+from outrider.model.context import ForwardContext
 from outrider.prove.cache_truth import CacheAudit
 from tests.model import checkpoints
 

@@ -70,8 +70,8 @@ def residual(target_law: Tensor, draft_law: Tensor, weight: Tensor) -> Tensor:
 def owed_mass(target_law: Tensor, draft_law: Tensor, weight: Tensor) -> Tensor:
     """Sums [...] of (weight * p - q)+ over laws [..., v]."""
     if sampling.usable(target_law, draft_law):
-        flat = (t.reshape(-1, t.shape[-1]) for t in (target_law, draft_law))
-        return sampling.owed_mass(*flat, weight.reshape(-1)).view(weight.shape)
+        p, q = (t.reshape(-1, t.shape[-1]) for t in (target_law, draft_law))
+        return sampling.owed_mass(p, q, weight.reshape(-1)).view(weight.shape)
     return (weight[..., None] * target_law - draft_law).clamp(min=0.0).sum(-1)
 
 

@@ -1,0 +1,153 @@
+"""The fused decoder is the stock one: families, trees, chunks, windows, hidden states; and bits of a row are its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from outrider import LLM, SamplingParams
+from outrider.cache.blocks import BlockManager
+from outrider.config import CacheConfig, ModelConfig
+from outrider.kernels.library import available_sets
+from outrider.model.attention.fused import FAMILIES
+from outrider.model.batch import Segment
+from outrider.model.capabilities import make_runner, reference
+from outrider.model.loader import load_model
+from outrider.model.runner import ModelRunner
+from outrider.prove.tiny import raise_norms
+from tests.model import checkpoints
+
+pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
+NAMES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "longrope")
+TEXT = [(5 * i * i + 3 * i + 1) % checkpoints.VOCAB_SIZE for i in range(45)]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder: Path = tmp_path_factory.mktemp("fused")
+    return {name: checkpoints.save(name, folder / name, seed=3) for name in NAMES}
+
+
+@pytest.fixture(params=available_sets())
+def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("OUTRIDER_KERNELS", request.param)
+    return str(request.param)
+
+
+def runner_of(path: str, dtype: str, backend: str = "fused") -> ModelRunner:
+    return make_runner(load_model(ModelConfig(model=path, dtype=dtype)), backend, CacheConfig(block_size=4), 4)
+
+
+@torch.inference_mode()
+def stock(path: str, text: list[int]) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa").eval()
+    raise_norms(model)
+    return model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
+
+
+def test_every_family_is_tested() -> None:
+    assert set(NAMES) >= FAMILIES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_hidden_states_are_the_stock_ones(paths: dict[str, str], name: str, instruction_set: str) -> None:
+    runner = runner_of(paths[name], "float64")
+    want = stock(paths[name], TEXT)
+    table = runner.blocks.allocate(12)
+    layers = (0, 1, 3, 4)
+    long = runner.loaded.uses_long_rope(len(TEXT))
+    out = runner.forward([Segment(TEXT, 0, table, long_rope=long)], layers)
+    torch.testing.assert_close(out.logits, want.logits[0], rtol=1e-10, atol=1e-10)
+    for layer in layers:
+        torch.testing.assert_close(out.aux_hidden_states[layer], want.hidden_states[layer][0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_narrow_types_stay_close(paths: dict[str, str], dtype: str, instruction_set: str) -> None:
+    runner = runner_of(paths["llama"], dtype)
+    table = runner.blocks.allocate(12)
+    got, want = runner.forward([Segment(TEXT, 0, table)]).logits, stock(paths["llama"], TEXT).logits[0]
+    error = (got - want).abs().max() / want.abs().max()
+    assert error < (1e-5 if dtype == "float32" else 3e-2)
+
+
+def in_pieces(runner: ModelRunner, cuts: list[int], beside: bool) -> Tensor:
+    """Logits of the text computed chunk by chunk, in blocks that lie anywhere, alone or with neighbours."""
+    runner.blocks = BlockManager(64, 4)
+    spare = runner.blocks.allocate(5)
+    table = runner.blocks.allocate(12)[::-1]
+    found, start = [], 0
+    for end in [*cuts, len(TEXT)]:
+        segments = [Segment(TEXT[start:end], start, table)]
+        if beside:
+            segments = [Segment(TEXT[3:12], 0, spare), *segments, Segment(TEXT[7:10], 0, spare[3:])]
+        out = runner.forward(segments)
+        first, last = out.logits_spans[int(beside)]
+        found.append(out.logits[first:last])
+        start = end
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
+def test_bits_do_not_depend_on_the_chunk_or_the_batch(
+    paths: dict[str, str], name: str, dtype: str, instruction_set: str
+) -> None:
+    runner = runner_of(paths[name], dtype)
+    whole = in_pieces(runner, [], beside=False)
+    for cuts in ([1], [20, 21, 22, 29], list(range(1, 45))):
+        for beside in (False, True):
+            assert torch.equal(in_pieces(runner, cuts, beside=beside), whole)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_tree_computes_the_bits_of_its_paths(paths: dict[str, str], name: str, instruction_set: str) -> None:
+    runner = runner_of(paths[name], "bfloat16")
+    whole = in_pieces(runner, [], beside=False)
+    runner.blocks = BlockManager(64, 4)
+    table = runner.blocks.allocate(12)
+    runner.forward([Segment(TEXT[:20], 0, table)])
+    tokens = [TEXT[20], 9, TEXT[21], 4, TEXT[22], 8, TEXT[23]]
+    parents = (-1, 0, 0, 2, 2, 1, 4)
+    logits = runner.forward([Segment(tokens, 20, table, parents)]).logits
+    assert torch.equal(logits[[0, 2, 4, 6]], whole[20:24])
+    assert not torch.equal(logits[3], whole[22])
+
+
+def test_without_kernels_the_paged_backend_serves(paths: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = LLM(paths["llama"], dtype="float64")
+    assert fast.engine.runner.backend.name == "fused"
+    monkeypatch.setenv("OUTRIDER_KERNELS", "off")
+    slow = LLM(paths["llama"], dtype="float64")
+    assert slow.engine.runner.backend.name == "paged"
+    prompts, params = [TEXT[:7], TEXT[:20]], SamplingParams(seed=5, max_tokens=30)
+    texts = [[o.token_ids for o in llm.generate(prompts, params)] for llm in (fast, slow)]
+    assert texts[0] == texts[1]
+
+
+def test_a_model_that_only_looks_alike_is_left_to_others(paths: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(ModelConfig(model=paths["llama"], dtype="float32"))
+    before = reference(loaded)
+    layer = loaded.model.model.layers[1]
+    forward = layer.mlp.forward
+    layer.mlp.forward = lambda x: forward(x) * 1.5  # what the kernels know nothing of
+    want = reference(loaded)
+    assert not torch.allclose(before, want, rtol=1e-2)
+    runner = make_runner(loaded, "auto", CacheConfig(), 2)
+    assert runner.backend.name == "paged"
+    table = runner.blocks.allocate(1)
+    tokens = [(7 * i + 3) % checkpoints.VOCAB_SIZE for i in range(12)]
+    torch.testing.assert_close(runner.forward([Segment(tokens, 0, table)]).logits, want, rtol=1e-3, atol=1e-3)
+
+
+def test_weights_lie_in_memory_once(paths: dict[str, str]) -> None:
+    runner = runner_of(paths["llama"], "float32")
+    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in runner.loaded.model.parameters()}
+    embeddings = runner.loaded.model.model.embed_tokens.weight
+    norms = [p for name, p in runner.loaded.model.named_parameters() if "norm" in name]
+    assert sum(held.values()) <= embeddings.nbytes + sum(p.nbytes for p in norms) + 64 * 40
