@@ -18,6 +18,8 @@ from outrider.errors import NoiseReuseError
 from outrider.verify import noise
 from outrider.verify.noise import Key, KeyedNoise, Stream, gumbel_max, invert_cdf, key_bits, mix_fields, uniform
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 SURE = 1e-6  # chance that a chi-square test of the right law fails; seeds are fixed, so it fails always or never
 EXTREMES = torch.tensor([0, -1, 2**63 - 1, -(2**63), 1, 2**12 - 1, 2**12, -(2**12), 2**62])
 MASK = 2**64 - 1

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from outrider.verify.rules import block_acceptance, residual, token_acceptance
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 
 def law(*rows: list[float]) -> Tensor:
     """[1, len(rows), v]"""

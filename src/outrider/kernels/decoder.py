@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -79,32 +80,32 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class PassRows:
-    """Rows of one pass, as arrays.
+    """Rows of one pass, as plain lists: most passes have few.
 
     Attributes:
-        tokens, positions, slots: [num_rows] int64
-        long_rows: [num_rows] uint8, whether the second set of rotary tables is theirs.
-        first: [num_segments + 1] int64, first row of each sequence.
-        start: [num_segments] int64, tokens before its rows.
-        tables: int32, block tables one after another.
-        table_at: [num_segments] int64, where each begins.
+        tokens, positions, slots: [num_rows]
+        long_rows: [num_rows], whether the second set of rotary tables is theirs.
+        first: [num_segments + 1], first row of each sequence.
+        start: [num_segments], tokens before its rows.
+        tables: Block tables one after another.
+        table_at: [num_segments], where each begins.
+        ancestry_at: [num_segments], where each tree's begins; -1 for a chain.
+        logit_rows: [num_logits]
         ancestry: uint8, who sees whom in each tree, matrices one after another.
-        ancestry_at: [num_segments] int64, where each begins; -1 for a chain.
-        logit_rows: [num_logits] int64
         block_size: Tokens a block.
     """
 
-    tokens: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    long_rows: np.ndarray
-    first: np.ndarray
-    start: np.ndarray
-    tables: np.ndarray
-    table_at: np.ndarray
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    long_rows: list[int]
+    first: list[int]
+    start: list[int]
+    tables: list[int]
+    table_at: list[int]
+    ancestry_at: list[int]
+    logit_rows: list[int]
     ancestry: np.ndarray
-    ancestry_at: np.ndarray
-    logit_rows: np.ndarray
     block_size: int
 
 
@@ -141,14 +142,16 @@ class _Decoder(ctypes.Structure):
     ]
 
 
-_ARRAYS = ("tokens", "positions", "slots", "long_rows", "first", "start", "tables", "table_at", "ancestry_at", "ancestry")
+_LISTS = (
+    "tokens", "positions", "slots", "long_rows", "first", "start", "tables", "table_at", "ancestry_at", "logit_rows",
+)  # fmt: skip
 
 
 class _Pass(ctypes.Structure):
     _fields_ = [
         *((name, _I64) for name in ("rows", "segments", "logits", "block_size")),
-        *((name, _POINTER) for name in _ARRAYS),
-        ("logit_rows", _POINTER),
+        *((name, _POINTER) for name in _LISTS),
+        ("ancestry", _POINTER),
         ("out", _POINTER),
         ("states", _POINTER),
         ("scratch", _POINTER),
@@ -237,13 +240,18 @@ class DecoderKernel:
         out = torch.empty(num_logits, self.head.width, dtype=self.real)
         aux = {i: torch.empty(num_rows, self.shape.hidden_size, dtype=self.real) for i in aux_layers}
         states = self._states(aux)
+        lists = [getattr(rows, name) for name in _LISTS]
+        numbers = np.array(list(chain.from_iterable(lists)), np.int64)  # one array for all of them
+        begins = accumulate((len(values) for values in lists[:-1]), initial=0)
+        base = numbers.ctypes.data
+        addresses = (base + 8 * begin for begin in begins)
         call = _Pass(
             num_rows,
             len(rows.start),
             num_logits,
             rows.block_size,
-            *(getattr(rows, name).ctypes.data for name in _ARRAYS),
-            rows.logit_rows.ctypes.data,
+            *addresses,
+            rows.ancestry.ctypes.data,
             out.data_ptr(),
             ctypes.addressof(states) if states else None,
         )

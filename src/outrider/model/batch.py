@@ -73,7 +73,7 @@ class Segment:
 class RaggedBatch:
     """Segments laid end to end, with the index arrays a pass needs. No row is padding.
 
-    Arrays stay on the host; tensors are made of them, on the device, when a backend asks.
+    Arrays are made when a backend asks for them, on the host, and tensors of them on the device.
 
     Attributes:
         segments: In row order.
@@ -81,10 +81,6 @@ class RaggedBatch:
         num_rows: Of all segments.
         row_spans: (first, end) row of each segment.
         logits_spans: (first, end) of each segment within logits_rows.
-        tokens: [num_rows] int64
-        positions: [num_rows] int64
-        row_slots: [num_rows] int64, pool slot that each row's KV goes to.
-        wanted: [num_logits] int64, rows whose logits are wanted.
     """
 
     def __init__(self, segments: Sequence[Segment], block_size: int, device: torch.device) -> None:
@@ -96,10 +92,24 @@ class RaggedBatch:
         self.row_spans = list(zip([0, *ends[:-1]], ends, strict=True))
         logit_ends = list(accumulate(s.num_rows - s.logits_from for s in self.segments))
         self.logits_spans = list(zip([0, *logit_ends[:-1]], logit_ends, strict=True))
-        self.tokens = np.concatenate([np.asarray(s.token_ids, np.int64) for s in self.segments])
-        self.positions = np.concatenate([s.positions for s in self.segments])
-        self.row_slots = np.concatenate([s.row_slots(block_size) for s in self.segments])
-        self.wanted = np.concatenate(
+
+    @cached_property
+    def tokens(self) -> np.ndarray:  # [num_rows] int64
+        return np.concatenate([np.asarray(s.token_ids, np.int64) for s in self.segments])
+
+    @cached_property
+    def positions(self) -> np.ndarray:  # [num_rows] int64
+        return np.concatenate([s.positions for s in self.segments])
+
+    @cached_property
+    def row_slots(self) -> np.ndarray:
+        """[num_rows] int64, pool slot that each row's KV goes to."""
+        return np.concatenate([s.row_slots(self.block_size) for s in self.segments])
+
+    @cached_property
+    def wanted(self) -> np.ndarray:
+        """[num_logits] int64, rows whose logits are wanted."""
+        return np.concatenate(
             [np.arange(a + s.logits_from, b) for s, (a, b) in zip(self.segments, self.row_spans, strict=True)]
         )
 

@@ -320,10 +320,15 @@ def _draw_children(parents: list[tuple[_Growing, int]], probs: Tensor, noise: Dr
 
     A node has fewer where its law has no more tokens; which ones were drawn has no part in that.
     """
+    widths = [g.width(index) for g, index in parents]
     children: list[list[int]] = [[] for _ in parents]
+    if set(widths) == {1}:
+        places = [g.node(index).place * g.widths[g.depth] for g, index in parents]
+        sequences = [g.request.sequence for g, _ in parents]
+        return [[t] for t in noise.categorical(probs, sequences, [g.depth for g, _ in parents], places).tolist()]
     left = probs.clone()
-    for rank in range(max(g.width(index) for g, index in parents)):
-        wide = [i for i, (g, index) in enumerate(parents) if rank < g.width(index)]
+    for rank in range(max(widths)):
+        wide = [i for i, width in enumerate(widths) if rank < width]
         mass = left[wide].sum(-1).tolist()
         members = [i for i, m in zip(wide, mass, strict=True) if m > 0.0]
         if not members:

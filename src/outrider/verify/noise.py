@@ -114,6 +114,7 @@ class KeyedNoise:
 
 
 _GOLDEN = 0x9E3779B97F4A7C15
+_ALL = 2**64 - 1
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
@@ -123,17 +124,27 @@ def _signed(constant: int) -> int:
 
 def key_bits(keys: Sequence[Key]) -> np.ndarray:
     """64 well-mixed bits a key, as int64 [n]. GUESS keys get the bits of TARGET at the same position."""
-    rows = [
-        (k.seed, k.sample, Stream.TARGET, k.position, 0)
-        if k.stream is Stream.GUESS
-        else (k.seed, k.sample, k.stream, k.position, k.round + (k.branch << 32))
-        for k in keys
-    ]
-    return mix_fields(np.array(rows, dtype=np.uint64).reshape(len(keys), 5))
+    return np.array([_mix_key(key) for key in keys], np.uint64).view(np.int64)
+
+
+def _mix_key(k: Key) -> int:
+    """`mix_fields` of one key: a step has a few, and for so few array operations cost more than the work."""
+    if k.stream is Stream.GUESS:
+        fields = (k.seed, k.sample, int(Stream.TARGET), k.position, 0)
+    else:
+        fields = (k.seed, k.sample, int(k.stream), k.position, k.round + (k.branch << 32))
+    state = 0
+    for field in fields:
+        x = (state + field + _GOLDEN) & _ALL
+        x = ((x ^ (x >> 30)) * _MIX[0]) & _ALL
+        x = ((x ^ (x >> 27)) * _MIX[1]) & _ALL
+        state = x ^ (x >> 31)
+    return state
 
 
 def mix_fields(fields: np.ndarray) -> np.ndarray:
-    """64 well-mixed bits a row, int64 [n], from (seed, sample, stream, position, round and branch) as uint64 [n, 5]."""
+    """64 well-mixed bits a row, int64 [n], from (seed, sample, stream, position, round and branch) as uint64 [n, 5]; for
+    many rows at once."""
     state = np.zeros(len(fields), np.uint64)
     for column in fields.T:
         state = _mix_numpy(state + column + np.uint64(_GOLDEN))

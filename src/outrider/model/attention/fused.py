@@ -23,7 +23,7 @@ from outrider.kernels.packed import PackedWeights
 from outrider.kernels.weights import StoredWeight, empty_weight, restore_weight, stored_weight
 from outrider.model import hf
 from outrider.model.attention.base import AttentionBackend
-from outrider.model.batch import RaggedBatch
+from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import ForwardContext, LayerReach
 from outrider.model.loader import LoadedModel
 
@@ -67,7 +67,7 @@ class FusedDecoder(AttentionBackend):
         self, loaded: LoadedModel, context: ForwardContext, aux_layers: Sequence[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
         self._use_memory(context, loaded)
-        self._use_positions(int(context.batch.positions.max()) + 1)
+        self._use_positions(max(s.context_len for s in context.batch.segments))
         return self._kernel.forward(_rows(context.batch), aux_layers)
 
     def _use_memory(self, context: ForwardContext, loaded: LoadedModel) -> None:
@@ -232,26 +232,31 @@ def _layer(layer: Any, reach: LayerReach, config: Any, matrices: _Matrices) -> D
 
 
 def _rows(batch: RaggedBatch) -> PassRows:
-    segments = batch.segments
-    tables = [np.asarray(s.block_table, np.int32) for s in segments]
-    trees = [None if s.parents is None else s.ancestry.view(np.uint8).reshape(-1) for s in segments]
+    segments, size = batch.segments, batch.block_size
+    trees = [np.empty(0, bool) if s.parents is None else s.ancestry.reshape(-1) for s in segments]
+    table_at = list(accumulate((len(s.block_table) for s in segments), initial=0))[:-1]
+    tree_at = list(accumulate((len(tree) for tree in trees), initial=0))[:-1]
+    spans = zip(segments, batch.row_spans, strict=True)
     return PassRows(
-        tokens=batch.tokens,
-        positions=batch.positions,
-        slots=batch.row_slots,
-        long_rows=np.repeat(np.array([s.long_rope for s in segments], np.uint8), [s.num_rows for s in segments]),
-        first=np.array([0, *(end for _, end in batch.row_spans)], np.int64),
-        start=np.array([s.start for s in segments], np.int64),
-        tables=np.concatenate(tables),
-        table_at=_begins([len(t) for t in tables]),
-        ancestry=np.concatenate([t for t in trees if t is not None] or [np.empty(0, np.uint8)]),
-        ancestry_at=np.where([t is None for t in trees], -1, _begins([0 if t is None else len(t) for t in trees])).astype(
-            np.int64
-        ),
-        logit_rows=batch.wanted,
-        block_size=batch.block_size,
+        tokens=[token for s in segments for token in s.token_ids],
+        positions=[p for s in segments for p in _positions(s)],
+        slots=[s.block_table[p // size] * size + p % size for s in segments for p in range(s.start, s.context_len)],
+        long_rows=[int(s.long_rope) for s in segments for _ in s.token_ids],
+        first=[0, *(end for _, end in batch.row_spans)],
+        start=[s.start for s in segments],
+        tables=[block for s in segments for block in s.block_table],
+        table_at=table_at,
+        ancestry_at=[-1 if s.parents is None else at for s, at in zip(segments, tree_at, strict=True)],
+        logit_rows=[
+            row for s, (a, b) in zip(segments, batch.row_spans, strict=True) for row in range(a + s.logits_from, b)
+        ],
+        ancestry=np.concatenate(trees).view(np.uint8),
+        block_size=size,
     )
 
 
-def _begins(sizes: Sequence[int]) -> np.ndarray:
-    return np.array([0, *accumulate(sizes)][:-1], np.int64)
+def _positions(segment: Segment) -> Sequence[int]:
+    if segment.parents is None:
+        return range(segment.start, segment.context_len)
+    positions: list[int] = segment.positions.tolist()
+    return positions

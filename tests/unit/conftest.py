@@ -1,0 +1,14 @@
+"""Fixtures of the unit tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.kernels.library import available_sets
+
+
+@pytest.fixture(params=["off", *available_sets()])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test with stock operators and with the kernels of every instruction set that this machine has."""
+    monkeypatch.setenv("OUTRIDER_KERNELS", request.param)
+    return str(request.param)
