@@ -11,6 +11,7 @@ from outrider.validation import Frozen
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "fused", "paged", "gather"]
+QuantizationName = Literal["int8"]
 RuleName = Literal["auto", "walk", "token", "block", "coupled"]
 
 
@@ -30,7 +31,9 @@ class ModelConfig(Frozen):
         attention_backend: "fused" (our kernels: Llama-like decoders on CPUs), "paged" (most models), "gather" (portable)
             or "auto", which probes at load.
         max_model_len: Longest sequence, prompt and output together; None takes the checkpoint's context.
-        batch_invariant: Whether a token's bits must not depend on batch, chunk or draft; slow.
+        quantization: "int8" rounds the linear layers' weights at load (weight-only, a scale a row); None leaves them. The
+            model that is decoded losslessly is then the rounded one.
+        batch_invariant: Whether a token's bits must not depend on batch, chunk or draft.
     """
 
     model: str = Field(min_length=1, description="Use a local folder or a hub id.")
@@ -40,6 +43,7 @@ class ModelConfig(Frozen):
     trust_remote_code: bool = False
     attention_backend: AttentionName = Field("auto", description="Use auto, fused, paged or gather.")
     max_model_len: int | None = Field(None, ge=2, description="Use 2 tokens or more, or None.")
+    quantization: QuantizationName | None = Field(None, description="Use int8 or None.")
     batch_invariant: bool = False
 
     @model_validator(mode="after")

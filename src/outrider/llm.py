@@ -12,6 +12,7 @@ from outrider.config import (
     CacheConfig,
     DTypeName,
     ModelConfig,
+    QuantizationName,
     SchedulerConfig,
     SpeculationConfig,
 )
@@ -47,15 +48,16 @@ class LLM:
         device: A torch device; None takes CUDA where there is one.
         revision: Hub revision.
         trust_remote_code: Whether transformers may run code that the checkpoint brings.
-        attention_backend: "auto" probes; "paged" is fast, "gather" portable.
+        attention_backend: "auto" probes; "fused" is fastest, "paged" fast, "gather" portable.
         max_model_len: Longest sequence; None takes the checkpoint's context.
         max_num_seqs: Sequences that run at a time.
         max_num_batched_tokens: Rows in one target pass.
         block_size: Tokens a KV block.
         kv_cache_tokens: KV capacity in tokens; None sizes it from free memory.
         prefix_caching: Whether prompts that begin alike share KV.
-        batch_invariant: Same seed, same bits: with any proposer or none, in any batch, in any chunks. Every row is computed
-            alone, which is slow.
+        quantization: "int8" rounds linear layers' weights at load; what is lossless is then relative to the rounded model.
+        batch_invariant: Same seed, same bits: with any proposer or none, in any batch, in any chunks. Free where
+            our kernels run the model; elsewhere every row is computed alone, which is slow.
 
     Raises:
         InputError: A setting is unknown, out of range or contradicts another.
@@ -78,6 +80,7 @@ class LLM:
         block_size: int = 16,
         kv_cache_tokens: int | None = None,
         prefix_caching: bool = True,
+        quantization: QuantizationName | None = None,
         batch_invariant: bool = False,
     ) -> None:
         self._embedded = model is None
@@ -89,6 +92,7 @@ class LLM:
             trust_remote_code=trust_remote_code,
             attention_backend=attention_backend,
             max_model_len=max_model_len,
+            quantization=quantization,
             batch_invariant=batch_invariant,
         )
         self._cache_config = CacheConfig(block_size=block_size, num_tokens=kv_cache_tokens, prefix_caching=prefix_caching)
@@ -293,6 +297,7 @@ class LLM:
             revision=None,
             attention_backend="auto",
             max_model_len=None,
+            quantization=None,  # a draft model is small already
             batch_invariant=False,  # drafts may differ in their bits: they are guesses
         )
         capacity = target.blocks.num_blocks * target.blocks.block_size  # whatever fits the target's memory fits the draft's

@@ -170,7 +170,17 @@ def test_debug_shows_the_traceback() -> None:
 
 
 def test_an_interrupt_leaves_quietly() -> None:
-    command = [sys.executable, "-m", "outrider.cli.main", "generate", "-p", "def f(", "--max-tokens", "1900", "--ignore-eos"]
+    command = [
+        sys.executable,
+        "-m",
+        "outrider.cli.main",
+        "generate",
+        "-p",
+        "def f(",
+        "--max-tokens",
+        "1900",
+        "--ignore-eos",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None

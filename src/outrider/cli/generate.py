@@ -50,6 +50,7 @@ def generate(
     dtype: options.DType = "auto",
     device: options.Device = None,
     attention_backend: options.Backend = "auto",
+    quantization: options.Quantization = None,
     batch_invariant: options.BatchInvariant = False,
     max_num_seqs: Annotated[int, typer.Option(help="Prompts that run at a time.")] = 32,
     compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly, and show the speedup.")] = False,
@@ -86,6 +87,7 @@ def generate(
         device=device,
         attention_backend=attention_backend,
         max_num_seqs=max_num_seqs,
+        quantization=quantization,
         batch_invariant=batch_invariant,
     )
     if as_json:

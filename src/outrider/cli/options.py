@@ -36,12 +36,13 @@ JsonSchema = Annotated[str | None, typer.Option(help="The output follows this JS
 Regex = Annotated[str | None, typer.Option(help="The output matches this regular expression.")]
 Grammar = Annotated[str | None, typer.Option(help="The output follows this grammar (Lark or GBNF): a file, or itself.")]
 BatchInvariant = Annotated[
-    bool, typer.Option("--batch-invariant", help="Same seed, same bits, in any batch with any proposer; slow.")
+    bool, typer.Option("--batch-invariant", help="Same seed, same bits, in any batch with any proposer.")
 ]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text, with any proposer or none.")]
 DType = Annotated[str, typer.Option(help="auto, bfloat16, float16, float32 or float64.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
-Backend = Annotated[str, typer.Option("--attention-backend", help="auto, paged or gather.")]
+Backend = Annotated[str, typer.Option("--attention-backend", help="auto, fused, paged or gather.")]
+Quantization = Annotated[str | None, typer.Option(help="int8 rounds the weights at load.")]
 NoColor = Annotated[bool, typer.Option("--no-color", help="Plain text.")]
 
 

@@ -33,10 +33,12 @@ def quantise_linears(model: nn.Module) -> None:
     """Replace the weights of every linear layer by their int8 neighbours, the head's too; embeddings stay as they are."""
     for module in model.modules():
         if type(module) is nn.Linear:
+            dtype = module.weight.dtype
             stored = _rounded(module.weight.data)
             # A parameter of its own: a head tied to the embeddings is quantised alone.
-            module.weight = nn.Parameter(_product(stored, module.weight.dtype), requires_grad=False)
-            module.quantised_weight = stored  # type: ignore[assignment]
+            module.weight = nn.Parameter(_product(stored, dtype), requires_grad=False)
+            if dtype in (torch.float32, torch.bfloat16):  # others are computed in their own precision
+                module.quantised_weight = stored  # type: ignore[assignment]
 
 
 def empty_weight(module: nn.Linear) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, ModelLoadError, UnsupportedModelError
+from outrider.kernels.weights import quantise_linears
 from outrider.model import hf
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
         raise UnsupportedModelError(config.model, "it is an encoder-decoder", "Use a decoder-only (causal) model.")
     model = _load_weights(config, hf_config, source).to(device).eval()
     model.requires_grad_(False)
+    if config.quantization is not None:
+        quantise_linears(model)
     if model.dtype == torch.float64:
         hf.use_plain_experts(model)
     text_config = hf_config.get_text_config(decoder=True)

@@ -1,0 +1,63 @@
+"""Weight-only int8: the rounded model is the target, and speculation is lossless against it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider.errors import InvalidParameterError
+from outrider.llm import default_model
+from outrider.model.batch import Segment
+from tests.model import checkpoints
+
+TEXT = [(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(23)]
+
+
+def logits(llm: LLM) -> torch.Tensor:
+    runner = llm.engine.runner
+    return runner.forward([Segment(TEXT, 0, runner.blocks.allocate(8))]).logits
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_neox"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return checkpoints.save(request.param, tmp_path_factory.mktemp("int8") / request.param, seed=2)
+
+
+def test_kernels_compute_the_rounded_model(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"dtype": "float32", "quantization": "int8"}
+    fast = logits(LLM(path, **settings))
+    monkeypatch.setenv("OUTRIDER_KERNELS", "off")
+    torch.testing.assert_close(fast, logits(LLM(path, **settings)), rtol=1e-4, atol=1e-4)
+    whole = logits(LLM(path, dtype="float32"))
+    distance = (fast - whole).abs().max() / whole.abs().max()
+    assert 1e-4 < distance < 0.1, "rounded, and not by much"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_other_types_hold_the_rounded_weights(path: str, dtype: Any) -> None:
+    rounded, near = (
+        logits(LLM(path, dtype=dtype, quantization="int8")),
+        logits(LLM(path, dtype="float32", quantization="int8")),
+    )
+    assert (rounded - near).abs().max() / near.abs().max() < 4e-2
+
+
+def test_speculation_writes_what_the_rounded_model_writes() -> None:
+    llm = LLM(quantization="int8", dtype="bfloat16", batch_invariant=True, max_num_seqs=4)
+    prompts = ["class Reader:\n    def ", "import os\n\n\ndef ", "for i in range(10):\n"]
+    params = [SamplingParams(seed=seed, max_tokens=24, temperature=seed % 2) for seed in range(3)]
+    want = [o.token_ids for o in llm.generate(prompts, params, speculation="none")]
+    for way in (
+        SpeculationConfig(proposer="draft_model", draft_model=default_model("draft"), num_draft_tokens=4),
+        SpeculationConfig(proposer="suffix", suffix_min_match=1),
+    ):
+        assert [o.token_ids for o in llm.generate(prompts, params, speculation=way)] == want
+
+
+def test_an_unknown_rounding_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameterError, match="quantization"):
+        LLM(quantization="int3")  # type: ignore[arg-type]
