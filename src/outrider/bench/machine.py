@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,19 +19,16 @@ _MIB = 2**20
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Hardware and versions; figures are comparable where these are equal."""
-    import transformers
-
-    facts: dict[str, Any] = {
+    return {
         "cpu": _cpu_name(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "outrider": __version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
         "python": platform.python_version(),
     }
-    return facts
 
 
 def _cpu_name() -> str:

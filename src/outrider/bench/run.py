@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from outrider.bench.machine import MemoryWatch, PeakMemory
@@ -21,16 +21,19 @@ class EncodedTask:
     Attributes:
         name: The task's.
         prompt_ids: Its prompt.
+        max_tokens: Output tokens that everybody writes, no more and no fewer.
         answer_ids: What is replayed; None where the target chooses.
     """
 
     name: str
     prompt_ids: tuple[int, ...]
+    max_tokens: int
     answer_ids: tuple[int, ...] | None = None
 
-    def length(self, max_tokens: int) -> int:
-        """Output tokens that every way writes for it."""
-        return max_tokens if self.answer_ids is None else len(self.answer_ids)
+    def shortened(self, max_tokens: int) -> EncodedTask:
+        """The same, ended earlier: for warming up."""
+        answer = None if self.answer_ids is None else self.answer_ids[:max_tokens]
+        return replace(self, max_tokens=min(max_tokens, self.max_tokens), answer_ids=answer)
 
 
 @dataclass
@@ -120,7 +123,7 @@ class Run:
         return self.num_tokens / self.seconds
 
 
-def write(llm: LLM, tasks: Sequence[EncodedTask], way: Way, *, temperature: float, max_tokens: int) -> Run:
+def write(llm: LLM, tasks: Sequence[EncodedTask], way: Way, temperature: float) -> Run:
     """Write all `tasks` at a time, each to its full length.
 
     Raises:
@@ -134,7 +137,7 @@ def write(llm: LLM, tasks: Sequence[EncodedTask], way: Way, *, temperature: floa
     start = perf_counter()
     try:
         for task in tasks:
-            params = _params(task, temperature, max_tokens)
+            params = _params(task, temperature)
             requests.append(engine.add_request(task.prompt_ids, params, way.config, proposer, streaming=True))
         while not all(request.finished for request in requests):
             engine.step()
@@ -149,12 +152,11 @@ def write(llm: LLM, tasks: Sequence[EncodedTask], way: Way, *, temperature: floa
     return _run(arrivals, llm, watch)
 
 
-def _params(task: EncodedTask, temperature: float, max_tokens: int) -> SamplingParams:
-    length = task.length(max_tokens)
+def _params(task: EncodedTask, temperature: float) -> SamplingParams:
     if task.answer_ids is None:
-        return SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True)
+        return SamplingParams(temperature=temperature, max_tokens=task.max_tokens, ignore_eos=True)
     replay = Replay(len(task.prompt_ids), task.answer_ids)
-    return SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, logits_processors=(replay,))
+    return SamplingParams(temperature=0.0, max_tokens=task.max_tokens, ignore_eos=True, logits_processors=(replay,))
 
 
 class _Arrivals:
