@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -84,7 +85,7 @@ def weight_bytes(model: Any) -> int | None:
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is table
     weights = {id(w): w for w in model.parameters() if tied or w is not table}
-    return sum(w.numel() * w.element_size() for w in weights.values())
+    return sum(int(w.numel() * w.element_size()) for w in weights.values())
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,8 @@ class MemoryWatch:
         self._device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        try:
-            Path("/proc/self/clear_refs").write_text("5", "ascii")  # Linux: forget the peak of the resident size
-        except OSError:
-            pass  # the peak is then that of the process so far
+        with suppress(OSError):  # elsewhere than on Linux the peak stays that of the process so far
+            Path("/proc/self/clear_refs").write_text("5", "ascii")
 
     def peak(self) -> PeakMemory:
         cuda = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from time import perf_counter
 
 from outrider.bench.machine import MemoryWatch, PeakMemory
@@ -180,7 +181,7 @@ class _Arrivals:
     @property
     def gaps(self) -> list[float]:
         times = [time for time, _ in self.pieces]
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(times)]
 
 
 def _run(arrivals: list[_Arrivals], llm: LLM, watch: MemoryWatch) -> Run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -126,9 +126,10 @@ class Session:
         return wide_target("bfloat16" if dtype == "auto" else dtype)  # "auto" is the embedded checkpoint's own
 
     def _load(self, target: str, dtype: DTypeName) -> LLM:
-        """The target, with memory for the largest cell. No tokenizer makes more tokens than a text has bytes, or few more."""
+        """The target, with memory for the largest cell: a text has no more tokens than bytes, or few more."""
         batch = max(cell.batch for cell in self.plan.cells("any"))
-        longest = max(len((task.prompt + (task.answer or "")).encode()) for found in self.plan.tasks.values() for task in found)
+        texts = [task.prompt + (task.answer or "") for found in self.plan.tasks.values() for task in found]
+        longest = max(len(text.encode()) for text in texts)
         return LLM(
             target,
             speculation="none",

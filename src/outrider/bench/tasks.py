@@ -46,7 +46,9 @@ def read_prompts(path: Path) -> list[Task]:
         InvalidParameterError: Unreadable, not JSON, or a line without a prompt.
     """
     return [
-        Task(_text(line, "name", where, f"line-{i}"), _text(line, "workload", where, path.stem), _text(line, "prompt", where))
+        Task(
+            _text(line, "name", where, f"line-{i}"), _text(line, "workload", where, path.stem), _text(line, "prompt", where)
+        )
         for i, where, line in _lines("prompts", path)
     ]
 

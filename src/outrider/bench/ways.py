@@ -13,8 +13,14 @@ from outrider.propose import registry
 
 #: What a run measures unless it is told otherwise, and what a full one does.
 USUAL = ("plain", "draft_model:3", "draft_model:5", "ngram:3", "suffix:16", "suffix-tree:16")
-ALL = ("plain", *(f"draft_model:{k}" for k in (1, 2, 3, 5, 7)), *(f"ngram:{k}" for k in (3, 5, 10)), "suffix:3", "suffix:16",
-       "suffix-tree:16")  # fmt: skip
+ALL = (
+    "plain",
+    *(f"draft_model:{k}" for k in (1, 2, 3, 5, 7)),
+    *(f"ngram:{k}" for k in (3, 5, 10)),
+    "suffix:3",
+    "suffix:16",
+    "suffix-tree:16",
+)
 _FORM = "Use NAME or NAME:LENGTH, like plain, draft_model:3, ngram:5, suffix:16, suffix-tree:16."
 
 
