@@ -155,7 +155,7 @@ class Plan:
             workload=workload,
             sampling=sampling,
             batch=batch,
-            num_prompts=max(batch, min(num_prompts, len(tasks))),
+            num_prompts=min(num_prompts, len(tasks)) if batch == 1 else max(2 * batch, num_prompts),  # two rounds at least
             max_tokens=self.max_tokens,
             ways=tuple(way.name for way in self.ways if way.replays or not replay),
             peers=tuple(peers) if batch == 1 and not replay else (),
