@@ -1,7 +1,7 @@
 """A checkpoint as a GGUF file, for engines that read nothing else: the same weights, token ids in and out.
 
-The vocabulary consists of placeholders, since prompts travel as token ids and a pre-tokenizer that llama.cpp does not know by
-name could not be written down anyway. Strings that such an engine returns mean nothing.
+The vocabulary consists of placeholders: prompts travel as token ids, and a pre-tokenizer that llama.cpp does not know by name
+could not be written down anyway. Strings that such an engine returns mean nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def write_gguf(checkpoint: str, path: Path, dtype: str = "float32", *, eos_token
     _check(checkpoint, model.config)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     writer = gguf.GGUFWriter(unfinished, model.config.model_type)
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "float32" else f"MOSTLY_{STORED_AS[dtype]}"])
     _write_shape(writer, model.config)
     _write_vocabulary(writer, model.config.vocab_size, eos_token_id)
     _write_tensors(writer, model, _storing(checkpoint, dtype))
