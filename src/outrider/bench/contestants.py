@@ -44,7 +44,10 @@ def theirs(peer: Peer, mode: PeerMode, temperature: float) -> Contestant:
 
 
 def _as_run(run: PeerRun) -> Run:
-    """A peer's run in our terms. Every pass of the target commits one token and the accepted ones before it."""
+    """A peer's run in our terms. Every pass of the target commits one token and the accepted ones before it.
+
+    A peer that hands out several tokens at first does not say how many: one is taken, in its favour.
+    """
     accepted = run.num_accepted_tokens
     num_passes = None if accepted is None else max(1, len(run.token_ids) - accepted)
     drafts = DraftCounts(num_draft_tokens=run.num_draft_tokens or 0, num_accepted=accepted or 0)

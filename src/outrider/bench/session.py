@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from outrider.bench import machine, row_costs
 from outrider.bench.contestants import Contestant, interleave, ours, theirs
-from outrider.bench.peers.base import OpenPeers, PeerModels, check_names, open_peers
+from outrider.bench.peers.base import Peer, PeerModels
+from outrider.bench.peers.registry import PEERS, open_peer
 from outrider.bench.plan import Cell, Plan
 from outrider.bench.results import CellResult, ModelResult, Results, Store, WayResult
 from outrider.bench.run import EncodedTask
@@ -19,7 +20,7 @@ from outrider.bench.summary import summarise
 from outrider.bench.tasks import Task
 from outrider.bench.widen import cache_folder, wide_target
 from outrider.config import DTypeName
-from outrider.errors import InvalidParameterError, InvalidPromptError, OtherEngineError
+from outrider.errors import InvalidParameterError, InvalidPromptError, MissingExtraError, OtherEngineError
 from outrider.llm import LLM, default_model
 
 _WARM_UP_TOKENS = 4
@@ -58,7 +59,7 @@ class Session:
     def __init__(self, settings: BenchSettings, progress: Progress | None = None) -> None:
         embedded = settings.model is None
         draft_model = settings.draft_model or (default_model("draft") if embedded else None)
-        check_names(settings.peers)
+        self._peer_names = _peer_names(settings.peers)
         self._settings = settings
         self._draft_model = draft_model
         self._progress = progress or Progress()
@@ -106,17 +107,29 @@ class Session:
             tasks = {name: [self._encoded(task, llm) for task in found] for name, found in self.plan.tasks.items()}
         actual = str(llm.engine.runner.loaded.dtype).removeprefix("torch.")
         models = PeerModels(target, self._draft_model, actual, torch.get_num_threads(), cache_folder() / "peers")
-        with open_peers(self._settings.peers, models) as peers:
-            for name, reason in peers.missing.items():
-                results.note(f"{name} did not take part: {reason}")
+        with ExitStack() as stack:
+            peers = self._open_peers(models, stack, results)
             model = self._model_result(llm, f"{self._name}, {actual}", results)
-            for cell in self.plan.cells(actual, [f"{peer.name} {peer.version}" for peer in peers.running]):
+            for cell in self.plan.cells(actual, [f"{peer.name} {peer.version}" for peer in peers]):
                 if not self._settings.full or cell.key not in results.cells:
                     rounds = list(cell.rounds(tasks[cell.workload]))
                     ways = self._measure(cell, rounds, self._contestants(cell, llm, peers), model, results)
                     results.cells[cell.key] = CellResult(cell=cell, ways=ways)
                     store.save(results)
                 self.measured.append(results.cells[cell.key])
+
+    def _open_peers(self, models: PeerModels, stack: ExitStack, results: Results) -> list[Peer]:
+        """Those that can run on these weights; of the others the report says why they cannot."""
+        peers = []
+        for name in self._peer_names:
+            try:
+                peer = stack.enter_context(open_peer(name, models))
+            except (MissingExtraError, InvalidParameterError) as error:
+                results.note(f"{name} did not take part in {models.dtype}: {error}")
+                continue
+            results.note(f"{name} {peer.version}: {peer.precision}")
+            peers.append(peer)
+        return peers
 
     def _target(self, dtype: DTypeName) -> str:
         if self._settings.model is not None:
@@ -171,9 +184,9 @@ class Session:
 
     # -- a cell --------------------------------------------------------------------------------------------------------
 
-    def _contestants(self, cell: Cell, llm: LLM, peers: OpenPeers) -> list[Contestant]:
+    def _contestants(self, cell: Cell, llm: LLM, peers: list[Peer]) -> list[Contestant]:
         found = [ours(llm, way, cell.temperature) for way in self.plan.ways_of(cell)]
-        for peer in peers.running if cell.peers else ():
+        for peer in peers if cell.peers else ():
             found += [theirs(peer, mode, cell.temperature) for mode in peer.modes(full=self._settings.full)]
         return found
 
@@ -205,6 +218,14 @@ class Session:
         self._progress.expect(what, 1)
         yield
         self._progress.advance()
+
+
+def _peer_names(asked: tuple[str, ...]) -> tuple[str, ...]:
+    """Each once; "all" stands for every one that is known."""
+    for name in asked:
+        if name != "all" and name not in PEERS:
+            raise InvalidParameterError("peers", name, "no such peer", f"Known: {', '.join(('all', *PEERS))}.")
+    return tuple(PEERS) if "all" in asked else asked
 
 
 @contextmanager
