@@ -2,8 +2,8 @@
 
     python examples/demo.py            (or: make demo)
 
-The target is the *wide* copy of the embedded one (outrider.bench.widen): the same function, so the draft model guesses as well
-as it really does, at 25 times the weights, so a forward pass costs what it costs a model of 0.36 B parameters.
+The target is the *wide* copy of the embedded one (outrider.bench.widen): the same function, so the draft model guesses as
+well as it really does, at 25 times the weights, so a forward pass costs what it costs a model of 0.36 B parameters.
 """
 
 from __future__ import annotations

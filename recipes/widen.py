@@ -1,4 +1,4 @@
-"""Make a *wide* copy of a Llama-style checkpoint: the same function at many times the weight traffic (outrider.bench.widen).
+"""Make a *wide* copy of a Llama-style checkpoint: the same function at many times the weights (outrider.bench.widen).
 
     python recipes/widen.py SOURCE_DIR TARGET_DIR --hidden 4 --ffn 8 --dtype bfloat16    # 384 x 1024 -> 1536 x 8192
 """

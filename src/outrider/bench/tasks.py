@@ -35,7 +35,7 @@ class Task:
 def built_in(workload: str) -> list[Task]:
     """The prompts of one of WORKLOADS."""
     text = (files("outrider.bench") / "workloads" / f"{workload}.jsonl").read_text("utf-8")
-    lines = (json.loads(line) for line in text.splitlines())
+    lines = (json.loads(line) for line in text.split("\n") if line)
     return [Task(f"{workload}-{i}", workload, line["prompt"]) for i, line in enumerate(lines, 1)]
 
 
@@ -91,7 +91,7 @@ def _lines(field: str, path: Path) -> Iterator[tuple[int, tuple[str, str], dict[
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidParameterError(field, str(path), f"cannot be read ({error})", "Give a JSONL file in UTF-8.") from None
     found = False
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         where = (field, f"{path}:{number}")

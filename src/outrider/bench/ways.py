@@ -62,7 +62,7 @@ def parse_ways(names: Sequence[str], draft_model: str | None) -> list[Way]:
 
 def _parse(text: str, draft_model: str | None) -> Way:
     form = re.fullmatch(r"([\w-]+)(?::([1-9]\d{0,2}))?", text)
-    if form is None:
+    if form is None or form[1] == "none" or text.startswith("plain:"):
         raise InvalidParameterError("way", text, "not a way", _FORM)
     name, length = form[1], form[2]
     if name == "plain":

@@ -57,6 +57,7 @@ def bench(
 
     hf_logging.disable_progress_bar()
     lists = {"workloads": workload, "ways": way, "batches": batch, "samplings": sampling, "dtypes": dtype, "peers": peers}
+    given: dict[str, Any] = {name: tuple(dict.fromkeys(values or ())) for name, values in lists.items()}
     settings = BenchSettings(
         model=model,
         draft_model=draft_model,
@@ -70,7 +71,7 @@ def bench(
         max_tokens=max_tokens,
         full=full,
         out=out,
-        **{name: tuple(dict.fromkeys(values or ())) for name, values in lists.items()},
+        **given,
     )
     notes = Console(stderr=True, no_color=no_color or None, highlight=False)
     with _progress(notes) as progress:
