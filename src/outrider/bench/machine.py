@@ -46,26 +46,25 @@ def synchronise(device: torch.device) -> None:
 
 
 def read_bandwidth(device: torch.device, num_bytes: int | None = None, repeats: int = 5) -> float:
-    """Bytes a second that this process reads from memory: the best of some products of a large matrix with a vector, which
-    is how decoding reads weights.
+    """Bytes a second that torch's threads read from memory at best: over a buffer that no cache holds, with the reductions
+    that come closest to the machine's limit (a product with a vector reads a third less).
 
     Args:
         device: Whose memory.
-        num_bytes: Size of the matrix; None takes several times the largest cache.
+        num_bytes: Size of the buffer; None takes several times the largest cache.
         repeats: Reads of it.
     """
     num_bytes = num_bytes or (1024 * _MIB if device.type == "cuda" else max(256 * _MIB, 6 * _largest_cache()))
-    columns = 1024
-    matrix = torch.ones(max(1, num_bytes // (4 * columns)), columns, device=device)
-    vector = torch.ones(columns, device=device)
+    buffer = torch.ones(max(1, num_bytes // 8), dtype=torch.int64, device=device)
     best = float("inf")
-    for _ in range(repeats + 1):  # the first touches every page
-        synchronise(device)
-        start = perf_counter()
-        torch.mv(matrix, vector)
-        synchronise(device)
-        best = min(best, perf_counter() - start)
-    return matrix.numel() * 4 / best
+    for _ in range(repeats):
+        for read in (buffer.sum, buffer.view(torch.int32).amax):
+            synchronise(device)
+            start = perf_counter()
+            read()
+            synchronise(device)
+            best = min(best, perf_counter() - start)
+    return buffer.numel() * 8 / best
 
 
 def _largest_cache() -> int:
