@@ -1,7 +1,7 @@
 """A checkpoint as a GGUF file, for engines that read nothing else: the same weights, token ids in and out.
 
-The vocabulary consists of placeholders: prompts travel as token ids, and a pre-tokenizer that llama.cpp does not know by name
-could not be written down anyway. Strings that such an engine returns mean nothing.
+The vocabulary consists of placeholders: prompts travel as token ids, and a pre-tokenizer that llama.cpp does not know by
+name could not be written down anyway. Strings that such an engine returns mean nothing.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ def write_gguf(checkpoint: str, path: Path, dtype: str = "float32", *, eos_token
     """
     import gguf
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     if dtype not in STORED_AS:
         raise InvalidParameterError("dtype", dtype, "not a type of weights in GGUF", f"Use one of {', '.join(STORED_AS)}.")
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     _check(checkpoint, model.config)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")

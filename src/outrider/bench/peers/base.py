@@ -44,7 +44,7 @@ class PeerRun:
     Attributes:
         token_ids: Output tokens.
         seconds: Wall time, prompt included.
-        time_to_first_token: Seconds until the first tokens came out; a peer that drafts behind the prompt hands out several.
+        time_to_first_token: Seconds until the first output; who drafts behind the prompt hands out several tokens then.
         decode_seconds: Wall time from then on.
         num_draft_tokens: Drafted.
         num_accepted_tokens: Of these, accepted.

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from outrider.bench.peers.base import (
@@ -23,6 +24,7 @@ from outrider.bench.peers.base import (
     missing_packages,
 )
 from outrider.bench.peers.converted import gguf_file
+from outrider.errors import EngineAnswerError
 
 #: Length of the n-gram that must occur again; `ngram-simple` knows no shorter fallback.
 _NGRAM_SIZE = 2
@@ -134,5 +136,9 @@ def _body(request: PeerRequest) -> dict[str, Any]:
 
 def _send(url: str, body: dict[str, Any]) -> Any:
     headers = {"Content-Type": "application/json"}
-    with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=ANSWER_SECONDS) as answer:
-        return json.load(answer)
+    try:
+        with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=ANSWER_SECONDS) as answer:
+            return json.load(answer)
+    except HTTPError as error:
+        said = error.read(500).decode("utf-8", "replace").strip()
+        raise EngineAnswerError("llama.cpp", f"answers {error.code}: {said}", "See its log.") from error

@@ -164,7 +164,7 @@ def _clock() -> Any:
     """A streamer that keeps the time of the first output; its base class exists only where the package does."""
     import openvino_genai
 
-    class Clock(openvino_genai.StreamerBase):
+    class Clock(openvino_genai.StreamerBase):  # type: ignore[misc]
         first = 0.0
 
         def write(self, token: Any) -> Any:

@@ -48,6 +48,7 @@ class TransformersEngine:
 
         torch.set_num_threads(models.num_threads)
         logging.disable_progress_bar()
+        logging.set_verbosity_error()  # generate() warns of the arguments that it passes to itself
         self._models = models
         self._target = _load(models.target, models.dtype)
         self._draft: Any = None

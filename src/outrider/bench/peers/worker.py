@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
 
 from outrider.errors import EngineAnswerError
 
@@ -34,7 +36,8 @@ class Worker:
 
     def __init__(self, name: str, build: Callable[[], PeerEngine]) -> None:
         self._name, self._build = name, build
-        self._process = self._connection = None
+        self._process: BaseProcess | None = None
+        self._connection: Connection[Any, Any] | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -99,8 +102,9 @@ class Worker:
         return EngineAnswerError(self._name, problem, remedy)
 
 
-def serve(build: Callable[[], PeerEngine], connection: Connection) -> None:
+def serve(build: Callable[[], PeerEngine], connection: Connection[Any, Any]) -> None:
     """The process: build the engine at the first request, then answer until the other side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the side that can tell the user
     engine: PeerEngine | None = None
     while True:
         try:
