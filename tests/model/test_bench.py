@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from outrider.bench import machine
+from outrider.bench.peers.base import Peer, PeerMode, PeerModels, PeerRun
+from outrider.bench.peers.registry import PEERS
 from outrider.bench.row_costs import row_costs
 from outrider.bench.run import EncodedTask, Run, write
 from outrider.bench.session import Session
@@ -18,7 +20,7 @@ from outrider.bench.settings import BenchSettings
 from outrider.bench.ways import parse_ways
 from outrider.bench.widen import widen
 from outrider.cli.main import app
-from outrider.errors import InvalidParameterError, InvalidPromptError
+from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError
 from outrider.llm import LLM, default_model
 from outrider.prove.tiny import save_tiny_llama
 
@@ -133,6 +135,71 @@ def test_a_full_run_goes_on_where_it_stopped(tiny: str, tmp_path: Path, monkeypa
     written.clear()
     Session(settings(tiny, tmp_path, full=False)).run()  # who asks for less than everything wants it measured now
     assert written
+
+
+class _Rival(Peer):
+    """Writes zeros, a thousand tokens a second; one of its modes crashes at the second text that counts."""
+
+    name = "rival"
+    asked: ClassVar[list[tuple[str, int]]] = []
+
+    def __init__(self, models: PeerModels) -> None:
+        self.version = "7"
+
+    def __exit__(self, *exception: object) -> None:
+        self.asked.append(("closed", 0))
+
+    @staticmethod
+    def missing() -> str | None:
+        return None
+
+    @staticmethod
+    def building(models: PeerModels) -> Any:
+        raise NotImplementedError
+
+    @property
+    def precision(self) -> str:
+        return "weights of lead"
+
+    def modes(self, *, full: bool) -> list[PeerMode]:
+        return [PeerMode("plain", "plain"), PeerMode("ngram k=2", "ngram", 2), PeerMode("ngram k=9", "ngram", 9)]
+
+    def generate(self, mode: PeerMode, prompt_ids: Any, *, max_tokens: int, temperature: float, seed: Any) -> PeerRun:
+        self.asked.append((mode.name, max_tokens))
+        if mode.num_draft_tokens == 9 and self.asked.count((mode.name, max_tokens)) == 2:
+            raise EngineAnswerError("rival", "fell over", "None.")
+        return PeerRun(
+            (0,) * max_tokens, max_tokens / 1000, 0.001, (max_tokens - 1) / 1000, 4, 2 if mode.kind == "ngram" else 0
+        )
+
+
+def test_peers_take_turns_and_who_cannot_is_named(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Absent(_Rival):
+        name = "absent"
+
+        @staticmethod
+        def missing() -> str | None:
+            return "lead not installed; run: pip install lead"
+
+    for name in list(PEERS):
+        monkeypatch.delitem(PEERS, name)
+    monkeypatch.setitem(PEERS, "rival", _Rival)
+    monkeypatch.setitem(PEERS, "absent", Absent)
+    found = Session(settings(tiny, tmp_path, peers=("all",), max_tokens=6)).run()
+    one, two = found.cells.values()
+    assert one.cell.peers == ("rival 7",)
+    assert [way.name for way in one.ways] == ["plain", "ngram k=2", "rival: plain", "rival: ngram k=2"]
+    drafting = one.ways[-1]
+    assert drafting.tokens_per_second is not None
+    assert drafting.tokens_per_second.median == pytest.approx(1000)
+    assert drafting.tau == pytest.approx(6 / 4)
+    assert drafting.speedup is not None
+    assert drafting.loops is False  # texts of six tokens hold no 8-gram
+    assert [way.peer for way in two.ways] == [None, None]
+    said = "\n".join(found.notes)
+    for part in ("absent did not take part", "pip install lead", "rival: ngram k=9 dropped out", "weights of lead"):
+        assert part in said
+    assert _Rival.asked[-1] == ("closed", 0)
 
 
 def test_a_prompt_too_long_for_the_context_is_named(tiny: str, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ class Session:
             try:
                 peer = stack.enter_context(open_peer(name, models))
             except (MissingExtraError, InvalidParameterError) as error:
-                results.note(f"{name} did not take part in {models.dtype}: {error}")
+                results.note(f"{name} did not take part in {models.dtype}: {error.problem}. {error.remedy}")
                 continue
             results.note(f"{name} {peer.version}: {peer.precision}")
             peers.append(peer)
