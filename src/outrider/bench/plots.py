@@ -54,11 +54,17 @@ def _series(cells: Iterable[CellResult]) -> dict[str, list[CellResult]]:
     return dict(found)
 
 
-def _panels(count: int, height: float) -> tuple[Any, list[Any]]:
+def _panels(count: int, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
+    """A figure with `count` panels, each so many inches high, in so many columns."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(count, 1, figsize=(10, height * count), squeeze=False)
-    return figure, list(axes[:, 0])
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(10, height * rows), squeeze=False)
+    panels = list(axes.flat)
+    for panel in panels[count:]:
+        panel.set_visible(False)
+    return figure, panels[:count]
 
 
 def _colours(names: Iterable[str]) -> dict[str, Any]:
@@ -115,6 +121,9 @@ def row_costs(results: Results) -> Any | None:
     for name, costs in models.items():
         panel.plot(list(costs), list(costs.values()), marker="o", label=name)
     panel.axhline(1, color="grey", lw=0.8)
+    ticks = sorted({n for costs in models.values() for n in costs if n & (n - 1) == 0})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(ticks, [str(n) for n in ticks])
     panel.set(xlabel="rows in a pass", ylabel="C(n) = T(n) / T(1)", title="What checking n rows costs", ylim=(0, None))
     panel.legend(frameon=False)
     return figure
@@ -126,14 +135,15 @@ def acceptance(results: Results) -> Any | None:
     if not groups:
         return None
     cells = [result for found in groups.values() for result in found]
-    figure, panels = _panels(len(cells), 2.8)
+    figure, panels = _panels(len(cells), 2.8, columns=2)
     colours = _colours(name for result in cells for name in _curves(result))
     for panel, result in zip(panels, cells, strict=True):
         for name, curve in _curves(result).items():
             panel.plot(range(1, len(curve) + 1), curve, marker=".", color=colours[name], label=name)
-        panel.set(ylabel="accepted", ylim=(0, 1.03), title=_load(result.cell))
+        panel.set(ylabel="accepted", xlabel="position", ylim=(0, 1.03))
+        panel.set_title(_load(result.cell), fontsize=9)
         panel.legend(frameon=False, fontsize=7, ncols=2)
-    panels[-1].set_xlabel("position in the draft (conditional on those before it)")
+    figure.suptitle("Acceptance by position in the draft, given that those before it stood", fontsize=11)
     return figure
 
 
@@ -160,7 +170,7 @@ def throughput(results: Results) -> Any | None:
     lines_shown = {title: ways for title, ways in lines.items() if len(ways["plain"]) > 1}
     if not lines_shown:
         return None
-    figure, panels = _panels(len(lines_shown), 3.5)
+    figure, panels = _panels(len(lines_shown), 3.5, columns=2)
     colours = _colours(name for ways in lines_shown.values() for name in ways)
     for panel, (title, ways) in zip(panels, lines_shown.items(), strict=True):
         for name, points in ways.items():
@@ -168,7 +178,8 @@ def throughput(results: Results) -> Any | None:
             panel.plot(batches, [points[b] for b in batches], marker="o", color=colours[name], label=name)
         panel.set_xscale("log", base=2)
         panel.set_xticks(sorted(ways["plain"]), [str(b) for b in sorted(ways["plain"])])
-        panel.set(xlabel="texts at a time", ylabel="tokens/s", title=title, ylim=(0, None))
+        panel.set(xlabel="texts at a time", ylabel="tokens/s", ylim=(0, None))
+        panel.set_title(title, fontsize=9)
         panel.legend(frameon=False, fontsize=8)
     return figure
 

@@ -12,7 +12,7 @@ from outrider.model.batch import Segment
 from outrider.model.runner import ModelRunner
 
 #: Rows of the passes that a run times, and of those that a full one does.
-USUAL = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+USUAL = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 ALL = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 _CONTEXT = 128
 
