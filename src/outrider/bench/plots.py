@@ -141,6 +141,7 @@ def acceptance(results: Results) -> Any | None:
         for name, curve in _curves(result).items():
             panel.plot(range(1, len(curve) + 1), curve, marker=".", color=colours[name], label=name)
         panel.set(ylabel="accepted", xlabel="position", ylim=(0, 1.03))
+        panel.xaxis.get_major_locator().set_params(integer=True)
         panel.set_title(_load(result.cell), fontsize=9)
         panel.legend(frameon=False, fontsize=7, ncols=2)
     figure.suptitle("Acceptance by position in the draft, given that those before it stood", fontsize=11)
