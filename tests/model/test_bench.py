@@ -196,10 +196,12 @@ def test_peers_take_turns_and_who_cannot_is_named(tiny: str, tmp_path: Path, mon
     assert drafting.speedup is not None
     assert drafting.loops is False  # texts of six tokens hold no 8-gram
     assert [way.peer for way in two.ways] == [None, None]
-    said = "\n".join(found.notes)
+    said = "\n".join(found.remarks)
     for part in ("absent did not take part", "pip install lead", "rival: ngram k=9 dropped out", "weights of lead"):
         assert part in said
     assert _Rival.asked[-1] == ("closed", 0)
+    again = Session(settings(tiny, tmp_path, peers=("all",), max_tokens=6)).run()
+    assert "rival: ngram k=9 dropped out" in "\n".join(again.remarks)  # also of cells that are not measured again
 
 
 def test_a_prompt_too_long_for_the_context_is_named(tiny: str, tmp_path: Path) -> None:

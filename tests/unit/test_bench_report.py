@@ -141,14 +141,23 @@ def results() -> Results:
         drafted = way("ngram k=3", 15, repeated=0.3, speedup=speedup, whole_speedup=speedup, tau=2.0,
                       acceptance_by_position=[0.5, None], tries_by_position=[30, 0])  # fmt: skip
         key = cell(batch=batch).key
-        found.cells[key] = CellResult(cell=cell(batch=batch), ways=[way("plain"), drafted])
+        found.cells[key] = CellResult(cell=cell(batch=batch), ways=[way("plain"), drafted], dropouts=["other fell over"])
     return found
 
 
 def test_pages_say_everything() -> None:
     found = results()
     page = report.markdown(found, list(found.cells.values()), "outrider bench", ["speedup.png"])
-    for said in ("30% loops", "1.50x (1.20-1.70)", "not installed", "`outrider bench`", "(speedup.png)", "made up", "n=4"):
+    for said in (
+        "30% loops",
+        "1.50x (1.20-1.70)",
+        "not installed",
+        "other fell over",
+        "`outrider bench`",
+        "(speedup.png)",
+        "made up",
+        "n=4",
+    ):
         assert said in page
     console = Console(width=120, record=True, file=io.StringIO())
     for view in report.tables(found, list(found.cells.values())):

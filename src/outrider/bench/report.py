@@ -53,7 +53,7 @@ def markdown(results: Results, cells: Sequence[CellResult], command: str, plots:
         plots: Names of images beside it.
     """
     lines = ["# Benchmark", "", f"{machine_line(results)} Made by `{command}`.", "", LEGEND, ""]
-    lines += [f"- {note}" for note in results.notes]
+    lines += [f"- {note}" for note in results.remarks]
     for title, columns, rows in _sections(results, cells):
         lines += ["", f"## {title}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]

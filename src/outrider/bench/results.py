@@ -79,12 +79,19 @@ class WayResult(BaseModel):
 
 
 class CellResult(BaseModel):
-    """A cell and its ways, in the order they took turns."""
+    """A cell and its ways, in the order they took turns.
+
+    Attributes:
+        cell: What was compared.
+        ways: Figures of those who came through.
+        dropouts: Who did not, and why.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     cell: Cell
     ways: list[WayResult]
+    dropouts: list[str] = []
 
     @property
     def shown(self) -> list[WayResult]:
@@ -147,6 +154,11 @@ class Results(BaseModel):
         """Say it once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Notes, and who dropped out of a cell, each once."""
+        return list(dict.fromkeys([*self.notes, *(said for found in self.cells.values() for said in found.dropouts)]))
 
 
 class Store:

@@ -13,7 +13,7 @@ from outrider.bench.contestants import Contestant, interleave, ours, theirs
 from outrider.bench.peers.base import Peer, PeerModels
 from outrider.bench.peers.registry import PEERS, open_peer
 from outrider.bench.plan import Cell, Plan
-from outrider.bench.results import CellResult, ModelResult, Results, Store, WayResult
+from outrider.bench.results import CellResult, ModelResult, Results, Store
 from outrider.bench.run import EncodedTask
 from outrider.bench.settings import BenchSettings
 from outrider.bench.summary import summarise
@@ -113,8 +113,8 @@ class Session:
             for cell in self.plan.cells(actual, [f"{peer.name} {peer.version}" for peer in peers]):
                 if not self._settings.full or cell.key not in results.cells:
                     rounds = list(cell.rounds(tasks[cell.workload]))
-                    ways = self._measure(cell, rounds, self._contestants(cell, llm, peers), model, results)
-                    results.cells[cell.key] = CellResult(cell=cell, ways=ways)
+                    contestants = self._contestants(cell, llm, peers)
+                    results.cells[cell.key] = self._measure(cell, rounds, contestants, model, results.bandwidth)
                     store.save(results)
                 self.measured.append(results.cells[cell.key])
 
@@ -196,12 +196,13 @@ class Session:
         rounds: list[list[EncodedTask]],
         contestants: list[Contestant],
         model: ModelResult,
-        results: Results,
-    ) -> list[WayResult]:
+        bandwidth: float | None,
+    ) -> CellResult:
         """A few tokens of everybody to warm up, then all rounds."""
+        dropouts: list[str] = []
 
         def dropped(contestant: Contestant, error: OtherEngineError) -> None:
-            results.note(f"{contestant.name} dropped out: {error}")
+            dropouts.append(f"{contestant.name} dropped out of {cell.load}: {error.problem}")
 
         def advance(_: Contestant) -> None:
             self._progress.advance()
@@ -211,7 +212,7 @@ class Session:
         warm = interleave([short], contestants, advance, dropped)
         ready = [contestant for contestant in contestants if contestant.name in warm]
         runs = interleave(rounds, ready, advance, dropped)
-        return summarise(ready, runs, cell.batch, model, results.bandwidth)
+        return CellResult(cell=cell, ways=summarise(ready, runs, cell.batch, model, bandwidth), dropouts=dropouts)
 
     @contextmanager
     def _one(self, what: str) -> Iterator[None]:

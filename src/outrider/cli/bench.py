@@ -129,6 +129,6 @@ def _show(session: Session, results: Results, paper: Any) -> None:
         paper.print()
         paper.print(view)
     paper.print()
-    for note in shown.notes:
+    for note in shown.remarks:
         paper.print(f"note: {note}", style="bold", markup=False)
     paper.print(report.LEGEND, style="dim", markup=False)
