@@ -2,7 +2,7 @@
 
 Its models are made by its own GGUF reader from files that we write, since the exporter of optimum-intel wants an older
 transformers than this project. The reader knows no float32 and no bfloat16: weights are stored as float16, which changes
-bfloat16 weights only below 6e-8, and the plugin computes with what it makes of them (`precision`).
+a bfloat16 weight by at most 3e-8, and the plugin computes with what it makes of them (`precision`).
 """
 
 from __future__ import annotations
