@@ -20,7 +20,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.default_pair
+	$(BIN)/outrider bench --wide --dtype float32 --dtype bfloat16 --out benchmarks/results/bench
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

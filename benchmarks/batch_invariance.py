@@ -13,15 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.default_pair import ROOT, hardware
-from benchmarks.prompts import PROMPTS
 from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider.bench.machine import describe
+from outrider.bench.tasks import built_in
 
+RESULTS = Path(__file__).parent / "results"
+PROMPTS = [task.prompt for task in built_in("code_completion")[:8]]
 LENGTH = 32
 WAYS = (
     SpeculationConfig(),
@@ -76,8 +80,8 @@ def main() -> None:
     for row in rows:
         console.print(row)
     if tokens >= 10_000:
-        path = ROOT / "benchmarks" / "results" / "batch_invariance.json"
-        path.write_text(json.dumps({"environment": hardware(), "results": rows}, indent=1) + "\n", "utf-8")
+        text = json.dumps({"environment": describe(torch.device("cpu")), "results": rows}, indent=1)
+        (RESULTS / "batch_invariance.json").write_text(text + "\n", "utf-8")
 
 
 if __name__ == "__main__":

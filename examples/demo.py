@@ -2,17 +2,14 @@
 
     python examples/demo.py            (or: make demo)
 
-The target is the *wide* copy of the embedded one (recipes/widen.py): the same function, so the draft model guesses as well
-as it really does, at 25 times the weights, so a forward pass costs what it costs a model of 0.36 B parameters.
+The target is the *wide* copy of the embedded one (outrider.bench.widen): the same function, so the draft model guesses as
+well as it really does, at 25 times the weights, so a forward pass costs what it costs a model of 0.36 B parameters.
 """
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -23,14 +20,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from recipes.widen import widen  # noqa: E402
-
-from outrider import LLM, SamplingParams, SpeculationConfig, StreamPiece  # noqa: E402
-from outrider.cli.render import coloured, legend  # noqa: E402
-from outrider.llm import default_model  # noqa: E402
+from outrider import LLM, SamplingParams, SpeculationConfig, StreamPiece
+from outrider.bench.widen import wide_target
+from outrider.cli.render import coloured, legend
+from outrider.llm import default_model
 
 PROMPT = "class Reader:\n    def __init__(self, path):\n"
 MAX_TOKENS = 96
@@ -76,19 +69,6 @@ def pick_settings() -> tuple[str, int]:
     return "float32", 3  # four rows cost what one row costs
 
 
-def wide_target(dtype: str) -> str:
-    """Folder of the wide copy, made once."""
-    folder = ROOT / ".cache" / f"wide-{dtype}"
-    if not (folder / "config.json").exists():
-        with console.status(f"making the wide target in {dtype} (once)"):
-            unfinished = folder.with_suffix(".unfinished")  # an interrupted copy is never mistaken for a whole one
-            shutil.rmtree(unfinished, ignore_errors=True)
-            widen(default_model("target"), str(unfinished), hidden=4, ffn=8, dtype=getattr(torch, dtype))
-            shutil.rmtree(folder, ignore_errors=True)
-            unfinished.rename(folder)
-    return str(folder)
-
-
 def race(llm: LLM) -> tuple[Side, Side]:
     """Both runs, a step each in turn, always the one that is behind in its own time."""
     params = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -120,7 +100,8 @@ def closing_table(plain: Side, drafted: Side) -> Table:
 
 def main() -> None:
     dtype, num_draft_tokens = pick_settings()
-    path = wide_target(dtype)
+    with console.status(f"making the wide target in {dtype} (once)"):
+        path = wide_target(dtype)
     speculation = SpeculationConfig(
         proposer="draft_model", draft_model=default_model("draft"), num_draft_tokens=num_draft_tokens
     )

@@ -16,7 +16,7 @@ OutriderError
 │   ├── NoTokenLeftError             its parameters together forbid every token
 │   └── ForwardError                 the target's forward pass raised
 ├── ProposerError                    a proposer cannot be found or built
-├── OtherEngineError                 an engine under proof cannot be driven; carries its name and a remedy
+├── OtherEngineError                 another engine cannot be driven; carries its name and a remedy
 │   ├── MissingExtraError            a package that drives it is not installed
 │   ├── EngineAnswerError            it answered with an error, or with something that cannot be read
 │   └── UnforkableError              it uses chance in a way whose branches cannot be followed
@@ -129,7 +129,7 @@ class ProposerError(OutriderError):
 
 
 class OtherEngineError(OutriderError):
-    """An engine under proof cannot be driven.
+    """Another engine, under proof or beside ours in a benchmark, cannot be driven.
 
     Args:
         engine: Its name or address.

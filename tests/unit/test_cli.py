@@ -46,7 +46,9 @@ def as_json(*arguments: str, **kwargs: Any) -> Any:
     return json.loads(inside("generate", "--json", *arguments, **kwargs))
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("chat", "-h"), ("prove", "--help")])
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("generate", "--help"), ("chat", "-h"), ("prove", "--help"), ("bench", "--help")]
+)
 def test_help(arguments: tuple[str, ...]) -> None:
     result = outrider(*arguments)
     assert result.returncode == 0

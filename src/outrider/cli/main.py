@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from outrider import __version__
+from outrider.cli.bench import bench
 from outrider.cli.chat import chat
 from outrider.cli.generate import generate
 from outrider.cli.prove import prove
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(prove)
+app.command()(bench)
 
 
 def _print_version(value: bool) -> None:

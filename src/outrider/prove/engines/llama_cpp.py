@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import MissingExtraError
+from outrider.model.gguf import write_gguf
 from outrider.prove.engines.completions import CompletionsClient
 from outrider.prove.engines.openai_server import ServerProof, WeightsLaw
-from outrider.prove.engines.tiny_gguf import write_gguf
 from outrider.prove.runner import Proof
 from outrider.prove.tiny import save_tiny_llama
 
 _VOCAB_SIZE = 16
+#: Ends a text, and may be drawn like any token.
+_EOS_TOKEN_ID = 2
 #: The first is asked for its law; all of them repeat themselves, so that n-grams find something.
 PROMPTS = ((1, 4, 5, 6, 4, 5), (1, 7, 8, 7, 8, 7, 8), (1, 9, 3, 9, 3, 5, 9, 3), (1, 12, 12, 12, 12))
 
@@ -66,8 +68,12 @@ class LlamaCpp:
         self.title = f"llama.cpp, xllamacpp {self._native.__version__}, float32"
         target = save_tiny_llama(folder / "target", 1, vocab_size=_VOCAB_SIZE)
         draft = save_tiny_llama(folder / "draft", 2, vocab_size=_VOCAB_SIZE)
-        self._files = write_gguf(target, folder / "target.gguf"), write_gguf(draft, folder / "draft.gguf")
+        self._files = [self._converted(checkpoint) for checkpoint in (target, draft)]
         self._weights = WeightsLaw(target)
+
+    @staticmethod
+    def _converted(checkpoint: str) -> str:
+        return write_gguf(checkpoint, Path(f"{checkpoint}.gguf"), eos_token_id=_EOS_TOKEN_ID)
 
     def proofs(self, *, quick: bool) -> Sequence[Proof]:
         """See OtherEngine."""

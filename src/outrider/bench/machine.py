@@ -1,0 +1,133 @@
+"""The machine under measurement: what it is, how fast it reads memory, and how much of it is in use."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from outrider import __version__
+
+_MIB = 2**20
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Hardware and versions; figures are comparable where these are equal."""
+    return {
+        "cpu": _cpu_name(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "outrider": __version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text("utf-8").splitlines() if facts.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device, so that a clock read next counts all of its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def read_bandwidth(device: torch.device, num_bytes: int | None = None, repeats: int = 5) -> float:
+    """Bytes a second that torch's threads read from memory at best: over a buffer that no cache holds, with the reductions
+    that come closest to the machine's limit (a product with a vector reads a third less).
+
+    Args:
+        device: Whose memory.
+        num_bytes: Size of the buffer; None takes several times the largest cache.
+        repeats: Reads of it.
+    """
+    num_bytes = num_bytes or (1024 * _MIB if device.type == "cuda" else max(256 * _MIB, 6 * _largest_cache()))
+    buffer = torch.ones(max(1, num_bytes // 8), dtype=torch.int64, device=device)
+    best = float("inf")
+    for _ in range(repeats):
+        for read in (buffer.sum, buffer.view(torch.int32).amax):
+            synchronise(device)
+            start = perf_counter()
+            read()
+            synchronise(device)
+            best = min(best, perf_counter() - start)
+    return buffer.numel() * 8 / best
+
+
+def _largest_cache() -> int:
+    """Bytes of the largest cache that Linux shows; 0 where it shows none."""
+    sizes = [file.read_text("ascii").strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
+
+
+def weight_bytes(model: Any) -> int | None:
+    """Bytes of weights that decoding one token reads: all of them once, but the table of input embeddings only where it is
+    the head too. None for mixtures of experts, where that depends on the token."""
+    config = model.config.get_text_config()
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return None
+    table = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is table
+    weights = {id(w): w for w in model.parameters() if tied or w is not table}
+    return sum(int(w.numel() * w.element_size()) for w in weights.values())
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Most memory in use at a time, bytes.
+
+    Attributes:
+        resident: Of the process in main memory; None where the system does not say.
+        cuda: Of tensors on the device; None without one.
+    """
+
+    resident: int | None
+    cuda: int | None
+
+
+class MemoryWatch:
+    """Peaks since it was made.
+
+    Args:
+        device: Where tensors lie.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        with suppress(OSError):  # elsewhere than on Linux the peak stays that of the process so far
+            Path("/proc/self/clear_refs").write_text("5", "ascii")
+
+    def peak(self) -> PeakMemory:
+        cuda = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        return PeakMemory(_peak_resident(), cuda)
+
+
+def _peak_resident() -> int | None:
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text("ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

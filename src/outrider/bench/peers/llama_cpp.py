@@ -1,0 +1,144 @@
+"""llama.cpp through its own server, which the xllamacpp package runs in this process: a server for each mode.
+
+The draft length belongs to a server and not to a request. All servers of a peer map the same files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from outrider.bench.peers.base import (
+    ANSWER_SECONDS,
+    Peer,
+    PeerEngine,
+    PeerMode,
+    PeerModels,
+    PeerRequest,
+    PeerRun,
+    build_with,
+    missing_packages,
+)
+from outrider.bench.peers.converted import gguf_file
+from outrider.errors import EngineAnswerError
+
+#: Length of the n-gram that must occur again; `ngram-simple` knows no shorter fallback.
+_NGRAM_SIZE = 2
+_CONTEXT = 4096
+#: What is asked of every text: the whole law, and nothing reused from the text before it.
+_REQUEST = {"cache_prompt": False, "ignore_eos": True, "return_tokens": True, "top_p": 1.0, "min_p": 0.0}
+
+
+class LlamaCppPeer(Peer):
+    """llama.cpp, with drafts of its draft model or of its simple n-gram search."""
+
+    name = "llama.cpp"
+    package = "xllamacpp"
+    dtypes = ("float32", "bfloat16", "int8")
+
+    @staticmethod
+    def missing() -> str | None:
+        """See Peer."""
+        return missing_packages(("xllamacpp", "gguf"), "llama-cpp")
+
+    @staticmethod
+    def building(models: PeerModels) -> Callable[[], PeerEngine]:
+        """See Peer."""
+        return build_with(LlamaCppEngine, models)
+
+    @property
+    def precision(self) -> str:
+        """See Peer."""
+        weights = {"int8": "q8_0"}.get(self.models.dtype, self.models.dtype)
+        return f"weights {weights}, KV {_kv_type(self.models.dtype)}"
+
+
+class LlamaCppEngine:
+    """Servers by mode.
+
+    Args:
+        models: What they load.
+    """
+
+    def __init__(self, models: PeerModels) -> None:
+        import xllamacpp
+
+        self._native: Any = xllamacpp
+        self._models = models
+        self._target = gguf_file(models.folder, models.target, models.dtype)
+        self._servers: dict[PeerMode, Any] = {}
+
+    def generate(self, request: PeerRequest) -> PeerRun:
+        """See PeerEngine."""
+        if request.mode not in self._servers:
+            self._servers[request.mode] = self._native.Server(self._params(request.mode))
+        address = self._servers[request.mode].listening_address
+        start = perf_counter()
+        answer = _send(f"{address}/completion", _body(request))
+        seconds = perf_counter() - start
+        timings = answer["timings"]
+        return PeerRun(
+            tuple(answer["tokens"]),
+            seconds,
+            seconds - timings["predicted_ms"] / 1e3,  # which runs from the first token, sampled behind the prompt
+            timings["predicted_ms"] / 1e3,
+            timings.get("draft_n", 0),
+            timings.get("draft_n_accepted", 0),
+        )
+
+    def _params(self, mode: PeerMode) -> Any:
+        native, models = self._native, self._models
+        params = native.CommonParams()
+        params.model.path = self._target
+        params.n_ctx, params.n_parallel, params.port = _CONTEXT, 1, 0
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = models.num_threads
+        params.verbosity, params.fit_params, params.cache_ram_mib = 0, False, 0
+        params.cache_type_k = params.cache_type_v = self._kv()
+        if mode.kind == "draft_model":
+            self._draft_with_model(params.speculative, mode.num_draft_tokens)
+        elif mode.kind == "ngram":
+            self._draft_with_ngrams(params.speculative, mode.num_draft_tokens)
+        return params
+
+    def _draft_with_model(self, speculative: Any, k: int) -> None:
+        models, draft = self._models, speculative.draft
+        assert models.draft is not None
+        speculative.types = [self._native.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+        draft.mparams.path = gguf_file(models.folder, models.draft, models.dtype)
+        draft.n_min, draft.n_max, draft.p_min = 0, k, 0.0
+        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = models.num_threads
+        draft.cache_type_k = draft.cache_type_v = self._kv()
+
+    def _draft_with_ngrams(self, speculative: Any, k: int) -> None:
+        speculative.types = [self._native.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+        speculative.ngram_simple.size_n, speculative.ngram_simple.size_m = _NGRAM_SIZE, k
+        speculative.ngram_simple.min_hits = 1
+
+    def _kv(self) -> Any:
+        return getattr(self._native.ggml_type, f"GGML_TYPE_{_kv_type(self._models.dtype).replace('loat', '').upper()}")
+
+
+def _kv_type(dtype: str) -> str:
+    """llama.cpp's own default, and all of float32 where that is what is compared."""
+    return "float32" if dtype == "float32" else "float16"
+
+
+def _body(request: PeerRequest) -> dict[str, Any]:
+    greedy = request.temperature == 0.0
+    body: dict[str, Any] = {**_REQUEST, "prompt": list(request.prompt_ids), "n_predict": request.max_tokens}
+    body |= {"temperature": request.temperature, "top_k": 1 if greedy else 0}
+    return body if request.seed is None else {**body, "seed": request.seed}
+
+
+def _send(url: str, body: dict[str, Any]) -> Any:
+    headers = {"Content-Type": "application/json"}
+    try:
+        with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=ANSWER_SECONDS) as answer:
+            return json.load(answer)
+    except HTTPError as error:
+        said = error.read(500).decode("utf-8", "replace").strip()
+        raise EngineAnswerError("llama.cpp", f"answers {error.code}: {said}", "See its log.") from error

@@ -1,0 +1,142 @@
+"""transformers: `generate`, alone, with an assistant, or with prompt lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from outrider.bench.peers.base import Peer, PeerEngine, PeerModels, PeerRequest, PeerRun, build_with
+
+#: Longest n-gram that prompt lookup matches; it falls back to shorter ones.
+_NGRAM_MAX = 3
+
+
+class TransformersPeer(Peer):
+    """The installed transformers, eager, with its default attention."""
+
+    name = "transformers"
+    package = "transformers"
+    dtypes = ("float32", "bfloat16")
+
+    @staticmethod
+    def missing() -> str | None:
+        """Never: this project stands on it."""
+        return None
+
+    @staticmethod
+    def building(models: PeerModels) -> Callable[[], PeerEngine]:
+        """See Peer."""
+        return build_with(TransformersEngine, models)
+
+    @property
+    def precision(self) -> str:
+        """See Peer."""
+        return f"weights and KV {self.models.dtype}"
+
+
+class TransformersEngine:
+    """Target and draft model in memory.
+
+    Args:
+        models: What to load.
+    """
+
+    def __init__(self, models: PeerModels) -> None:
+        import torch
+        from transformers.utils import logging
+
+        torch.set_num_threads(models.num_threads)
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()  # generate() warns of the arguments that it passes to itself
+        self._models = models
+        self._target = _load(models.target, models.dtype)
+        self._draft: Any = None
+
+    def generate(self, request: PeerRequest) -> PeerRun:
+        """See PeerEngine."""
+        import torch
+
+        arguments = self._speculation(request)  # may load the draft model: not timed
+        clock, passes = _Clock(), _Passes()
+        ids = torch.tensor([request.prompt_ids])
+        if request.seed is not None:
+            torch.manual_seed(request.seed)
+        with torch.inference_mode(), passes.watching(self._target):
+            start = perf_counter()
+            text = self._target.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=request.max_tokens,
+                streamer=clock,
+                **_sampling(request.temperature),
+                **arguments,
+            )
+            end = perf_counter()
+        tokens = tuple(text[0, ids.shape[1] :].tolist())
+        assert clock.first is not None
+        drafted, accepted = passes.counts(ids.shape[1], len(tokens))
+        return PeerRun(tokens, end - start, clock.first - start, end - clock.first, drafted, accepted)
+
+    def _speculation(self, request: PeerRequest) -> dict[str, Any]:
+        k = request.mode.num_draft_tokens
+        if request.mode.kind == "draft_model":
+            if self._draft is None:
+                assert self._models.draft is not None
+                self._draft = _load(self._models.draft, self._models.dtype)
+            settled = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+            self._draft.generation_config.update(num_assistant_tokens=k, **settled)
+            return {"assistant_model": self._draft}
+        if request.mode.kind == "ngram":
+            return {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": _NGRAM_MAX}
+        return {}
+
+
+def _load(checkpoint: str, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
+    model.generation_config = GenerationConfig()  # no token ends a text, no filter of the checkpoint's own
+    return model
+
+
+def _sampling(temperature: float) -> dict[str, Any]:
+    if temperature == 0.0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+
+
+class _Clock:
+    """A streamer that keeps the time of the first output."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self._saw_prompt = False
+
+    def put(self, value: Any) -> None:
+        """Called with the prompt, then with each piece of output."""
+        if self._saw_prompt and self.first is None:
+            self.first = perf_counter()
+        self._saw_prompt = True
+
+    def end(self) -> None:
+        """Called at the end."""
+
+
+class _Passes:
+    """Counts the rows of the target's forward passes, since `generate` reports nothing about its drafts."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+
+    def watching(self, model: Any) -> Any:
+        """A handle that counts until its block ends."""
+        return model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, _model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        self._rows.append(int(kwargs["input_ids"].shape[1]))
+
+    def counts(self, num_prompt_tokens: int, num_tokens: int) -> tuple[int, int]:
+        """Draft tokens and accepted ones: a pass holds one committed row, or the prompt, and beyond that drafts."""
+        committed = num_prompt_tokens + len(self._rows) - 1
+        return sum(self._rows) - committed, num_tokens - len(self._rows)

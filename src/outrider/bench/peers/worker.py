@@ -1,0 +1,119 @@
+"""A process that holds one engine, answers one request at a time, and may be lost without loss."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+from outrider.errors import EngineAnswerError
+
+if TYPE_CHECKING:
+    from outrider.bench.peers.base import PeerEngine, PeerRequest, PeerRun
+
+#: Seconds that a process may take to leave by itself.
+_LEAVE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What an engine raised, in words: its exceptions need not survive the way between processes."""
+
+    problem: str
+
+
+class Worker:
+    """Starts the process when it is needed; ends it when it fails to answer.
+
+    Args:
+        name: Of the engine, for errors.
+        build: Called in the process, which must be able to import it.
+    """
+
+    def __init__(self, name: str, build: Callable[[], PeerEngine]) -> None:
+        self._name, self._build = name, build
+        self._process: BaseProcess | None = None
+        self._connection: Connection[Any, Any] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is a process that still holds what was loaded."""
+        return self._process is not None and self._process.is_alive()
+
+    def ask(self, request: PeerRequest, deadline: float) -> PeerRun:
+        """The answer to a request.
+
+        Args:
+            request: One text to write.
+            deadline: Seconds, after which the process is ended.
+
+        Raises:
+            EngineAnswerError: The engine raised, its process died, or the deadline passed.
+        """
+        if not self.is_alive:
+            self.close()
+            self._start()
+        assert self._connection is not None
+        try:
+            self._connection.send(request)
+            if not self._connection.poll(deadline):
+                raise self._error(f"no answer to {request.mode.name} within {deadline:g} s", "Its process was ended.")
+            answer = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._death(request) from error
+        if isinstance(answer, Failure):
+            raise EngineAnswerError(self._name, f"{request.mode.name} raises {answer.problem}", "Leave out this mode.")
+        run: PeerRun = answer
+        return run
+
+    def close(self) -> None:
+        """End the process, if there is one; a later `ask` starts another."""
+        process, connection = self._process, self._connection
+        self._process = self._connection = None
+        if connection is not None:
+            connection.close()  # which a living process takes as its leave
+        if process is not None:
+            process.join(_LEAVE_SECONDS)
+            process.kill()
+            process.join()
+            process.close()
+
+    def _start(self) -> None:
+        context = get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(self._build, theirs), name=self._name, daemon=True)
+        self._process.start()
+        theirs.close()  # so that the end of the process is the end of the pipe
+
+    def _death(self, request: PeerRequest) -> EngineAnswerError:
+        assert self._process is not None
+        self._process.join(_LEAVE_SECONDS)
+        code = self._process.exitcode
+        return self._error(f"its process died in {request.mode.name} (exit code {code})", "See what it wrote to stderr.")
+
+    def _error(self, problem: str, remedy: str) -> EngineAnswerError:
+        if self._process is not None:
+            self._process.kill()
+        self.close()
+        return EngineAnswerError(self._name, problem, remedy)
+
+
+def serve(build: Callable[[], PeerEngine], connection: Connection[Any, Any]) -> None:
+    """The process: build the engine at the first request, then answer until the other side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the side that can tell the user
+    engine: PeerEngine | None = None
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        try:
+            engine = engine or build()
+            answer: PeerRun | Failure = engine.generate(request)
+        except Exception as error:  # whatever it is, it is for the report and not for this process
+            answer = Failure(f"{type(error).__name__}: {error}")
+        connection.send(answer)

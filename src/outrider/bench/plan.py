@@ -1,0 +1,184 @@
+"""Which cells a run measures: a workload in one precision, sampled one way, so many texts at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from outrider.bench import ways as way_names
+from outrider.bench.replay import copy_tasks
+from outrider.bench.settings import BenchSettings
+from outrider.bench.tasks import WORKLOADS, Task, built_in, read_prompts, read_replay, read_spec_bench
+from outrider.bench.ways import Way, parse_ways
+from outrider.config import DTypeName
+from outrider.errors import InvalidParameterError
+
+T = TypeVar("T")
+_ALL_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+#: A usual run samples every workload one text at a time; these show the rest in small.
+_USUAL_BATCH, _USUAL_NUM_PROMPTS, _USUAL_MAX_TOKENS = 8, 3, 32
+_FULL_NUM_PROMPTS, _FULL_MAX_TOKENS = 16, 96
+
+
+class Cell(BaseModel):
+    """One comparison: every way writes the same prompts in the same rounds.
+
+    Attributes:
+        model: Folder, hub id, "embedded" or "wide".
+        dtype: Of the weights.
+        workload: Name; "replay/..." for forced texts.
+        sampling: "greedy", "T=1" or "replay".
+        batch: Texts at a time.
+        num_prompts: Written by every way, in rounds of `batch`; rounded up to whole rounds.
+        max_tokens: Output tokens of a text; a replay has its own.
+        ways: Their names, plain decoding first.
+        peers: Peers and versions beside them.
+        tasks: Digest of the prompts.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    dtype: str
+    workload: str
+    sampling: str
+    batch: int
+    num_prompts: int
+    max_tokens: int
+    ways: tuple[str, ...]
+    peers: tuple[str, ...] = ()
+    tasks: str
+
+    @property
+    def key(self) -> str:
+        """Equal where the same thing was measured."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True)
+
+    @property
+    def replay(self) -> bool:
+        return self.sampling == "replay"
+
+    @property
+    def temperature(self) -> float:
+        return 1.0 if self.sampling == "T=1" else 0.0
+
+    @property
+    def num_rounds(self) -> int:
+        return -(-self.num_prompts // self.batch)
+
+    @property
+    def load(self) -> str:
+        """One phrase for tables."""
+        return f"{self.model}, {self.dtype}, {self.workload}, {self.sampling}, batch {self.batch}"
+
+    def rounds(self, tasks: Sequence[T]) -> Iterator[list[T]]:
+        """The prompts of every round, in turn and again from the first where there are too few."""
+        for turn in range(self.num_rounds):
+            yield [tasks[(turn * self.batch + i) % len(tasks)] for i in range(self.batch)]
+
+
+class Plan:
+    """Everything a run will measure, known before a model is loaded.
+
+    Args:
+        settings: What was asked for.
+        model: Its name in reports.
+        draft_model: For the ways that need one, or None.
+
+    Attributes:
+        tasks: By workload.
+        ways: Plain decoding first.
+
+    Raises:
+        InputError: A file cannot be read, or a way cannot be taken.
+    """
+
+    def __init__(self, settings: BenchSettings, model: str, draft_model: str | None) -> None:
+        self._settings = settings
+        self._model = model
+        self.tasks = _tasks(settings)
+        usual = way_names.ALL if settings.full else way_names.USUAL
+        names = settings.ways or tuple(n for n in usual if draft_model or not n.startswith("draft_model"))
+        self.ways = parse_ways(names, draft_model)
+
+    @property
+    def dtypes(self) -> tuple[DTypeName, ...]:
+        """Precisions in turn; a full run takes both common ones."""
+        return self._settings.dtypes or (("float32", "bfloat16") if self._settings.full else ("auto",))
+
+    @property
+    def max_tokens(self) -> int:
+        """Output tokens of a text that is not replayed."""
+        return self._settings.max_tokens or (_FULL_MAX_TOKENS if self._settings.full else _USUAL_MAX_TOKENS)
+
+    def ways_of(self, cell: Cell) -> list[Way]:
+        return [way for way in self.ways if way.name in cell.ways]
+
+    def cells(self, dtype: str, peers: Sequence[str] = ()) -> list[Cell]:
+        """Of one precision.
+
+        Args:
+            dtype: Of the weights, as loaded.
+            peers: Those that run, with versions.
+        """
+        return [self._cell(dtype, *load, peers) for load in self._loads()]
+
+    def _loads(self) -> Iterator[tuple[str, str, int]]:
+        """(workload, sampling, batch): all combinations of what was asked for, few of them where nothing was."""
+        settings, first = self._settings, next(iter(self.tasks))
+        full = settings.full
+        samplings = settings.samplings or (("T=1", "greedy") if full else ("T=1",))
+        batches = settings.batches or (_ALL_BATCHES if full else (1,))
+        for workload in self.tasks:
+            if workload.startswith("replay/"):
+                yield workload, "replay", 1
+                continue
+            yield from ((workload, sampling, batch) for sampling in samplings for batch in batches)
+        if not first.startswith("replay/"):
+            if not settings.samplings and not full:
+                yield first, "greedy", batches[0]
+            if not settings.batches and not full:
+                yield first, samplings[0], _USUAL_BATCH
+
+    def _cell(self, dtype: str, workload: str, sampling: str, batch: int, peers: Sequence[str]) -> Cell:
+        settings, tasks, replay = self._settings, self.tasks[workload], sampling == "replay"
+        num_prompts = settings.num_prompts or (_FULL_NUM_PROMPTS if settings.full else _USUAL_NUM_PROMPTS)
+        digest = hashlib.sha256(json.dumps([[task.prompt, task.answer] for task in tasks]).encode()).hexdigest()
+        return Cell(
+            model=self._model,
+            dtype=dtype,
+            workload=workload,
+            sampling=sampling,
+            batch=batch,
+            num_prompts=min(num_prompts, len(tasks)) if batch == 1 else max(2 * batch, num_prompts),  # two rounds at least
+            max_tokens=self.max_tokens,
+            ways=tuple(way.name for way in self.ways if way.replays or not replay),
+            peers=tuple(peers) if batch == 1 and not replay else (),
+            tasks=digest[:12],
+        )
+
+
+def _tasks(settings: BenchSettings) -> dict[str, list[Task]]:
+    """By workload, in the order of the sources."""
+    names = settings.workloads if settings.chooses_tasks else WORKLOADS
+    replay = settings.replay if settings.chooses_tasks else "copy"
+    found = [task for name in names for task in built_in(name)]
+    if settings.prompts is not None:
+        found += read_prompts(settings.prompts)
+    if settings.spec_bench is not None:
+        found += read_spec_bench(settings.spec_bench)
+    if replay is not None:
+        found += copy_tasks() if replay == "copy" else read_replay(Path(replay))
+    tasks: dict[str, list[Task]] = {}
+    for task in found:
+        if task.answer is None and task.workload.startswith("replay/"):
+            raise InvalidParameterError(
+                "workload", task.workload, "the name of a replay, but nothing is recorded", "Call it otherwise."
+            )
+        tasks.setdefault(task.workload, []).append(task)
+    return tasks

@@ -1,0 +1,189 @@
+"""Four plots as PNG and SVG: speedup by workload, cost of rows, acceptance by position, throughput against batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.plan import Cell
+from outrider.bench.results import CellResult, Results, WayResult
+
+REMEDY = "pip install 'outrider[bench]'"
+#: Fewer drafts than this behind a position are no curve.
+_LEAST_TRIES = 10
+
+
+def available() -> bool:
+    """Whether matplotlib is here; the extra `bench` brings it."""
+    return find_spec("matplotlib") is not None
+
+
+def draw(results: Results, folder: Path) -> list[str]:
+    """Write every plot that there is something for; returns the names of the PNG files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    plots: dict[str, Callable[[Results], Any | None]] = {
+        "speedup": speedup,
+        "row_costs": row_costs,
+        "acceptance": acceptance,
+        "throughput": throughput,
+    }
+    names = []
+    for name, plot in plots.items():
+        figure = plot(results)
+        if figure is None:
+            continue
+        figure.tight_layout()
+        for suffix in ("png", "svg"):
+            figure.savefig(folder / f"{name}.{suffix}", dpi=130)
+        matplotlib.pyplot.close(figure)
+        names.append(f"{name}.png")
+    return names
+
+
+def _series(cells: Iterable[CellResult]) -> dict[str, list[CellResult]]:
+    """Cells by what one panel shows together: model, precision and sampling; a replay stands beside sampled text."""
+    found: defaultdict[str, list[CellResult]] = defaultdict(list)
+    for result in cells:
+        cell = result.cell
+        found[f"{cell.model}, {cell.dtype}, {'T=1' if cell.replay else cell.sampling}"].append(result)
+    return dict(found)
+
+
+def _panels(count: int, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
+    """A figure with `count` panels, each so many inches high, in so many columns."""
+    import matplotlib.pyplot as plt
+
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(10, height * rows), squeeze=False)
+    panels = list(axes.flat)
+    for panel in panels[count:]:
+        panel.set_visible(False)
+    return figure, panels[:count]
+
+
+def _colours(names: Iterable[str]) -> dict[str, Any]:
+    import matplotlib.pyplot as plt
+
+    palette = plt.get_cmap("tab20")
+    return {name: palette(i % 20) for i, name in enumerate(dict.fromkeys(names))}
+
+
+def speedup(results: Results) -> Any | None:
+    """Bars: speedup by workload and way, one text at a time; looping greedy text is hatched."""
+    groups = _series(result for result in results.cells.values() if result.cell.batch == 1)
+    groups = {title: cells for title, cells in groups.items() if any(_bars(result) for result in cells)}
+    if not groups:
+        return None
+    figure, panels = _panels(len(groups), 4.0)
+    colours = _colours(way.name for cells in groups.values() for result in cells for way in _bars(result))
+    for panel, (title, cells) in zip(panels, groups.items(), strict=True):
+        labelled: set[str] = set()
+        for place, result in enumerate(cells):
+            bars = _bars(result)
+            width = 0.8 / max(1, len(bars))
+            for i, way in enumerate(bars):
+                assert way.whole_speedup is not None
+                value = way.speedup or way.whole_speedup
+                error = [[value.median - value.low], [value.high - value.median]]
+                hatch = "//" if way.loops and result.cell.sampling == "greedy" else None
+                label = None if way.name in labelled else way.name
+                labelled.add(way.name)
+                x = place - 0.4 + width * (i + 0.5)
+                panel.bar(
+                    x, value.median, width, yerr=error, color=colours[way.name], hatch=hatch, label=label, ecolor="grey"
+                )
+        panel.axhline(1, color="black", lw=0.8)
+        panel.set_xticks(range(len(cells)), [result.cell.workload.replace("_", "\n") for result in cells], fontsize=8)
+        panel.set(
+            ylabel="speedup over plain decoding", title=f"{title}, one text at a time (hatched: greedy text that loops)"
+        )
+        panel.legend(frameon=False, fontsize=8, ncols=2)
+    return figure
+
+
+def _bars(result: CellResult) -> list[WayResult]:
+    return [way for way in result.shown if way.whole_speedup is not None]
+
+
+def row_costs(results: Results) -> Any | None:
+    """C(n) of every model."""
+    models = {name: model.row_costs() for name, model in results.models.items()}
+    models = {name: costs for name, costs in models.items() if len(costs) > 1}
+    if not models:
+        return None
+    figure, (panel,) = _panels(1, 4.5)
+    for name, costs in models.items():
+        panel.plot(list(costs), list(costs.values()), marker="o", label=name)
+    panel.axhline(1, color="grey", lw=0.8)
+    ticks = sorted({n for costs in models.values() for n in costs if n & (n - 1) == 0})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(ticks, [str(n) for n in ticks])
+    panel.set(xlabel="rows in a pass", ylabel="C(n) = T(n) / T(1)", title="What checking n rows costs", ylim=(0, None))
+    panel.legend(frameon=False)
+    return figure
+
+
+def acceptance(results: Results) -> Any | None:
+    """Conditional acceptance by position, of every way with drafts, one text at a time."""
+    groups = _series(result for result in results.cells.values() if result.cell.batch == 1 and _curves(result))
+    if not groups:
+        return None
+    cells = [result for found in groups.values() for result in found]
+    figure, panels = _panels(len(cells), 2.8, columns=2)
+    colours = _colours(name for result in cells for name in _curves(result))
+    for panel, result in zip(panels, cells, strict=True):
+        for name, curve in _curves(result).items():
+            panel.plot(range(1, len(curve) + 1), curve, marker=".", color=colours[name], label=name)
+        panel.set(ylabel="accepted", xlabel="position", ylim=(0, 1.03))
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.set_title(_load(result.cell), fontsize=9)
+        panel.legend(frameon=False, fontsize=7, ncols=2)
+    figure.suptitle("Acceptance by position in the draft, given that those before it stood", fontsize=11)
+    return figure
+
+
+def _curves(result: CellResult) -> dict[str, list[float]]:
+    """By way, as far as enough drafts got."""
+    curves = {}
+    for way in result.ways:
+        pairs = zip(way.acceptance_by_position, way.tries_by_position, strict=True)
+        curve = [a for a, tries in pairs if a is not None and tries >= _LEAST_TRIES]
+        if curve:
+            curves[way.name] = curve
+    return curves
+
+
+def throughput(results: Results) -> Any | None:
+    """Tokens a second against the batch, for workloads that were measured at several."""
+    lines: defaultdict[str, defaultdict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for result in results.cells.values():
+        for way in result.ways:
+            if way.peer is None and way.tokens_per_second is not None and not result.cell.replay:
+                cell = result.cell
+                title = f"{cell.model}, {cell.dtype}, {cell.workload}, {cell.sampling}"
+                lines[title][way.name][cell.batch] = way.tokens_per_second.median
+    lines_shown = {title: ways for title, ways in lines.items() if len(ways["plain"]) > 1}
+    if not lines_shown:
+        return None
+    figure, panels = _panels(len(lines_shown), 3.5, columns=2)
+    colours = _colours(name for ways in lines_shown.values() for name in ways)
+    for panel, (title, ways) in zip(panels, lines_shown.items(), strict=True):
+        for name, points in ways.items():
+            batches = sorted(points)
+            panel.plot(batches, [points[b] for b in batches], marker="o", color=colours[name], label=name)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(sorted(ways["plain"]), [str(b) for b in sorted(ways["plain"])])
+        panel.set(xlabel="texts at a time", ylabel="tokens/s", ylim=(0, None))
+        panel.set_title(title, fontsize=9)
+        panel.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _load(cell: Cell) -> str:
+    return cell.load.removesuffix(", batch 1")

@@ -1,0 +1,152 @@
+"""Results for readers: tables for the terminal and the same as Markdown. What may be no headline is marked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from outrider.bench.figures import LOOPS_ABOVE, Spread
+from outrider.bench.plan import Cell
+from outrider.bench.results import CellResult, Results, WayResult
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SPEED = ("way", "tokens/s", "speedup", "with prompt", "first ms", "gaps ms", "GiB", "8-grams")
+DRAFTS = ("way", "tau", "expected", "a pass", "accepted %", "eta", "1/C", "time %")
+LEGEND = (
+    "Medians over interleaved rounds, with the range. tokens/s and speedup are of decoding, over our own plain decoding in "
+    "the same round; 'with prompt' is the speedup with the prompt's time on both sides. 'first' is the time to the first "
+    "token; gaps are the median and the 99th percentile of the time between arrivals within a text, a step's tokens "
+    "arriving together; GiB is the peak of memory; '8-grams' the share that is repeated. tau is the mean acceptance "
+    "length, 'expected' the (1 - a^(K+1)) / (1 - a) that conditional acceptance a and draft length K would give, 'a pass' "
+    "the tokens per target pass, with or without a draft; 'accepted' is conditional, position by position; eta = speedup / "
+    "tau, and 1/C is what it would be if only the target's pass cost time; 'time' goes to propose/forward/verify/host. "
+    f"'loops' marks greedy text with more than {LOOPS_ABOVE:.0%} of its 8-grams repeated, which flatters every proposer: "
+    "not a headline. 'replay' is recorded text, forced as the target's choice at full target cost."
+)
+
+
+def tables(results: Results, cells: Sequence[CellResult]) -> list[Table]:
+    """For the terminal: what a pass costs, then speed and drafts of each cell."""
+    from rich.table import Table
+
+    views = []
+    for title, columns, rows in _sections(results, cells):
+        look: Any = {"title_justify": "left", "title_style": "bold", "header_style": "dim"}
+        view = Table(title=title, box=None, pad_edge=False, padding=(0, 2, 0, 0), **look)
+        for number, column in enumerate(columns):
+            view.add_column(column, justify="left" if number == 0 else "right", no_wrap=number < 3)
+        for row in rows:
+            view.add_row(*row)
+        views.append(view)
+    return views
+
+
+def markdown(results: Results, cells: Sequence[CellResult], command: str, plots: Iterable[str] = ()) -> str:
+    """A page for a document.
+
+    Args:
+        results: Machine, costs and notes.
+        cells: What the page shows.
+        command: That makes it.
+        plots: Names of images beside it.
+    """
+    lines = ["# Benchmark", "", f"{machine_line(results)} Made by `{command}`.", "", LEGEND, ""]
+    lines += [f"- {note}" for note in results.remarks]
+    for title, columns, rows in _sections(results, cells):
+        lines += ["", f"## {title}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines += [part for name in plots for part in ("", f"![{name}]({name})")]
+    return "\n".join(lines) + "\n"
+
+
+def machine_line(results: Results) -> str:
+    """One sentence about the machine and the versions."""
+    facts = results.machine
+    read = "" if results.bandwidth is None else f" Reads {results.bandwidth / 1e9:.1f} GB/s from memory."
+    where = "" if facts["device"] == "cpu" else f", {facts['device']}"
+    return (
+        f"{facts['cpu']}, {facts['instruction_set']}, {facts['threads']} threads{where}, outrider {facts['outrider']}, "
+        f"torch {facts['torch']}, transformers {facts['transformers']}, Python {facts['python']}.{read}"
+    )
+
+
+def _sections(
+    results: Results, cells: Sequence[CellResult]
+) -> Iterable[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """(title, columns, rows)"""
+    yield _costs(results)
+    for found in cells:
+        yield _title(found), SPEED, [speed_row(found.cell, way) for way in found.shown]
+        if any(way.tau is not None for way in found.shown):
+            drafting = [way for way in found.shown if way.tau is not None or way.plain]
+            yield f"{found.cell.load}: drafts", DRAFTS, [draft_row(way) for way in drafting]
+
+
+def _title(found: CellResult) -> str:
+    """The load, and how near plain decoding comes to the memory's limit."""
+    share = next((way.bandwidth_share for way in found.ways if way.bandwidth_share is not None), None)
+    return found.cell.load + ("" if share is None else f" (plain decoding reads weights at {share:.0%} of the bandwidth)")
+
+
+def _costs(results: Results) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+    counts = sorted({n for model in results.models.values() for n in model.row_seconds if n > 1})
+    rows = []
+    for name, model in results.models.items():
+        costs = model.row_costs()
+        one = f"{1e3 * model.row_seconds[1]:.1f}" if 1 in model.row_seconds else ""
+        rows.append((name, one, *(f"{costs[n]:.2f}" if n in costs else "" for n in counts)))
+    return "What a pass costs by its rows, C(n) = T(n) / T(1)", ("model", "T(1) ms", *(f"n={n}" for n in counts)), rows
+
+
+def speed_row(cell: Cell, way: WayResult) -> tuple[str, ...]:
+    """The columns of SPEED."""
+    speed = "?" if way.tokens_per_second is None else _spread(way.tokens_per_second)
+    first = way.time_to_first_token
+    gaps = "" if way.gap_p50 is None or way.gap_p99 is None else f"{1e3 * way.gap_p50:.1f}/{1e3 * way.gap_p99:.1f}"
+    peaks = [f"{bytes_ / 2**30:.2f}" for bytes_ in (way.peak_resident, way.peak_cuda) if bytes_ is not None]
+    return (
+        way.name,
+        speed,
+        "1" if way.plain else _times(way.speedup),
+        "1" if way.plain or way.whole_speedup is None else f"{way.whole_speedup.median:.2f}x",
+        "" if first is None else f"{1e3 * first.median:.0f}",
+        gaps,
+        " + cuda ".join(peaks),
+        f"{way.repeated_8grams:.0%}{_mark(cell, way)}",
+    )
+
+
+def draft_row(way: WayResult) -> tuple[str, ...]:
+    """The columns of DRAFTS."""
+    positions = "/".join("-" if a is None else f"{100 * a:.0f}" for a in way.acceptance_by_position[:8])
+    if len(way.acceptance_by_position) > 8:
+        positions += "/…"
+    phases = ("propose", "forward", "verify", "host")
+    return (
+        way.name,
+        *(_number(value) for value in (way.tau, way.expected_tokens, way.tokens_per_pass)),
+        positions,
+        _number(way.eta),
+        _number(way.eta_limit),
+        "/".join(f"{100 * way.shares[phase]:.0f}" for phase in phases) if way.shares else "",
+    )
+
+
+def _mark(cell: Cell, way: WayResult) -> str:
+    if cell.replay:
+        return " replay"
+    return " loops" if way.loops and cell.sampling == "greedy" else ""
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _times(value: Spread | None) -> str:
+    return "" if value is None else f"{value.median:.2f}x ({value.low:.2f}-{value.high:.2f})"
+
+
+def _spread(value: Spread) -> str:
+    return f"{value.median:.1f} ({value.low:.1f}-{value.high:.1f})"

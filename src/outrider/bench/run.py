@@ -1,0 +1,215 @@
+"""One turn of one way: a batch of texts written under the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from time import perf_counter
+
+from outrider.bench.machine import MemoryWatch, PeakMemory
+from outrider.bench.replay import Replay
+from outrider.bench.ways import Way
+from outrider.engine.sequence import Request
+from outrider.llm import LLM
+from outrider.params import SamplingParams, StreamPiece, TokenOrigin
+
+
+@dataclass(frozen=True)
+class EncodedTask:
+    """A task in the target's tokens.
+
+    Attributes:
+        name: The task's.
+        prompt_ids: Its prompt.
+        max_tokens: Output tokens that everybody writes, no more and no fewer.
+        answer_ids: What is replayed; None where the target chooses.
+    """
+
+    name: str
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    answer_ids: tuple[int, ...] | None = None
+
+    def shortened(self, max_tokens: int) -> EncodedTask:
+        """The same, ended earlier: for warming up."""
+        answer = None if self.answer_ids is None else self.answer_ids[:max_tokens]
+        return replace(self, max_tokens=min(max_tokens, self.max_tokens), answer_ids=answer)
+
+
+@dataclass
+class DraftCounts:
+    """What became of drafts.
+
+    Attributes:
+        num_drafts: Verified.
+        num_draft_tokens: Of all of them.
+        num_positions: Depths of all of them; less than the tokens for trees.
+        num_accepted: Tokens.
+        accepted: By position.
+        tried: By position: drafts whose earlier tokens stood and that went on, so that this token's fate was decided.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_positions: int = 0
+    num_accepted: int = 0
+    accepted: list[int] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
+
+    def observe(self, origins: Sequence[TokenOrigin]) -> None:
+        """One step's tokens of one text: accepted ones, then one that says whether the draft was rejected or ended."""
+        num_accepted = sum(origin is TokenOrigin.ACCEPTED for origin in origins)
+        num_tried = num_accepted + any(origin is TokenOrigin.RECOVERED for origin in origins)
+        missing = [0] * (num_tried - len(self.tried))
+        self.tried += missing
+        self.accepted += missing
+        for position in range(num_tried):
+            self.tried[position] += 1
+            self.accepted[position] += position < num_accepted
+
+    def add(self, other: DraftCounts) -> None:
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_positions += other.num_positions
+        self.num_accepted += other.num_accepted
+        missing = [0] * (len(other.tried) - len(self.tried))
+        self.tried += missing
+        self.accepted += missing
+        for position, (accepted, tried) in enumerate(zip(other.accepted, other.tried, strict=True)):
+            self.accepted[position] += accepted
+            self.tried[position] += tried
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the clock saw; None and empty for what a peer does not say.
+
+    Attributes:
+        token_ids: Output of each text.
+        seconds: Wall time from the request to the last token, prompts included.
+        first_token_seconds: To the first token of each text.
+        decode_tokens: Tokens after the first step that committed any.
+        decode_seconds: Wall time after that step.
+        gaps: Seconds between arrivals within a text; a step's tokens arrive together.
+        num_passes: Target passes that committed tokens, summed over texts.
+        drafts: What became of them.
+        shares: Of the time by phase: propose, forward, verify, host.
+        peak: Memory.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...]
+    seconds: float
+    first_token_seconds: tuple[float, ...]
+    decode_tokens: int
+    decode_seconds: float | None
+    gaps: tuple[float, ...] = ()
+    num_passes: int | None = None
+    drafts: DraftCounts | None = None
+    shares: dict[str, float] = field(default_factory=dict)
+    peak: PeakMemory | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of decoding; None where every token came in the first step, or nobody told."""
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else None
+
+    @property
+    def whole_tokens_per_second(self) -> float:
+        """Prompts included."""
+        return self.num_tokens / self.seconds
+
+
+def write(llm: LLM, tasks: Sequence[EncodedTask], way: Way, temperature: float) -> Run:
+    """Write all `tasks` at a time, each to its full length.
+
+    Raises:
+        OutriderError: A prompt or a setting cannot be served, or a request failed.
+    """
+    engine, proposer = llm.engine, llm.proposers.get(way.config)
+    watch = MemoryWatch(engine.runner.loaded.device)
+    llm.stats.reset()
+    requests: list[Request] = []
+    arrivals: list[_Arrivals] = [_Arrivals() for _ in tasks]
+    start = perf_counter()
+    try:
+        for task in tasks:
+            params = _params(task, temperature)
+            requests.append(engine.add_request(task.prompt_ids, params, way.config, proposer, streaming=True))
+        while not all(request.finished for request in requests):
+            engine.step()
+            now = perf_counter() - start
+            for request, arrived in zip(requests, arrivals, strict=True):
+                arrived.take(request, now)
+    finally:
+        for request in requests:
+            engine.cancel(request)
+    for task, arrived in zip(tasks, arrivals, strict=True):
+        assert task.answer_ids in (None, arrived.token_ids), f"the replay of {task.name} was not followed"
+    return _run(arrivals, llm, watch)
+
+
+def _params(task: EncodedTask, temperature: float) -> SamplingParams:
+    if task.answer_ids is None:
+        return SamplingParams(temperature=temperature, max_tokens=task.max_tokens, ignore_eos=True)
+    replay = Replay(len(task.prompt_ids), task.answer_ids)
+    return SamplingParams(temperature=0.0, max_tokens=task.max_tokens, ignore_eos=True, logits_processors=(replay,))
+
+
+class _Arrivals:
+    """When which tokens of one text came."""
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[float, StreamPiece]] = []
+
+    def take(self, request: Request, now: float) -> None:
+        """Fetch what the last step added; raises the request's own error."""
+        if request.error is not None:
+            raise request.error
+        assert request.outbox is not None
+        self.pieces += [(now, piece) for piece in request.outbox]
+        request.outbox.clear()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token for _, piece in self.pieces for token in piece.token_ids)
+
+    @property
+    def gaps(self) -> list[float]:
+        times = [time for time, _ in self.pieces]
+        return [later - earlier for earlier, later in pairwise(times)]
+
+
+def _run(arrivals: list[_Arrivals], llm: LLM, watch: MemoryWatch) -> Run:
+    pieces = [found for arrived in arrivals for found in arrived.pieces]
+    first, last = min(time for time, _ in pieces), max(time for time, _ in pieces)
+    return Run(
+        token_ids=tuple(arrived.token_ids for arrived in arrivals),
+        seconds=last,
+        first_token_seconds=tuple(arrived.pieces[0][0] for arrived in arrivals),
+        decode_tokens=sum(len(piece.token_ids) for time, piece in pieces if time > first),
+        decode_seconds=last - first or None,
+        gaps=tuple(gap for arrived in arrivals for gap in arrived.gaps),
+        num_passes=len(pieces),
+        drafts=_drafts(arrivals),
+        shares=llm.stats.shares(),
+        peak=watch.peak(),
+    )
+
+
+def _drafts(arrivals: list[_Arrivals]) -> DraftCounts:
+    counts = DraftCounts()
+    for arrived in arrivals:
+        for _, piece in arrived.pieces:
+            counts.observe(piece.origins)
+        output = arrived.pieces[-1][1].output
+        assert output is not None
+        counts.num_drafts += output.stats.num_drafts
+        counts.num_draft_tokens += output.stats.num_draft_tokens
+        counts.num_positions += sum(output.stats.drafted_per_position)
+        counts.num_accepted += output.stats.num_accepted_tokens
+    return counts

@@ -1,0 +1,105 @@
+"""From runs to figures: medians over rounds, ratios within them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+from outrider.bench.contestants import Contestant
+from outrider.bench.figures import (
+    LOOPS_ABOVE,
+    Spread,
+    conditional_acceptance,
+    expected_tokens,
+    percentile,
+    repeated_8grams,
+    row_cost_ratio,
+)
+from outrider.bench.results import ModelResult, WayResult
+from outrider.bench.run import DraftCounts, Run
+
+PLAIN = "plain"
+
+
+def summarise(
+    contestants: Sequence[Contestant],
+    runs: Mapping[str, list[Run]],
+    batch: int,
+    model: ModelResult,
+    bandwidth: float | None,
+) -> list[WayResult]:
+    """Figures of every contestant, over our plain decoding in the same round.
+
+    Args:
+        contestants: In the order of their turns.
+        runs: Of each, round by round; those who dropped out have none and get no figures.
+        batch: Texts at a time.
+        model: Costs of the target.
+        bandwidth: Bytes a second that the machine reads.
+    """
+    return [_summary(c, runs[c.name], runs[PLAIN], batch, model, bandwidth) for c in contestants if c.name in runs]
+
+
+def _summary(
+    contestant: Contestant, runs: list[Run], plain: list[Run], batch: int, model: ModelResult, bandwidth: float | None
+) -> WayResult:
+    speeds = [run.tokens_per_second for run in runs if run.tokens_per_second is not None]
+    result = WayResult(
+        name=contestant.name,
+        peer=contestant.peer,
+        tokens_per_second=Spread.of(speeds),
+        whole_tokens_per_second=_certain([run.whole_tokens_per_second for run in runs]),
+        time_to_first_token=Spread.of([seconds for run in runs for seconds in run.first_token_seconds]),
+        gap_p50=percentile([gap for run in runs for gap in run.gaps], 0.50),
+        gap_p99=percentile([gap for run in runs for gap in run.gaps], 0.99),
+        num_tokens=sum(run.num_tokens for run in runs),
+        shares={phase: median(run.shares[phase] for run in runs) for phase in runs[0].shares},
+        peak_resident=max((r.peak.resident for r in runs if r.peak and r.peak.resident is not None), default=None),
+        peak_cuda=max((r.peak.cuda for r in runs if r.peak and r.peak.cuda is not None), default=None),
+        repeated_8grams=(repeated := median(repeated_8grams(ids) for run in runs for ids in run.token_ids)),
+        loops=repeated > LOOPS_ABOVE,
+    )
+    if not result.plain:
+        result.speedup = _ratios(runs, plain, lambda run: run.tokens_per_second)
+        result.whole_speedup = _ratios(runs, plain, lambda run: run.whole_tokens_per_second)
+    elif batch == 1 and bandwidth and model.weight_bytes and result.tokens_per_second is not None:
+        result.bandwidth_share = result.tokens_per_second.median * model.weight_bytes / bandwidth
+    _add_drafts(result, runs, batch, model)
+    return result
+
+
+def _certain(values: list[float]) -> Spread:
+    spread = Spread.of(values)
+    assert spread is not None
+    return spread
+
+
+def _ratios(runs: list[Run], plain: list[Run], speed: Callable[[Run], float | None]) -> Spread | None:
+    """Within each round; where one of the two cannot be known the round does not count."""
+    pairs = [(speed(run), speed(base)) for run, base in zip(runs, plain, strict=True)]
+    return Spread.of([a / b for a, b in pairs if a is not None and b is not None])
+
+
+def _add_drafts(result: WayResult, runs: list[Run], batch: int, model: ModelResult) -> None:
+    """Acceptance, and what it should be worth."""
+    counts = DraftCounts()
+    for run in runs:
+        counts.add(run.drafts or DraftCounts())
+    num_passes = sum(run.num_passes or 0 for run in runs)
+    if num_passes:
+        result.tokens_per_pass = result.num_tokens / num_passes
+    if counts.num_drafts:
+        result.tau = 1.0 + counts.num_accepted / counts.num_drafts
+        result.rows = 1.0 + counts.num_draft_tokens / counts.num_drafts
+        result.draft_length = counts.num_positions / counts.num_drafts
+        result.tries_by_position = list(counts.tried)
+        result.acceptance_by_position = conditional_acceptance(counts.accepted, counts.tried)
+        cost = row_cost_ratio(model.row_seconds, batch * result.rows, batch)
+        result.eta_limit = None if cost is None else 1.0 / cost
+        if sum(counts.tried):
+            result.acceptance = sum(counts.accepted) / sum(counts.tried)
+            result.expected_tokens = expected_tokens(result.acceptance, result.draft_length)
+    elif result.peer is not None and result.tokens_per_pass is not None and result.tokens_per_pass > 1.0:
+        result.tau = result.tokens_per_pass
+    if result.tau is not None and result.speedup is not None:
+        result.eta = result.speedup.median / result.tau

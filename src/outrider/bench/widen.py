@@ -1,0 +1,98 @@
+"""A *wide* copy of a Llama-style checkpoint: the same function at many times the weight traffic.
+
+The hidden state, the heads and the feed-forward units are tiled and the matching input weights divided, so the network
+computes what it computed before (up to the rounding of longer sums; powers of two make the divisions exact). Acceptance
+measured on the wide copy is therefore the real pair's, while a forward pass reads as many bytes as a model of that size: a
+memory-bound target, made from a checkpoint small enough to ship. Say so wherever such a figure is reported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.llm import default_model
+
+#: What the embedded target is tiled by: 384 x 1024 becomes 1536 x 8192, 0.36 B parameters.
+HIDDEN, FFN = 4, 8
+
+
+def cache_folder() -> Path:
+    """Where copies of models are kept: OUTRIDER_CACHE, or `outrider` in the user's cache folder."""
+    own = os.environ.get("OUTRIDER_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+def wide_target(dtype: str) -> str:
+    """Folder of the wide copy of the embedded target, made on first use.
+
+    Args:
+        dtype: As torch names it, without the "torch.".
+    """
+    source = Path(default_model("target"))
+    folder = cache_folder() / f"wide-{dtype}-{_digest(source)}"
+    if not folder.exists():
+        unfinished = folder.with_suffix(f".{os.getpid()}")  # an interrupted copy is never mistaken for a whole one
+        shutil.rmtree(unfinished, ignore_errors=True)
+        widen(str(source), str(unfinished), HIDDEN, FFN, getattr(torch, dtype))
+        try:
+            unfinished.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(unfinished)
+    return str(folder)
+
+
+def _digest(source: Path) -> str:
+    """Of the checkpoint and the shape, so that another pair never meets an old copy."""
+    found = hashlib.sha256(f"{HIDDEN} {FFN}".encode())
+    for file in sorted(source.iterdir()):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:8]
+
+
+def widen(source: str, target: str, hidden: int, ffn: int, dtype: torch.dtype) -> int:
+    """Write the wide copy of `source` to `target`; returns its number of parameters.
+
+    Args:
+        source, target: Folders.
+        hidden: Times the hidden size and the heads.
+        ffn: Times the feed-forward units.
+        dtype: Of the copy.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(source)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    config.hidden_size *= hidden
+    config.num_attention_heads *= hidden
+    config.num_key_value_heads *= hidden
+    config.head_dim = head_dim
+    config.intermediate_size *= ffn
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    wide = AutoModelForCausalLM.from_config(config).to(dtype)
+    wide.load_state_dict({name: _tiled(name, w, hidden, ffn).to(dtype) for name, w in model.state_dict().items()})
+    wide.generation_config = model.generation_config
+    wide.save_pretrained(target)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+    return sum(p.numel() for p in wide.parameters())
+
+
+def _tiled(name: str, w: Any, hidden: int, ffn: int) -> Any:
+    """One tensor of the wide copy."""
+    if name.endswith(("embed_tokens.weight", "lm_head.weight")):  # [vocab, hidden]
+        return w.repeat(1, hidden)
+    if name == "model.norm.weight":  # the tied head sums `hidden` copies
+        return w.repeat(hidden) / hidden
+    if w.dim() == 1:  # inner norms
+        return w.repeat(hidden)
+    if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")):  # [heads, hidden]
+        return w.repeat(hidden, hidden) / hidden
+    if name.endswith(("gate_proj.weight", "up_proj.weight")):  # [ffn, hidden]
+        return w.repeat(ffn, hidden) / hidden
+    assert name.endswith("down_proj.weight"), name  # [hidden, ffn]
+    return w.repeat(hidden, ffn) / ffn

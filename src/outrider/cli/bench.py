@@ -1,0 +1,134 @@
+"""`outrider bench`: what speculation is worth on this machine, way by way, in interleaved rounds."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli import options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.bench.results import Results
+    from outrider.bench.session import Progress, Session
+
+Names = list[str] | None
+
+
+def bench(
+    model: options.Model = None,
+    draft_model: options.DraftModel = None,
+    wide: Annotated[bool, typer.Option("--wide", help="The embedded target tiled to 0.36 B parameters.")] = False,
+    workload: Annotated[Names, typer.Option("--workload", "-w", help="A built-in one; may be repeated.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSONL of {"prompt": ...}, with "name" and "workload" if wanted.')
+    ] = None,
+    spec_bench: Annotated[Path | None, typer.Option(help="A question file in Spec-Bench's format.")] = None,
+    replay: Annotated[str | None, typer.Option(help='"copy", or JSONL of {"prompt": ..., "answer": ...}, forced.')] = None,
+    way: Annotated[
+        Names, typer.Option("--way", help="plain, draft_model:3, ngram:5, suffix-tree:16, ...; repeated.")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option("--batch", "-b", help="Texts at a time, 1 to 64; repeated.")] = None,
+    sampling: Annotated[Names, typer.Option(help="greedy or T=1; repeated.")] = None,
+    dtype: Annotated[Names, typer.Option(help="auto, bfloat16, float32, ...; repeated.")] = None,
+    device: options.Device = None,
+    threads: Annotated[int | None, typer.Option(help="Threads that compute.")] = None,
+    num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Prompts of each workload.")] = None,
+    max_tokens: options.MaxTokens = None,
+    peers: Annotated[Names, typer.Option(help="Other engines beside this one: all, or a name; repeated.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Everything, for hours; a rerun goes on where it stopped.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for results.json, results.md and plots.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The results as JSON instead of tables.")] = False,
+    no_color: options.NoColor = False,
+) -> None:
+    """Measure speculation here: speed, latency, acceptance, what a pass costs, and how far it all is from its limits."""
+    from rich.console import Console
+    from transformers.utils import logging as hf_logging
+
+    from outrider.bench.session import Session
+    from outrider.bench.settings import BenchSettings
+
+    hf_logging.disable_progress_bar()
+    lists = {"workloads": workload, "ways": way, "batches": batch, "samplings": sampling, "dtypes": dtype, "peers": peers}
+    given: dict[str, Any] = {name: tuple(dict.fromkeys(values or ())) for name, values in lists.items()}
+    settings = BenchSettings(
+        model=model,
+        draft_model=draft_model,
+        wide=wide,
+        prompts=prompts,
+        spec_bench=spec_bench,
+        replay=replay,
+        device=device,
+        num_threads=threads,
+        num_prompts=num_prompts,
+        max_tokens=max_tokens,
+        full=full,
+        out=out,
+        **given,
+    )
+    notes = Console(stderr=True, no_color=no_color or None, highlight=False)
+    with _progress(notes) as progress:
+        session = Session(settings, progress)
+        results = session.run()
+    _write(results, out)
+    if as_json:
+        sys.stdout.write(_this_run(session, results).model_dump_json() + "\n")
+    else:
+        width = None if sys.stdout.isatty() else 120  # a file has no width of its own
+        _show(session, results, Console(no_color=no_color or None, highlight=False, width=width))
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    """A bar for what is being measured, on a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    from outrider.bench.session import Progress
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("", total=1)
+        yield Progress(lambda what, turns: bars.reset(task, description=what, total=turns), lambda: bars.advance(task))
+
+
+def _this_run(session: Session, results: Results) -> Results:
+    """Without what earlier runs left in the folder."""
+    return results.model_copy(update={"cells": {found.cell.key: found for found in session.measured}})
+
+
+def _write(results: Results, out: Path | None) -> None:
+    """Page and plots of everything in the folder; the numbers are there already."""
+    if out is None:
+        return
+    from outrider.bench import plots, report
+
+    names: list[str] = []
+    if plots.available():
+        names = plots.draw(results, out)
+    else:
+        results.note(f"no plots: matplotlib is not installed ({plots.REMEDY})")
+    command = shlex.join(["outrider", *sys.argv[1:]])
+    page = report.markdown(results, list(results.cells.values()), command, names)
+    (out / "results.md").write_text(page, "utf-8")
+
+
+def _show(session: Session, results: Results, paper: Any) -> None:
+    from outrider.bench import report
+
+    shown = _this_run(session, results)
+    paper.print(report.machine_line(shown), style="dim", markup=False)
+    for view in report.tables(shown, session.measured):
+        paper.print()
+        paper.print(view)
+    paper.print()
+    for note in shown.remarks:
+        paper.print(f"note: {note}", style="bold", markup=False)
+    paper.print(report.LEGEND, style="dim", markup=False)

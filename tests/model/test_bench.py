@@ -1,0 +1,269 @@
+"""The instrument on a model so small that every path can be walked: replay, resume, memory, and the verb with its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from outrider.bench import machine
+from outrider.bench.peers.base import Peer, PeerMode, PeerModels, PeerRun
+from outrider.bench.peers.registry import PEERS
+from outrider.bench.row_costs import row_costs
+from outrider.bench.run import EncodedTask, Run, write
+from outrider.bench.session import Session
+from outrider.bench.settings import BenchSettings
+from outrider.bench.ways import parse_ways
+from outrider.bench.widen import widen
+from outrider.cli.main import app
+from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError
+from outrider.llm import LLM, default_model
+from outrider.prove.tiny import save_tiny_llama
+
+ANSWER = (0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 0)
+PROMPTS = "\n".join(json.dumps({"prompt": text}) for text in ('a"a', 'aa"', '"'))
+RECORDED = json.dumps({"prompt": "a", "answer": "".join('"a'[token] for token in ANSWER)})
+read_bandwidth = machine.read_bandwidth
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"), 5, speaks=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: str) -> LLM:
+    return LLM(tiny, speculation="none", prefix_caching=False, max_num_seqs=4)
+
+
+@pytest.mark.parametrize("name", ["plain", "ngram:3", "suffix:5", "suffix-tree:5"])
+def test_a_replay_is_followed_to_the_letter(llm: LLM, name: str) -> None:
+    way = parse_ways([name], None)[-1]
+    found = write(llm, [EncodedTask("t", (1, 0, 1), 11, ANSWER)], way, 0.0)
+    assert found.token_ids == (ANSWER,)
+    assert (found.num_passes == len(ANSWER)) is way.plain
+    assert found.drafts is not None
+    assert len(ANSWER) == (found.num_passes or 0) + found.drafts.num_accepted
+
+
+def test_the_clock_adds_up(llm: LLM) -> None:
+    tasks = [EncodedTask(f"t{i}", (1, 0, 1), 9) for i in range(3)]
+    found = write(llm, tasks, parse_ways(["ngram:2"], None)[-1], 1.0)
+    assert [len(ids) for ids in found.token_ids] == [9, 9, 9]  # no end of text shortens anybody's
+    assert found.decode_seconds is not None
+    assert found.seconds == pytest.approx(min(found.first_token_seconds) + found.decode_seconds)
+    assert found.decode_tokens == 24
+    assert len(found.gaps) == (found.num_passes or 0) - 3
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+    assert not llm.engine.has_work
+
+
+def test_a_prompt_that_fails_leaves_nothing_running(llm: LLM) -> None:
+    with pytest.raises(InvalidPromptError):
+        write(llm, [EncodedTask("a", (1,), 4), EncodedTask("b", (99,), 4)], parse_ways([], None)[0], 1.0)
+    assert not llm.engine.has_work
+
+
+def test_costs_of_rows_are_measured_where_they_fit_and_give_back_their_memory(llm: LLM) -> None:
+    free = llm.engine.runner.blocks.num_free
+    costs = row_costs(llm.engine.runner, (1, 4, 32, 500), 2)
+    assert list(costs) == [1, 4, 32]
+    assert all(seconds > 0 for seconds in costs.values())
+    assert llm.engine.runner.blocks.num_free == free
+
+
+def test_what_a_token_reads(llm: LLM) -> None:
+    model = llm.engine.runner.loaded.model
+    everything = sum(w.numel() * w.element_size() for w in model.parameters())
+    table = model.get_input_embeddings().weight
+    assert machine.weight_bytes(model) == everything - table.numel() * table.element_size()
+    tied = LLM(dtype="bfloat16", speculation="none", kv_cache_tokens=64).engine.runner.loaded.model
+    assert machine.weight_bytes(tied) == sum(w.numel() * w.element_size() for w in tied.parameters())
+
+
+def test_the_machine_reads_memory() -> None:
+    assert 1e7 < read_bandwidth(torch.device("cpu"), 2**20, repeats=2) < 1e13
+    peak = machine.MemoryWatch(torch.device("cpu")).peak()
+    assert peak.cuda is None
+    assert peak.resident is None or peak.resident > 2**24
+
+
+def settings(tiny: str, folder: Path, **more: Any) -> BenchSettings:
+    (folder / "prompts.jsonl").write_text(PROMPTS, "utf-8")
+    fixed: dict[str, Any] = {
+        "model": tiny, "prompts": folder / "prompts.jsonl", "ways": ("ngram:2",), "samplings": ("T=1",), "batches": (1, 2),
+        "dtypes": ("float64",), "max_tokens": 5, "num_prompts": 2, "full": True, "out": folder / "out",
+    }  # fmt: skip
+    return BenchSettings(**{**fixed, **more})
+
+
+@pytest.fixture(autouse=True)
+def _small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "read_bandwidth", lambda *_: 1e9)
+
+
+def test_a_full_run_goes_on_where_it_stopped(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.bench import contestants
+
+    written: list[int] = []
+    interruptions = iter([True])
+    real = contestants.write
+
+    def counting(*arguments: Any) -> Run:
+        written.append(len(arguments[1]))
+        if len(written) == 8 and next(interruptions, False):
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(contestants, "write", counting)
+    with pytest.raises(KeyboardInterrupt):
+        Session(settings(tiny, tmp_path)).run()
+    assert written == [1] * 6 + [2] * 2  # the first cell, and into the second
+    resumed = Session(settings(tiny, tmp_path))
+    assert len(resumed.run().cells) == 2
+    assert set(written[8:]) == {2}
+    assert [found.cell.batch for found in resumed.measured] == [1, 2]
+    written.clear()
+    assert len(Session(settings(tiny, tmp_path)).run().cells) == 2
+    assert written == []
+    Session(settings(tiny, tmp_path, ways=("ngram:3",))).run()  # another comparison
+    assert written
+    written.clear()
+    Session(settings(tiny, tmp_path, full=False)).run()  # who asks for less than everything wants it measured now
+    assert written
+
+
+class _Rival(Peer):
+    """Writes zeros, a thousand tokens a second; one of its modes crashes at the second text that counts."""
+
+    name = "rival"
+    asked: ClassVar[list[tuple[str, int]]] = []
+
+    def __init__(self, models: PeerModels) -> None:
+        self.version = "7"
+
+    def __exit__(self, *exception: object) -> None:
+        self.asked.append(("closed", 0))
+
+    @staticmethod
+    def missing() -> str | None:
+        return None
+
+    @staticmethod
+    def building(models: PeerModels) -> Any:
+        raise NotImplementedError
+
+    @property
+    def precision(self) -> str:
+        return "weights of lead"
+
+    def modes(self, *, full: bool) -> list[PeerMode]:
+        return [PeerMode("plain", "plain"), PeerMode("ngram k=2", "ngram", 2), PeerMode("ngram k=9", "ngram", 9)]
+
+    def generate(self, mode: PeerMode, prompt_ids: Any, *, max_tokens: int, temperature: float, seed: Any) -> PeerRun:
+        self.asked.append((mode.name, max_tokens))
+        if mode.num_draft_tokens == 9 and self.asked.count((mode.name, max_tokens)) == 2:
+            raise EngineAnswerError("rival", "fell over", "None.")
+        return PeerRun(
+            (0,) * max_tokens, max_tokens / 1000, 0.001, (max_tokens - 1) / 1000, 4, 2 if mode.kind == "ngram" else 0
+        )
+
+
+def test_peers_take_turns_and_who_cannot_is_named(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Absent(_Rival):
+        name = "absent"
+
+        @staticmethod
+        def missing() -> str | None:
+            return "lead not installed; run: pip install lead"
+
+    for name in list(PEERS):
+        monkeypatch.delitem(PEERS, name)
+    monkeypatch.setitem(PEERS, "rival", _Rival)
+    monkeypatch.setitem(PEERS, "absent", Absent)
+    found = Session(settings(tiny, tmp_path, peers=("all",), max_tokens=6)).run()
+    one, two = found.cells.values()
+    assert one.cell.peers == ("rival 7",)
+    assert [way.name for way in one.ways] == ["plain", "ngram k=2", "rival: plain", "rival: ngram k=2"]
+    drafting = one.ways[-1]
+    assert drafting.tokens_per_second is not None
+    assert drafting.tokens_per_second.median == pytest.approx(1000)
+    assert drafting.tau == pytest.approx(6 / 4)
+    assert drafting.speedup is not None
+    assert drafting.loops is False  # texts of six tokens hold no 8-gram
+    assert [way.peer for way in two.ways] == [None, None]
+    said = "\n".join(found.remarks)
+    for part in ("absent did not take part", "pip install lead", "rival: ngram k=9 dropped out", "weights of lead"):
+        assert part in said
+    assert _Rival.asked[-1] == ("closed", 0)
+    again = Session(settings(tiny, tmp_path, peers=("all",), max_tokens=6)).run()
+    assert "rival: ngram k=9 dropped out" in "\n".join(again.remarks)  # also of cells that are not measured again
+
+
+def test_a_prompt_too_long_for_the_context_is_named(tiny: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidPromptError, match="in a context of 64"):
+        Session(settings(tiny, tmp_path, max_tokens=62)).run()
+
+
+def test_names_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    for more in ({"peers": ("psychic",)}, {"ways": ("psychic",)}, {"ways": ("draft_model:2",)}):
+        with pytest.raises(InvalidParameterError):
+            Session(settings("/nowhere/at/all", tmp_path, **more))
+
+
+def test_the_verb_writes_tables_page_numbers_and_plots(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text(PROMPTS, "utf-8")
+    (tmp_path / "mail.jsonl").write_text(RECORDED, "utf-8")
+    out = tmp_path / "out"
+    files = ["--prompts", str(tmp_path / "mine.jsonl"), "--replay", str(tmp_path / "mail.jsonl"), "--out", str(out)]
+    ways = ["--draft-model", tiny, "--way", "draft_model:2", "--way", "ngram:2"]
+    loads = ["--sampling", "greedy", "--sampling", "T=1", "-b", "1", "-b", "2", "-n", "3", "--max-tokens", "14"]
+    command = ["bench", tiny, *ways, *loads, "--dtype", "float64", *files]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.output
+    written = {path.name for path in out.iterdir()}
+    images = {f"{name}.{kind}" for name in ("speedup", "row_costs", "throughput") for kind in ("png", "svg")}
+    assert {"results.json", "results.md", *images} <= written
+    found = json.loads((out / "results.json").read_text("utf-8"))
+    cells = [value["cell"] for value in found["cells"].values()]
+    assert {(c["workload"], c["sampling"], c["batch"]) for c in cells} == {
+        *(("mine", sampling, batch) for sampling in ("greedy", "T=1") for batch in (1, 2)), ("replay/mail", "replay", 1),
+    }  # fmt: skip
+    for value in found["cells"].values():
+        drafted = [way for way in value["ways"] if way["name"] == "draft_model k=2"]
+        assert bool(drafted) is (value["cell"]["sampling"] != "replay")
+        for way in drafted:  # the target drafts for itself: every token stands
+            assert way["acceptance"] == pytest.approx(1.0)
+            assert way["tau"] == pytest.approx(way["expected_tokens"])
+    page = (out / "results.md").read_text("utf-8")
+    for text in (shown.stdout, page):
+        assert "replay leaves draft models out" in text
+        assert "replay/mail" in text
+        assert "loops" in text
+    as_json = CliRunner().invoke(app, [*command[:-2], "--json"])
+    assert set(json.loads(as_json.stdout)["cells"]) == set(found["cells"])
+
+
+def test_bad_usage_is_one_clear_line(tiny: str, tmp_path: Path) -> None:
+    from outrider.errors import InputError
+
+    for arguments in (["--workload", "poetry"], ["--batch", "65"], ["--prompts", str(tmp_path / "no")], ["--peers", "x"]):
+        result = CliRunner().invoke(app, ["bench", tiny, *arguments])
+        assert isinstance(result.exception, InputError), result.output
+
+
+def test_a_wide_copy_computes_the_same_function(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = default_model("target")
+    widen(source, str(tmp_path), 2, 2, torch.float32)
+    ids = torch.tensor([[5, 90, 17, 300]])
+    with torch.inference_mode():
+        narrow, wide = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits for path in (source, str(tmp_path))
+        )
+    assert torch.allclose(narrow, wide, atol=2e-3)

@@ -1,0 +1,77 @@
+"""Every peer writes our greedy text, in every mode, and its figures add up."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.bench.peers.base import PeerModels
+from outrider.bench.peers.registry import PEERS, open_peer
+from outrider.llm import default_model
+
+NUM_TOKENS = 32
+TEXT = 'def add(a, b):\n    """Return the sum of a and b."""\n'
+ENDED = 'if __name__ == "__main__":\n    main()\n'
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(default_model("target"), dtype="float32")
+
+
+def ours(llm, text):
+    """A prompt as tokens, and our text behind it."""
+    prompt = llm.tokenizer.encode(text)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return prompt, tuple(llm.generate([prompt], params)[0].token_ids)
+
+
+@pytest.fixture(scope="module")
+def reference(llm):
+    return ours(llm, TEXT)
+
+
+@pytest.fixture(scope="module")
+def ended(llm):
+    prompt, text = ours(llm, ENDED)
+    assert llm.tokenizer.eos_token_id in text[:4]
+    return prompt, text
+
+
+@pytest.fixture(scope="module", params=PEERS)
+def peer(request, tmp_path_factory):
+    if (reason := PEERS[request.param].missing()) is not None:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("converted")
+    models = PeerModels(default_model("target"), default_model("draft"), "float32", 1, folder)
+    with open_peer(request.param, models) as found:
+        yield found
+
+
+def test_every_mode_writes_our_greedy_text(peer, reference):
+    prompt, expected = reference
+    for mode in peer.modes(full=False):
+        run = peer.generate(mode, prompt, max_tokens=NUM_TOKENS, temperature=0.0, seed=None)
+        assert run.token_ids == expected, mode
+        assert run.seconds == pytest.approx(run.time_to_first_token + run.decode_seconds, abs=1e-6)
+        if run.num_draft_tokens is not None:
+            assert 0 <= run.num_accepted_tokens <= run.num_draft_tokens
+            assert (run.num_draft_tokens > 0) == (mode.kind != "plain")
+
+
+def test_sampled_texts_follow_the_seed(peer, reference):
+    prompt, greedy = reference
+    plain = peer.modes(full=False)[0]
+    texts = [
+        peer.generate(plain, prompt, max_tokens=NUM_TOKENS, temperature=1.0, seed=seed).token_ids for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    assert greedy not in texts
+
+
+def test_no_token_ends_a_text(peer, ended):
+    """The token that ends texts is neither obeyed nor forbidden."""
+    prompt, expected = ended
+    for mode in peer.modes(full=False):
+        run = peer.generate(mode, prompt, max_tokens=NUM_TOKENS, temperature=0.0, seed=None)
+        assert run.token_ids == expected, mode

@@ -1,0 +1,112 @@
+"""Which cells a run measures, in which ways, and what it refuses before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.bench.plan import Cell, Plan
+from outrider.bench.settings import BenchSettings
+from outrider.bench.tasks import WORKLOADS
+from outrider.bench.ways import parse_ways
+from outrider.errors import ContradictionError, InputError, InvalidParameterError
+
+
+def plan(draft_model: str | None = "draft", **settings: Any) -> Plan:
+    return Plan(BenchSettings(**settings), "m", draft_model)
+
+
+def loads(cells: list[Cell]) -> set[tuple[str, str, int]]:
+    return {(cell.workload, cell.sampling, cell.batch) for cell in cells}
+
+
+def test_the_usual_run_touches_everything_in_small() -> None:
+    found = loads(plan().cells("float32"))
+    assert {workload for workload, _, _ in found} == {*WORKLOADS, "replay/copy"}
+    assert {sampling for _, sampling, _ in found} == {"greedy", "T=1", "replay"}
+    assert {batch for _, _, batch in found} == {1, 8}
+    assert len(found) == len(WORKLOADS) + 3
+
+
+def test_what_is_asked_for_is_crossed_and_nothing_else_is_measured() -> None:
+    found = plan(workloads=("json", "free_text"), batches=(1, 2), samplings=("greedy",)).cells("float32")
+    assert loads(found) == {(w, "greedy", b) for w in ("json", "free_text") for b in (1, 2)}
+
+
+def test_a_full_run_is_the_whole_matrix(tmp_path: Path) -> None:
+    matrix = plan(full=True, out=tmp_path)
+    cells = matrix.cells("float32")
+    assert matrix.dtypes == ("float32", "bfloat16")
+    assert len(cells) == len(WORKLOADS) * 2 * 7 + 1
+    assert len({cell.key for cell in cells}) == len(cells)
+
+
+def test_replay_has_no_draft_model_and_no_peers() -> None:
+    cells = plan(replay="copy", workloads=("json",)).cells("float32", ["peer 1"])
+    replay = next(cell for cell in cells if cell.replay)
+    assert not any(name.startswith("draft_model") for name in replay.ways)
+    assert replay.peers == ()
+    assert replay.ways[0] == "plain"
+    sampled = next(cell for cell in cells if cell.sampling == "T=1" and cell.batch == 1)
+    assert sampled.peers == ("peer 1",)
+    assert any(name.startswith("draft_model") for name in sampled.ways)
+
+
+def test_peers_stand_where_one_text_is_written_at_a_time() -> None:
+    cells = plan(workloads=("json",), batches=(1, 4), samplings=("T=1",)).cells("f", ["p"])
+    assert {cell.batch: cell.peers for cell in cells} == {1: ("p",), 4: ()}
+
+
+def test_a_key_changes_with_what_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    keys = set()
+    for text, more in (("a", {}), ("b", {}), ("a", {"ways": ("ngram:3",)}), ("a", {"max_tokens": 9})):
+        file.write_text(f'{{"prompt": "{text}"}}', "utf-8")
+        keys.add(plan(prompts=file, batches=(1,), samplings=("T=1",), **more).cells("f")[0].key)
+    assert len(keys) == 4
+
+
+def test_rounds_take_every_prompt_and_begin_again() -> None:
+    cell = plan(workloads=("json",), batches=(3,), samplings=("T=1",), num_prompts=4).cells("f")[0]
+    assert list(cell.rounds("abcd")) == [["a", "b", "c"], ["d", "a", "b"]]  # type: ignore[type-var]
+
+
+def test_ways_by_name() -> None:
+    ways = {way.name: way.config for way in parse_ways(["suffix-tree", "draft_model:4", "ngram:7", "plain"], "d")}
+    assert next(iter(ways)) == "plain"
+    assert ways["suffix tree k=16"].suffix_tree
+    assert ways["draft_model k=4"].draft_model == "d"
+    assert ways["ngram k=7"].num_draft_tokens == 7
+    assert len(parse_ways(["ngram:3", "ngram:3"], None)) == 2
+
+
+@pytest.mark.parametrize("name", ["psychic", "ngram:0", "ngram:x", "", "ngram:3:4", "none", "plain:2", "draft_model:2"])
+def test_ways_that_cannot_be_taken(name: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        parse_ways([name], None)
+    assert caught.value.field == "way"
+
+
+def test_without_a_draft_model_the_others_are_measured() -> None:
+    assert not any(way.name.startswith("draft_model") for way in plan(None).ways)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"workloads": ("poetry",)}, InvalidParameterError, "poetry"),
+        ({"batches": (0,)}, InvalidParameterError, "Use 1 to 64"),
+        ({"batches": (65,)}, InvalidParameterError, "Use 1 to 64"),
+        ({"samplings": ("T=2",)}, InvalidParameterError, "greedy or T=1"),
+        ({"dtypes": ("int8",)}, InvalidParameterError, "int8"),
+        ({"max_tokens": 1}, InvalidParameterError, "2 or more"),
+        ({"num_prompts": 0}, InvalidParameterError, "1 or more"),
+        ({"wide": True, "model": "m"}, ContradictionError, "embedded"),
+        ({"full": True}, ContradictionError, "--out"),
+    ],
+)
+def test_settings_that_cannot_be_measured(settings: dict[str, Any], error: type[InputError], says: str) -> None:
+    with pytest.raises(error, match=says):
+        BenchSettings(**settings)

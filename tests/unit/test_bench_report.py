@@ -1,0 +1,201 @@
+"""Turns, figures and marks, with contestants that are made up; and the folder that remembers."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from outrider.bench import plots, report
+from outrider.bench.contestants import Contestant, interleave
+from outrider.bench.figures import Spread
+from outrider.bench.plan import Cell
+from outrider.bench.results import CellResult, ModelResult, Results, Store, WayResult
+from outrider.bench.run import DraftCounts, EncodedTask, Run
+from outrider.bench.summary import summarise
+from outrider.errors import EngineAnswerError, InvalidParameterError
+
+MACHINE = {
+    "cpu": "made up", "instruction_set": "none", "threads": 1, "device": "cpu", "outrider": "0", "torch": "0",
+    "transformers": "0", "python": "0",
+}  # fmt: skip
+MODEL = ModelResult(row_seconds={1: 0.1, 2: 0.12, 4: 0.2}, weight_bytes=500, num_parameters=250)
+TASKS = [[EncodedTask(f"t{i}", (1, 2), 8)] for i in range(3)]
+
+
+def run(speed: float, *, drafts: DraftCounts | None = None, tokens: Sequence[int] = range(21)) -> Run:
+    """A text of 21 tokens, 20 of them decoded at `speed` after a second of prompt."""
+    seconds = 20 / speed
+    return Run((tuple(tokens),), 1 + seconds, (1.0,), 20, seconds, (seconds / 20,) * 20, 21, drafts, {"forward": 1.0})
+
+
+def cell(**changes: Any) -> Cell:
+    fixed: dict[str, Any] = {
+        "model": "m", "dtype": "float32", "workload": "json", "sampling": "greedy", "batch": 1, "num_prompts": 3,
+        "max_tokens": 8, "ways": ("plain", "ngram k=3"), "tasks": "abc",
+    }  # fmt: skip
+    return Cell(**{**fixed, **changes})
+
+
+def way(name: str, speed: float = 10.0, *, repeated: float = 0.0, **more: Any) -> WayResult:
+    spread = Spread(median=speed, low=speed, high=speed)
+    fixed: dict[str, Any] = {"tokens_per_second": spread, "whole_tokens_per_second": spread, "num_tokens": 8}
+    return WayResult(name=name, repeated_8grams=repeated, loops=repeated > 0.1, **{**fixed, **more})
+
+
+def test_turns_alternate() -> None:
+    order: list[str] = []
+
+    def writer(name: str) -> Contestant:
+        def write(tasks: Sequence[EncodedTask]) -> Run:
+            order.append(f"{name}{tasks[0].name}")
+            return run(1.0)
+
+        return Contestant(name, write)
+
+    turns: list[str] = []
+    runs = interleave(TASKS, [writer("A"), writer("B")], lambda contestant: turns.append(contestant.name))
+    assert order == ["At0", "Bt0", "At1", "Bt1", "At2", "Bt2"]
+    assert turns == ["A", "B"] * 3
+    assert {name: len(found) for name, found in runs.items()} == {"A": 3, "B": 3}
+
+
+def test_a_peer_that_fails_drops_out_and_the_others_go_on() -> None:
+    calls: list[str] = []
+
+    def fail(tasks: Sequence[EncodedTask]) -> Run:
+        calls.append(tasks[0].name)
+        if tasks[0].name == "t1":
+            raise EngineAnswerError("rival", "crashed", "None.")
+        return run(1.0)
+
+    dropped: list[str] = []
+    contestants = [Contestant("plain", lambda _: run(1.0)), Contestant("rival: x", fail, "rival")]
+    runs = interleave(TASKS, contestants, on_dropout=lambda c, error: dropped.append(f"{c.name}: {error.problem}"))
+    assert calls == ["t0", "t1"]
+    assert dropped == ["rival: x: crashed"]
+    assert list(runs) == ["plain"]
+    assert len(runs["plain"]) == 3
+    assert [found.name for found in summarise(contestants, runs, 1, MODEL, None)] == ["plain"]
+
+
+def test_speedups_are_ratios_within_a_round() -> None:
+    runs = {"plain": [run(10), run(100), run(1000)], "b": [run(20), run(150), run(3000)]}
+    contestants = [Contestant(name, lambda _: run(1)) for name in runs]
+    plain, other = summarise(contestants, runs, 1, MODEL, 1e5)
+    assert other.speedup == Spread(median=2.0, low=1.5, high=3.0)
+    assert plain.speedup is None
+    assert plain.tokens_per_second is not None
+    assert plain.tokens_per_second.median == 100
+    assert plain.bandwidth_share == pytest.approx(100 * 500 / 1e5)
+    assert other.bandwidth_share is None
+    assert other.whole_speedup is not None
+    assert other.whole_speedup.low == pytest.approx((1 + 20 / 1000) / (1 + 20 / 3000))
+    assert plain.time_to_first_token == Spread(median=1.0, low=1.0, high=1.0)
+
+
+def test_eta_stands_beside_its_limit() -> None:
+    counts = DraftCounts(
+        num_drafts=10, num_draft_tokens=30, num_positions=30, num_accepted=15, accepted=[10, 5], tried=[10, 10]
+    )
+    runs = {"plain": [run(10)], "b": [run(18, drafts=counts)]}
+    contestants = [Contestant(name, lambda _: run(1)) for name in runs]
+    found = summarise(contestants, runs, 1, MODEL, None)[1]
+    assert found.tau == 2.5
+    assert found.rows == 4.0
+    assert found.eta == pytest.approx(1.8 / 2.5)
+    assert found.eta_limit == pytest.approx(0.5)
+    assert found.acceptance == 0.75
+    assert found.expected_tokens == pytest.approx(1 + 0.75 + 0.75**2 + 0.75**3)
+    assert summarise(contestants, runs, 8, MODEL, None)[1].eta_limit is None  # nobody measured a pass of 32 rows
+
+
+def test_greedy_text_that_loops_is_marked_and_nothing_else() -> None:
+    looping, fine = way("ngram k=3", repeated=0.11), way("ngram k=3", repeated=0.10)
+    assert report.speed_row(cell(), looping)[-1] == "11% loops"
+    assert report.speed_row(cell(), fine)[-1] == "10%"
+    assert report.speed_row(cell(sampling="T=1"), looping)[-1] == "11%"
+    assert report.speed_row(cell(sampling="replay", workload="replay/x"), fine)[-1] == "10% replay"
+
+
+def test_a_text_in_a_loop_is_found_by_its_tokens() -> None:
+    contestants = [Contestant("plain", lambda _: run(1))]
+    assert summarise(contestants, {"plain": [run(10, tokens=[3] * 21)]}, 1, MODEL, None)[0].loops
+    assert not summarise(contestants, {"plain": [run(10)]}, 1, MODEL, None)[0].loops
+
+
+def test_a_peer_shows_its_best_mode_and_its_plain_decoding() -> None:
+    ways = [way("plain"), way("r: plain", 8, peer="r"), way("r: k=1", 9, peer="r"), way("r: k=2", 12, peer="r")]
+    assert [found.name for found in CellResult(cell=cell(), ways=ways).shown] == ["plain", "r: plain", "r: k=2"]
+
+
+def results() -> Results:
+    found = Results(machine=MACHINE, models={"m, float32": MODEL}, notes=["rival did not take part: not installed"])
+    speedup = Spread(median=1.5, low=1.2, high=1.7)
+    for batch in (1, 4):
+        drafted = way("ngram k=3", 15, repeated=0.3, speedup=speedup, whole_speedup=speedup, tau=2.0,
+                      acceptance_by_position=[0.5, None], tries_by_position=[30, 0])  # fmt: skip
+        key = cell(batch=batch).key
+        found.cells[key] = CellResult(cell=cell(batch=batch), ways=[way("plain"), drafted], dropouts=["other fell over"])
+    return found
+
+
+def test_pages_say_everything() -> None:
+    found = results()
+    page = report.markdown(found, list(found.cells.values()), "outrider bench", ["speedup.png"])
+    for said in (
+        "30% loops",
+        "1.50x (1.20-1.70)",
+        "not installed",
+        "other fell over",
+        "`outrider bench`",
+        "(speedup.png)",
+        "made up",
+        "n=4",
+    ):
+        assert said in page
+    console = Console(width=120, record=True, file=io.StringIO())
+    for view in report.tables(found, list(found.cells.values())):
+        console.print(view)
+    text = console.export_text()
+    assert "30% loops" in text
+    assert "50/-" in text
+
+
+def test_plots_are_drawn_for_what_there_is(tmp_path: Path) -> None:
+    names = plots.draw(results(), tmp_path)
+    assert names == ["speedup.png", "row_costs.png", "acceptance.png", "throughput.png"]
+    assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".svg"}
+    assert plots.draw(Results(machine=MACHINE), tmp_path / "nothing") == []
+
+
+def test_the_folder_remembers_and_sets_another_machine_aside(tmp_path: Path) -> None:
+    store, found = Store(tmp_path), results()
+    store.save(found)
+    again = store.open(MACHINE)
+    assert again.cells == found.cells
+    assert again.models == found.models
+    assert again.notes == []  # every run says its own
+    other = store.open({**MACHINE, "torch": "1"})
+    assert other.cells == {}
+    assert "results-1.json" in other.notes[0]
+    assert json.loads((tmp_path / "results-1.json").read_text("utf-8"))["machine"] == MACHINE
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"machine": {}, "unknown": 1}', "\xff"])
+def test_a_folder_with_something_else_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "results.json").write_bytes(text.encode("latin1"))
+    with pytest.raises(InvalidParameterError, match="not the results"):
+        Store(tmp_path).open(MACHINE)
+    assert (tmp_path / "results.json").read_bytes() == text.encode("latin1")
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidParameterError, match="unusable"):
+        Store(tmp_path / "file").open(MACHINE)

@@ -1,0 +1,129 @@
+"""The GGUF writer: what it writes, what llama.cpp makes of it, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.bench.peers.base import PeerMode, PeerModels, PeerRequest
+from outrider.errors import InvalidParameterError, UnsupportedModelError
+from outrider.model import gguf as writer
+from outrider.model.gguf import write_gguf
+from tests.model import checkpoints
+
+PROMPT = tuple((7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(23))
+PLAIN = PeerMode("plain", "plain")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return checkpoints.save("llama", tmp_path_factory.mktemp("llama"))
+
+
+def transformers_greedy(path: str, num_tokens: int) -> tuple[int, ...]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    text = model.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=num_tokens)
+    return tuple(text[0, len(PROMPT) :].tolist())
+
+
+def llama_cpp_greedy(path: str, folder: Path, num_tokens: int) -> tuple[int, ...]:
+    from outrider.bench.peers.llama_cpp import LlamaCppEngine
+
+    engine = LlamaCppEngine(PeerModels(path, None, "float32", 1, folder))
+    return engine.generate(PeerRequest(PLAIN, PROMPT, num_tokens, 0.0, None)).token_ids
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.0), ("float16", 2**-11), ("bfloat16", 2**-8)])
+def test_weights_survive_as_far_as_the_type_allows(llama, tmp_path, dtype, tolerance):
+    gguf = pytest.importorskip("gguf")
+    from transformers import AutoModelForCausalLM
+
+    tensors = {t.name: t for t in gguf.GGUFReader(write_gguf(llama, tmp_path / "m.gguf", dtype)).tensors}
+    state = AutoModelForCausalLM.from_pretrained(llama).float().state_dict()
+    assert len(tensors) == len(state)
+    for ours, theirs in (("model.layers.3.mlp.up_proj.weight", "blk.3.ffn_up.weight"), ("lm_head.weight", "output.weight")):
+        expected = state[ours].numpy()
+        stored = gguf.quants.dequantize(tensors[theirs].data, tensors[theirs].tensor_type)
+        assert np.abs(stored - expected).max() <= tolerance * np.abs(expected).max()
+    norm = tensors["output_norm.weight"]
+    assert norm.tensor_type.name == "F32"
+    assert np.array_equal(norm.data, state["model.norm.weight"].numpy())
+
+
+def test_a_tied_head_is_written_once(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    from outrider.llm import default_model
+
+    names = [t.name for t in gguf.GGUFReader(write_gguf(default_model("draft"), tmp_path / "m.gguf")).tensors]
+    assert "token_embd.weight" in names
+    assert "output.weight" not in names
+    assert len(list(tmp_path.iterdir())) == 1  # nothing unfinished lies about
+
+
+def test_halves_of_a_head_become_neighbours():
+    rows = np.arange(8)[:, None] * np.ones((1, 3))  # 2 heads of 4
+    assert writer._paired(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert writer._paired(np.arange(8), 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]  # a bias
+
+
+# -- what llama.cpp makes of it ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_llama_cpp_writes_the_text_of_transformers(family, tmp_path):
+    pytest.importorskip("xllamacpp")
+    pytest.importorskip("gguf")
+    path = checkpoints.save(family, tmp_path / family) if family != "qwen2" else save_qwen2(tmp_path / family)
+    assert llama_cpp_greedy(path, tmp_path, 32) == transformers_greedy(path, 32)
+
+
+def test_unpermuted_heads_would_be_noticed(llama, tmp_path, monkeypatch):
+    pytest.importorskip("xllamacpp")
+    pytest.importorskip("gguf")
+    monkeypatch.setitem(writer._ROTATES_NEIGHBOURS, "llama", False)
+    assert llama_cpp_greedy(llama, tmp_path, 32) != transformers_greedy(llama, 32)
+
+
+def save_qwen2(folder: Path) -> str:
+    """The one of the three with biases, drawn like the weights: at zero nobody would miss them."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(5)
+    shape: dict[str, Any] = {**checkpoints._SHAPE, "tie_word_embeddings": False}
+    model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.3)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_type_of_weights_is_refused(llama, tmp_path):
+    pytest.importorskip("gguf")
+    with pytest.raises(InvalidParameterError, match="dtype"):
+        write_gguf(llama, tmp_path / "m.gguf", "int3")
+
+
+def test_rows_that_do_not_divide_into_blocks_are_refused(llama, tmp_path):
+    pytest.importorskip("gguf")  # rows of 48
+    with pytest.raises(UnsupportedModelError, match="48 weights do not divide"):
+        write_gguf(llama, tmp_path / "m.gguf", "int8")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mistral"])
+def test_a_model_that_gguf_cannot_describe_is_refused(family, tmp_path):
+    pytest.importorskip("gguf")
+    with pytest.raises(UnsupportedModelError, match=family):
+        write_gguf(checkpoints.save(family, tmp_path / family), tmp_path / "m.gguf")

@@ -1,0 +1,192 @@
+"""Peers: what a failing one costs, what is refused, and what is said of one that is not installed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.peers.base import Peer, PeerEngine, PeerMode, PeerModels, PeerRequest, PeerRun, build_with
+from outrider.bench.peers.converted import converted_path
+from outrider.bench.peers.registry import PEERS, open_peer
+from outrider.bench.peers.worker import Worker
+from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError, MissingExtraError
+
+PLAIN = PeerMode("plain", "plain")
+MODELS = PeerModels("target", None, "float32", 1, Path("unused"))
+
+
+class Obedient:
+    """Does what the prompt says."""
+
+    def __init__(self, models: PeerModels) -> None:
+        if models.target == "missing":
+            raise FileNotFoundError("no such checkpoint")
+        self.asked = 0
+
+    def generate(self, request: PeerRequest) -> PeerRun:
+        self.asked += 1
+        match request.prompt_ids[0]:
+            case 2:
+                raise ArithmeticError("no such token")
+            case 3:
+                os._exit(3)
+            case 4:
+                time.sleep(60)
+        length = request.max_tokens - (request.prompt_ids[0] == 5)
+        return PeerRun((self.asked,) * length, 1.0, None, None, None, None)
+
+
+class ObedientPeer(Peer):
+    name = "obedient"
+    package = "outrider"
+    dtypes = ("float32",)
+    precision = "none"
+
+    @staticmethod
+    def missing() -> str | None:
+        return None
+
+    @staticmethod
+    def building(models: PeerModels) -> Callable[[], PeerEngine]:
+        return build_with(Obedient, models)
+
+
+@pytest.fixture
+def peer(monkeypatch):
+    monkeypatch.setattr("outrider.bench.peers.base.metadata.version", lambda package: "1")
+    with ObedientPeer(MODELS) as found:
+        yield found
+
+
+def write(peer: Peer, first: int, max_tokens: int = 2, temperature: float = 0.0) -> tuple[int, ...]:
+    run = peer.generate(PLAIN, [first, 0], max_tokens=max_tokens, temperature=temperature, seed=None)
+    return run.token_ids
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_mode_is_warmed_up_once(peer):
+    assert write(peer, 1) == (2, 2)  # the first text was the warm-up
+    assert write(peer, 1) == (3, 3)
+
+
+def test_what_an_engine_raises_names_the_peer_and_costs_one_text(peer):
+    with pytest.raises(EngineAnswerError, match="obedient: plain raises ArithmeticError: no such token"):
+        write(peer, 2)
+    assert write(peer, 1) == (3, 3)  # the same process
+
+
+def test_a_crash_names_the_peer_and_the_next_text_gets_a_new_process(peer):
+    with pytest.raises(EngineAnswerError, match=r"obedient: its process died in plain \(exit code 3\)"):
+        write(peer, 3)
+    assert write(peer, 1) == (2, 2)  # warmed up anew
+
+
+def test_a_hang_ends_at_the_deadline(peer, monkeypatch):
+    write(peer, 1)
+    monkeypatch.setattr("outrider.bench.peers.base.ANSWER_SECONDS", 0.2)
+    start = time.monotonic()
+    with pytest.raises(EngineAnswerError, match=r"obedient: no answer to plain within 0.2 s"):
+        write(peer, 4)
+    assert time.monotonic() - start < 5
+    assert not peer._worker.is_alive
+    monkeypatch.undo()
+    assert write(peer, 1) == (2, 2)
+
+
+def test_a_process_that_died_between_two_texts_is_replaced(peer):
+    write(peer, 1)
+    peer._worker._process.kill()
+    peer._worker._process.join()
+    assert write(peer, 1) == (2, 2)
+
+
+def test_an_engine_that_cannot_be_built():
+    worker = Worker("obedient", build_with(Obedient, PeerModels("missing", None, "float32", 1, Path())))
+    with pytest.raises(EngineAnswerError, match="FileNotFoundError: no such checkpoint"):
+        worker.ask(PeerRequest(PLAIN, (1,), 1, 0.0, None), 30.0)
+    worker.close()
+    worker.close()
+    assert not worker.is_alive
+
+
+def test_a_text_of_another_length_is_no_figure(peer):
+    with pytest.raises(EngineAnswerError, match="wrote 1 tokens instead of 2"):
+        write(peer, 5)
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"mode": PeerMode("draft_model k=3", "draft_model", 3)}, "mode"),
+    ],
+)
+def test_bad_requests_never_reach_the_process(peer, arguments, field):
+    given = {"mode": PLAIN, "prompt_ids": [1], "max_tokens": 1, "temperature": 0.0, "seed": None, **arguments}
+    with pytest.raises(InvalidParameterError) as error:
+        peer.generate(given.pop("mode"), given.pop("prompt_ids"), **given)
+    assert error.value.field == field
+    assert not peer._worker.is_alive
+
+
+def test_a_prompt_has_a_token(peer):
+    with pytest.raises(InvalidPromptError):
+        peer.generate(PLAIN, [], max_tokens=1, temperature=0.0, seed=None)
+
+
+def test_unknown_peers_and_unusable_weights_are_refused(tmp_path):
+    with pytest.raises(InvalidParameterError, match=r"Known are transformers, llama.cpp, openvino"):
+        open_peer("nobody", MODELS)
+    with pytest.raises(InvalidParameterError, match="float32, bfloat16"):
+        open_peer("transformers", PeerModels("target", None, "int8", 1, tmp_path))
+    with pytest.raises(InvalidParameterError, match="num_threads"):
+        open_peer("transformers", PeerModels("target", None, "float32", 0, tmp_path))
+
+
+# -- what is offered ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "package"), [("llama.cpp", "xllamacpp"), ("openvino", "openvino_genai")])
+def test_a_peer_that_is_not_installed_says_what_to_install(monkeypatch, name, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    reason = PEERS[name].missing()
+    assert reason is not None
+    assert package in reason
+    assert "pip install 'outrider[" in reason
+    with pytest.raises(MissingExtraError, match=package):
+        open_peer(name, MODELS)
+
+
+def test_modes_without_a_draft_model_need_none(peer):
+    assert [mode.name for mode in peer.modes(full=False)] == ["plain", "ngram k=3"]
+
+
+def test_modes_in_full_hold_the_short_ones(tmp_path):
+    with open_peer("transformers", PeerModels("target", "draft", "float32", 1, tmp_path)) as peer:
+        short, full = peer.modes(full=False), peer.modes(full=True)
+    assert set(short) < set(full)
+    assert short[0] == PLAIN
+    assert PeerMode("draft_model k=5", "draft_model", 5) in short
+
+
+def test_converted_files_have_another_name_when_the_checkpoint_changes(tmp_path):
+    source, kept = tmp_path / "model", tmp_path / "kept"
+    source.mkdir()
+    (source / "weights").write_text("1")
+    first = converted_path(kept, str(source), "float32.gguf")
+    assert first == converted_path(kept, str(source), "float32.gguf")
+    assert first.name.startswith("model-")
+    (source / "weights").write_text("12")
+    assert converted_path(kept, str(source), "float32.gguf") != first
