@@ -37,13 +37,10 @@ def test_kernels_compute_the_rounded_model(path: str, monkeypatch: pytest.Monkey
     assert 1e-4 < distance < 0.1, "rounded, and not by much"
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_other_types_hold_the_rounded_weights(path: str, dtype: Any) -> None:
-    rounded, near = (
-        logits(LLM(path, dtype=dtype, quantization="int8")),
-        logits(LLM(path, dtype="float32", quantization="int8")),
-    )
-    assert (rounded - near).abs().max() / near.abs().max() < 4e-2
+@pytest.mark.parametrize(("dtype", "most"), [("float64", 1e-4), ("bfloat16", 0.1)])  # rounded once, or twice
+def test_other_types_hold_the_rounded_weights(path: str, dtype: Any, most: float) -> None:
+    rounded, near = (logits(LLM(path, dtype=d, quantization="int8")) for d in (dtype, "float32"))
+    assert (rounded - near).abs().max() / near.abs().max() < most
 
 
 def test_speculation_writes_what_the_rounded_model_writes() -> None:

@@ -246,7 +246,7 @@ def _rows(batch: RaggedBatch) -> PassRows:
         tables=[block for s in segments for block in s.block_table],
         table_at=table_at,
         ancestry_at=[-1 if s.parents is None else at for s, at in zip(segments, tree_at, strict=True)],
-        logit_rows=[row for s, (a, b) in zip(segments, batch.row_spans) for row in range(a + s.logits_from, b)],
+        logit_rows=[row for s, (a, b) in zip(segments, batch.row_spans, strict=True) for row in range(a + s.logits_from, b)],
         ancestry=np.concatenate(trees).view(np.uint8),
         block_size=size,
     )
