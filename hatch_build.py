@@ -23,7 +23,7 @@ except ImportError:  # run as a script
 
 SOURCES = Path(__file__).parent / "src" / "outrider" / "kernels" / "native"
 LIBRARY = SOURCES / "kernels.so"
-FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=default"]
+FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 #: The kernels are compiled once for each instruction set, and the best one is chosen at run time.
 X86_SETS = {
     "generic": [],

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -148,14 +149,13 @@ class Verifier:
 
     def _test_chains(self, rule: Rule, length: int, candidates: Seq[Candidate], logits: Tensor) -> list[Verdict]:
         """Rules R1 and R3 on chains of one length."""
-        rows = torch.tensor([range(*c.rows) for c in candidates], device=logits.device)  # [b, length + 1]
         params = [c.seq.view.sampling for c in candidates for _ in range(*c.rows)]
-        flat = target_probs(logits[rows.reshape(-1)], params)
-        p = flat.view(*rows.shape, -1)  # [b, length + 1, vocab_size]
-        q = torch.stack([_draft_probs(c.draft) for c in candidates]).to(p)  # [b, length, vocab_size]
+        flat = target_probs(_rows_of(candidates, logits), params)
+        p = flat.view(len(candidates), length + 1, -1)  # [b, length + 1, vocab_size]
+        q = _stacked([_draft_probs(c.draft) for c in candidates]).to(p)  # [b, length, vocab_size]
         x = torch.tensor([c.draft.token_ids for c in candidates], device=p.device)  # [b, length]
         if rule is Rule.TOKEN:
-            chances, weights = token_acceptance(p, q, x), p.new_ones(rows.shape)
+            chances, weights = token_acceptance(p, q, x), p.new_ones(p.shape[:2])
         else:
             chances, weights = block_acceptance(p, q, x)
         keys = [_coin_key(c, node) for c in candidates for node in range(length)]
@@ -165,7 +165,7 @@ class Verifier:
         else:
             accepted = (coins * torch.arange(1, length + 1, device=p.device)).amax(1)
         lane = torch.arange(len(candidates), device=p.device)
-        q_next = torch.cat([q, torch.zeros_like(q[:, :1])], 1)[lane, accepted]
+        q_next = q[lane, accepted.clamp(max=length - 1)] * (accepted < length)[:, None]  # nothing is drafted after the last
         laws = residual(p[lane, accepted], q_next, weights[lane, accepted])
         lengths: list[int] = accepted.tolist()
         keys = [_next_key(c, k - 1, owed=k < length) for c, k in zip(candidates, lengths, strict=True)]
@@ -217,14 +217,14 @@ class _Laws:
     def __init__(self, candidates: Seq[Candidate], logits: Tensor) -> None:
         self.candidates = candidates
         self._first: list[int] = []
-        rows: list[int] = []
+        num_rows = 0
         for candidate in candidates:
-            self._first.append(len(rows))
-            rows += range(*candidate.rows)
-        if not rows:
+            self._first.append(num_rows)
+            num_rows += candidate.rows[1] - candidate.rows[0]
+        if not num_rows:
             return
         params = [c.seq.view.sampling for c in candidates for _ in range(*c.rows)]
-        chosen = logits[torch.tensor(rows, device=logits.device)]
+        chosen = _rows_of(candidates, logits)
         self._best: list[int] = argmax(chosen).tolist()
         if not all(p.greedy for p in params):
             self._probs = target_probs(chosen, params)
@@ -234,6 +234,18 @@ class _Laws:
 
     def probs(self, member: int, node: int) -> Tensor:
         return self._probs[self._first[member] + node + 1]
+
+
+def _rows_of(candidates: Seq[Candidate], logits: Tensor) -> Tensor:
+    """Logits of all rows of the candidates; not copied where they follow one another."""
+    spans = [c.rows for c in candidates]
+    if all(before[1] == after[0] for before, after in pairwise(spans)):
+        return logits[spans[0][0] : spans[-1][1]]
+    return logits[torch.tensor([row for span in spans for row in range(*span)], device=logits.device)]
+
+
+def _stacked(laws: list[Tensor]) -> Tensor:
+    return laws[0][None] if len(laws) == 1 else torch.stack(laws)
 
 
 def _open(candidate: Candidate, rule: Rule, logits: Tensor) -> Conversation:

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 FILE = Path(__file__).parent / "native" / "kernels.so"
 #: Names of the instruction sets, best last, and the bytes of their vectors.
 INSTRUCTION_SETS = {"generic": 16, "avx2": 32, "avx512": 64}
+_in_use: dict[str, int] = {}  # threads, by library
 _REALS = {torch.float32: "f32", torch.float64: "f64"}
 
 
@@ -34,12 +35,15 @@ class KernelLibrary:
 
     def __init__(self, library: ctypes.CDLL, instruction_set: str) -> None:
         self._library = library
+        self._functions: dict[tuple[str, torch.dtype], Any] = {}
         self.instruction_set = instruction_set
 
     def function(self, name: str, real: torch.dtype, restype: Any = None) -> Any:
         """A kernel for activations of dtype `real`."""
-        found = self._library[f"{name}_{_REALS[real]}_{self.instruction_set}"]
-        found.restype = restype
+        found = self._functions.get((name, real))
+        if found is None:
+            found = self._functions[name, real] = self._library[f"{name}_{_REALS[real]}_{self.instruction_set}"]
+            found.restype = restype
         return found
 
     def panel(self, real: torch.dtype) -> int:
@@ -49,7 +53,9 @@ class KernelLibrary:
     def use_threads(self) -> int:
         """Run kernels on as many of PyTorch's threads as PyTorch uses now; returns how many."""
         entries, count = _openmp_entries(), torch.get_num_threads()
-        self._library.outrider_use_threads(*entries, ctypes.c_int64(count))
+        if count != _in_use.get(self._library._name):  # the library's own, whatever the instruction set
+            self._library.outrider_use_threads(*entries, ctypes.c_int64(count))
+            _in_use[self._library._name] = count
         return count if entries[0] else 1
 
 

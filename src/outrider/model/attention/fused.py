@@ -236,6 +236,7 @@ def _rows(batch: RaggedBatch) -> PassRows:
     trees = [np.empty(0, bool) if s.parents is None else s.ancestry.reshape(-1) for s in segments]
     table_at = list(accumulate((len(s.block_table) for s in segments), initial=0))[:-1]
     tree_at = list(accumulate((len(tree) for tree in trees), initial=0))[:-1]
+    spans = list(zip(batch.row_spans, segments, strict=True))
     return PassRows(
         tokens=[token for s in segments for token in s.token_ids],
         positions=[p for s in segments for p in _positions(s)],
@@ -246,7 +247,7 @@ def _rows(batch: RaggedBatch) -> PassRows:
         tables=[block for s in segments for block in s.block_table],
         table_at=table_at,
         ancestry_at=[-1 if s.parents is None else at for s, at in zip(segments, tree_at, strict=True)],
-        logit_rows=[row for s, (a, b) in zip(segments, batch.row_spans, strict=True) for row in range(a + s.logits_from, b)],
+        logit_rows=[end - left for (_, end), s in spans for left in range(s.num_rows - s.logits_from, 0, -1)],
         ancestry=np.concatenate(trees).view(np.uint8),
         block_size=size,
     )
