@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ except ImportError:  # run as a script
     BuildHookInterface = object  # type: ignore[assignment,misc]
 
 SOURCES = Path(__file__).parent / "src" / "outrider" / "kernels" / "native"
-LIBRARY = SOURCES / "kernels.so"
+LIBRARY = "kernels.so"
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 #: The kernels are compiled once for each instruction set, and the best one is chosen at run time.
 X86_SETS = {
@@ -32,26 +33,32 @@ X86_SETS = {
 }
 
 
-def compile_kernels() -> None:
-    """Build the shared library beside its sources. Raises OSError or CalledProcessError where there is no compiler."""
+def compile_kernels(sources: Path = SOURCES, only: Sequence[str] | None = None) -> None:
+    """Build the shared library beside its sources. Raises OSError or CalledProcessError where there is no compiler.
+
+    Args:
+        sources: Folder of the sources.
+        only: Instruction sets to compile for; None for all that this kind of processor may have.
+    """
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
-    sets = X86_SETS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": []}
+    known = X86_SETS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": []}
+    sets = {name: flags for name, flags in known.items() if only is None or name in only}
     with tempfile.TemporaryDirectory() as folder:
         jobs = [("team", "team.c", []), ("dispatch", "dispatch.c", [])]
         jobs += [(name, "kernels.c", flags) for name, flags in sets.items()]
         objects = [os.path.join(folder, f"{name}.o") for name, _, _ in jobs]
         commands = [
-            [*compiler, *FLAGS, *flags, "-c", str(SOURCES / source), "-o", target]
+            [*compiler, *FLAGS, *flags, "-c", str(sources / source), "-o", target]
             for (_, source, flags), target in zip(jobs, objects, strict=True)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, commands))
-        built = os.path.join(folder, LIBRARY.name)
+        built = os.path.join(folder, LIBRARY)
         _run([*compiler, "-shared", *objects, "-lm", "-o", built])
         # Over to its name in one step: a running process keeps the old file.
-        staged = LIBRARY.with_suffix(".new")
+        staged = sources / f"{LIBRARY}.new"
         staged.write_bytes(Path(built).read_bytes())
-        staged.replace(LIBRARY)
+        staged.replace(sources / LIBRARY)
 
 
 def _run(command: list[str]) -> None:

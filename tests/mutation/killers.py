@@ -290,6 +290,90 @@ def longrope() -> None:
         assert output.token_ids == checkpoints.greedy_by_transformers(path, prompt, 12)
 
 
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def kernels_decoder() -> None:
+    """A fused pass in two chunks, with a neighbour and a tree, against stock transformers; windows and normalised heads."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from transformers import AutoModelForCausalLM
+
+    from outrider.cache.blocks import BlockManager
+    from outrider.model.batch import Segment
+    from outrider.prove.tiny import raise_norms
+    from tests.model import checkpoints
+
+    text = [(5 * i * i + 3 * i + 1) % checkpoints.VOCAB_SIZE for i in range(44)]
+    for family in ("mistral", "qwen3"):
+        path = checkpoints.save(family, Path(tempfile.mkdtemp()) / family, seed=3)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+        raise_norms(model)
+        with torch.inference_mode():
+            want = model(torch.tensor([text]), use_cache=False).logits[0]
+        runner = LLM(path, dtype="float64", attention_backend="fused", block_size=4).engine.runner
+        runner.blocks = BlockManager(40, 4)
+        spare, table = runner.blocks.allocate(5), runner.blocks.allocate(11)[::-1]
+        first = runner.forward([Segment(text[:9], 0, spare), Segment(text[:35], 0, table)]).logits[9:]
+        tokens, parents = [text[35], 7, *text[36:43]], (-1, 0, 0, *range(2, 8))  # deeper than the window, with an uncle
+        tree = runner.forward([Segment(tokens, 35, table, parents)]).logits[[0, *range(2, 9)]]
+        assert torch.allclose(torch.cat([first, tree]), want[:43], rtol=1e-9, atol=1e-9)
+
+
+def kernels_linear() -> None:
+    """Products of many shapes and kinds against float64, and every row's bits its own."""
+    from torch import nn
+
+    from outrider.kernels.library import kernel_library
+    from outrider.kernels.linear import use_packed_linear
+    from outrider.kernels.weights import quantise_linears
+
+    library = kernel_library()
+    assert library is not None
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        layer = nn.Linear(1300, 43, dtype=torch.float32 if dtype is torch.int8 else dtype).requires_grad_(False)
+        if dtype is torch.int8:
+            quantise_linears(layer)
+        rows = torch.randn(61, 1300).to(layer.weight.dtype)
+        want = rows.double() @ layer.weight.double().t() + layer.bias.double()
+        use_packed_linear(layer, library)
+        got = layer(rows)
+        assert torch.allclose(got.double(), want, rtol=8e-3 if dtype is torch.bfloat16 else 1e-4, atol=1e-3)
+        for count in (1, 2, 3, 5, 13):
+            assert torch.equal(layer(rows[:count]), got[:count])
+
+
+def kernels_laws() -> None:
+    """Laws and draws against the stock ones."""
+    import os
+
+    from outrider.verify.logits import target_probs
+    from outrider.verify.noise import gumbel_max, invert_cdf, mix_fields
+
+    def both(function: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        here = os.environ["OUTRIDER_KERNELS"]
+        found = function(*arguments)
+        os.environ["OUTRIDER_KERNELS"] = "off"
+        stock = function(*arguments)
+        os.environ["OUTRIDER_KERNELS"] = here
+        return found, stock
+
+    logits = torch.cat([torch.randn(24, 999, dtype=torch.float64) * 3, torch.zeros(24, 999, dtype=torch.float64)])
+    settings = [{"top_k": 5}, {"top_p": 0.7}, {"top_p": 0.05}, {"min_p": 0.1}, {"temperature": 0.0}, {"temperature": 2.0}]
+    params = [SamplingParams(**settings[i % 6]) for i in range(48)]  # type: ignore[arg-type]
+    found, stock = both(target_probs, logits, params)
+    assert torch.equal(found > 0, stock > 0)
+    assert torch.allclose(found, stock, rtol=1e-12, atol=0)
+    halves = target_probs(torch.zeros(1, 4, dtype=torch.float64), [SamplingParams(top_p=0.5)])
+    assert halves.tolist() == [[0.5, 0.5, 0, 0]]
+    bits = torch.from_numpy(mix_fields(torch.arange(240).view(48, 5).numpy().astype("uint64")))
+    for draw in (gumbel_max, invert_cdf):
+        tokens, others = both(draw, stock, bits)
+        assert torch.equal(tokens, others)
+    p, q, weight = stock, stock.roll(1, 0), torch.linspace(0.1, 1, 48, dtype=torch.float64)
+    law, other = both(residual, p, q, weight)
+    assert torch.allclose(law, other, rtol=1e-9, atol=1e-15)
+
+
 CHECKS = {
     name: check
     for name, check in list(globals().items())

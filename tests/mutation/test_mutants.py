@@ -18,9 +18,9 @@ KILLED = [m for m in MUTANTS if m.killer]
 SURVIVORS = [m for m in MUTANTS if not m.killer]
 
 
-def run_check(name: str, source: Path) -> subprocess.CompletedProcess[str]:
-    """Run one check in a process of its own on the package below `source`."""
-    environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+def run_check(name: str, source: Path, kernels: str = "off") -> subprocess.CompletedProcess[str]:
+    """Run one check in a process of its own on the package below `source`, with stock operators or given kernels."""
+    environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "OUTRIDER_KERNELS": kernels}
     return subprocess.run(
         [sys.executable, str(KILLERS), name], env=environment, capture_output=True, text=True, timeout=300
     )

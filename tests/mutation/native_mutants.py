@@ -1,0 +1,118 @@
+"""Bugs planted in the compiled kernels: each compiles, and one check must turn red."""
+
+from __future__ import annotations
+
+from tests.mutation.mutants import Mutant
+
+
+def _mutant(name: str, file: str, old: str, new: str, killer: str) -> Mutant:
+    return Mutant(name, 0, f"kernels/native/{file}", old, new, killer)
+
+
+NATIVE_MUTANTS = (
+    _mutant(
+        "a row sees the rows after it",
+        "attention.inc",
+        ": other > row) continue;",
+        ": 0) continue;",
+        "kernels_decoder",
+    ),
+    _mutant(
+        "a tree's row sees its uncles",
+        "attention.inc",
+        "s->ancestry ? !s->ancestry[row * s->rows + other] : other > row",
+        "other > row",
+        "kernels_decoder",
+    ),
+    _mutant(
+        "the window is one too wide",
+        "attention.inc",
+        "own - position >= shape->window",
+        "own - position > shape->window",
+        "kernels_decoder",
+    ),
+    _mutant(
+        "positions of a tree by row",
+        "attention.inc",
+        "position = s->positions[other];",
+        "position = at;",
+        "kernels_decoder",
+    ),
+    _mutant(
+        "blocks are taken for consecutive",
+        "attention.inc",
+        "s->table[at / s->block_size] *",
+        "(s->table[0] + at / s->block_size) *",
+        "kernels_decoder",
+    ),
+    _mutant(
+        "epsilon outside the root",
+        "decoder.inc",
+        "(double)(sum / (REAL)size) + epsilon))",
+        "(double)(sum / (REAL)size)) + epsilon)",
+        "kernels_decoder",
+    ),
+    _mutant(
+        "rotation the other way",
+        "decoder.inc",
+        "a * cosines[i] - b * sines[i];",
+        "a * cosines[i] + b * sines[i];",
+        "kernels_decoder",
+    ),
+    _mutant(
+        "a run forgets the sums before it",
+        "linear.inc",
+        "run->begin ? *(const",
+        "run->begin < 0 ? *(const",
+        "kernels_linear",
+    ),
+    _mutant(
+        "int8 without its scale",
+        "linear.inc",
+        "if (kind == WEIGHTS_INT8) sum *=",
+        "if (kind == 9) sum *=",
+        "kernels_linear",
+    ),
+    _mutant(
+        "top_k by the value of the next",
+        "sampling.inc",
+        "(double)l->top_k[row], 0,",
+        "(double)(l->top_k[row] + 1), 0,",
+        "kernels_laws",
+    ),
+    _mutant(
+        "all equals stay at the edge of top_p",
+        "sampling.inc",
+        "if (staying == equals) {",
+        "if (1) {",
+        "kernels_laws",
+    ),
+    _mutant(
+        "a token too many in top_p",
+        "sampling.inc",
+        "|| mass < limit)",
+        "|| mass <= limit)",
+        "kernels_laws",
+    ),
+    _mutant(
+        "the race runs on p alone",
+        "sampling.inc",
+        "const double time = p / -log(u);",
+        "const double time = p;",
+        "kernels_laws",
+    ),
+    _mutant(
+        "the race skips too early",
+        "sampling.inc",
+        "if (p < best * (1.0 - u))",
+        "if (p < best * 2.0 * (1.0 - u))",
+        "kernels_laws",
+    ),
+    _mutant(
+        "inversion forgets what it passed",
+        "sampling.inc",
+        "        left -= run;\n",
+        "",
+        "kernels_laws",
+    ),
+)

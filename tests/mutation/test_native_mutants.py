@@ -1,0 +1,50 @@
+"""Plant bugs in the kernels' sources, compile them, and see a check turn red."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from outrider.kernels.library import available_sets
+from tests.mutation.mutants import Mutant
+from tests.mutation.native_mutants import NATIVE_MUTANTS
+from tests.mutation.test_mutants import PACKAGE, plant, run_check
+
+pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
+
+
+def build_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hatch_build", PACKAGE.parents[1] / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("check", sorted({m.killer for m in NATIVE_MUTANTS}))
+def test_the_real_kernels_pass(check: str) -> None:
+    result = run_check(check, PACKAGE.parent, "generic")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("mutant", NATIVE_MUTANTS, ids=lambda m: m.name)
+def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = plant(mutant, tmp_path)
+    script = build_script()
+    monkeypatch.setattr(script, "FLAGS", ["-O1", "-std=gnu11", "-fPIC"])  # compiled in a second or two
+    script.compile_kernels(source / "outrider" / "kernels" / "native", ("generic",))
+    result = run_check(mutant.killer, source, "generic")
+    assert result.returncode != 0, f"{mutant.name} survives {mutant.killer}"
+    assert "ImportError" not in result.stderr
+
+
+def test_a_source_that_does_not_compile_is_an_error(tmp_path: Path) -> None:
+    mutant = Mutant("nonsense", 0, "kernels/native/team.c", "static parallel_function parallel;", "static nonsense;")
+    source = plant(mutant, tmp_path)
+    with pytest.raises(subprocess.CalledProcessError):
+        build_script().compile_kernels(source / "outrider" / "kernels" / "native", ("generic",))
