@@ -22,7 +22,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/outrider bench --wide --dtype float32 --dtype bfloat16 --out benchmarks/results/bench
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/outrider/kernels/native/*.[ch] src/outrider/kernels/native/*.inc)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'

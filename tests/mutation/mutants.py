@@ -87,8 +87,8 @@ MUTANTS = (
         "noise that forgets the position",
         5,
         "verify/noise.py",
-        "else (k.seed, k.sample, k.stream, k.position, k.round + (k.branch << 32))",
-        "else (k.seed, k.sample, k.stream, 0, 0)",
+        "(k.seed, k.sample, int(k.stream), k.position, k.round + (k.branch << 32))",
+        "(k.seed, k.sample, int(k.stream), 0, 0)",
         "noise_is_independent",
     ),
     Mutant(
@@ -288,8 +288,8 @@ MUTANTS = (
         "positions of one sequence shifted in a ragged batch",
         14,
         "model/batch.py",
-        "self.position_ids = self._tensor(np.concatenate([s.positions for s in self.segments]))[None]",
-        "self.position_ids = self._tensor(np.concatenate([s.positions + i for i, s in enumerate(self.segments)]))[None]",
+        "return np.concatenate([s.positions for s in self.segments])",
+        "return np.concatenate([s.positions + i for i, s in enumerate(self.segments)])",
         "batch_equals_alone",
     ),
     Mutant(

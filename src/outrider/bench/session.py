@@ -174,10 +174,11 @@ class Session:
             return results.models[key]
         rows, repeats = (row_costs.ALL, 15) if self._settings.full else (row_costs.USUAL, 5)
         self._progress.expect("cost of rows", repeats + 1)
-        model = llm.engine.runner.loaded.model
+        runner = llm.engine.runner
+        model = runner.loaded.model
         results.models[key] = ModelResult(
-            row_seconds=row_costs.row_costs(llm.engine.runner, rows, repeats, self._progress.advance),
-            weight_bytes=machine.weight_bytes(model),
+            row_seconds=row_costs.row_costs(runner, rows, repeats, self._progress.advance),
+            weight_bytes=runner.backend.weight_bytes(model) or machine.weight_bytes(model),
             num_parameters=sum(weight.numel() for weight in model.parameters()),
         )
         return results.models[key]

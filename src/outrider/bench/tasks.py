@@ -94,7 +94,7 @@ def _lines(field: str, path: Path) -> Iterator[tuple[int, tuple[str, str], dict[
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        where = (field, f"{path}:{number}")
+        where = (field, f"{path.name}:{number}")
         try:
             value = json.loads(line)
         except ValueError as error:

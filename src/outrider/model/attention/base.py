@@ -26,6 +26,10 @@ class AttentionBackend(ABC):
         """Undo what would keep another backend from driving the model."""
         return
 
+    def weight_bytes(self, model: Any) -> int | None:
+        """Bytes of weights that a pass reads, where the backend knows better than the model's parameters say."""
+        return None
+
     def scope(self) -> AbstractContextManager[object]:
         """What the model's forward must run inside of."""
         return nullcontext()

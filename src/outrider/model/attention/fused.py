@@ -60,6 +60,9 @@ class FusedDecoder(AttentionBackend):
             self._matrices.give_back()
             self._matrices = None
 
+    def weight_bytes(self, model: Any) -> int | None:
+        return self._kernel.nbytes
+
     def forward_kwargs(self, context: ForwardContext) -> dict[str, Any]:
         raise AssertionError("the model's own forward has no part in this backend")
 
@@ -136,6 +139,7 @@ class _Matrices:
     def __init__(self, library: KernelLibrary) -> None:
         self._library = library
         self._taken: list[tuple[list[_Part], PackedWeights]] = []
+        self._num_emptied = 0
         self._tied: tuple[nn.Embedding, nn.Linear] | None = None
 
     def tie(self, embeddings: nn.Embedding, head: nn.Linear) -> None:
@@ -158,9 +162,10 @@ class _Matrices:
         return packed
 
     def empty(self) -> None:
-        """Free every weight that was taken, where it came from."""
-        for module in {part.module for parts, _ in self._taken for part in parts}:
+        """Free the weights taken since the last time, where they came from."""
+        for module in {part.module for parts, _ in self._taken[self._num_emptied :] for part in parts}:
             empty_weight(module)
+        self._num_emptied = len(self._taken)
 
     def give_back(self) -> None:
         """Every weight to its module."""
