@@ -191,7 +191,8 @@ Whether a model can be driven exactly is found by running it, at every load, nev
 over all {len(verdicts)} causal language model types of transformers {transformers.__version__}, each with small sizes and
 random weights (`python docs/make_models.py`): {totals}.
 
-- **paged**: the fast backend reproduces a plain forward pass, over a ragged batch, two chunks and a small tree.
+- **paged**: the fast backend reproduces a plain forward pass, over a ragged batch, two chunks and a small tree. On CPUs
+  llama, mistral, qwen2, qwen3 and phi3 are faster still: their passes run in our own kernels (backend `fused`).
 - **gather**: the portable one does, and the fast one does not, for the reason given.
 - **refused**: neither does, or the model keeps a running state that rejected draft tokens would corrupt (Mamba, RWKV,
   linear attention, hybrids), or it is an encoder or an encoder-decoder. Use a decoder whose layers all attend.

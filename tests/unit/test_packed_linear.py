@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outrider.kernels import library
 from outrider.kernels.library import available_sets, kernel_library
-from outrider.kernels.linear import PackedLinear, use_packed_linear, use_stock_linear
+from outrider.kernels.linear import PackedLinear, PackedTransposed, use_packed_linear, use_stock_linear
 from outrider.kernels.packed import PackedWeights
 from outrider.kernels.weights import StoredWeight, quantise_linears, stored_weight
 
@@ -126,6 +126,23 @@ def test_tied_embeddings_keep_their_weights() -> None:
     use_packed_linear(model, found)
     assert torch.equal(embedding.weight, before)
     torch.testing.assert_close(head(rows), want)
+
+
+def test_transposed_layers_are_packed_and_undone(instruction_set: str) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    stock = Conv1D(33, 48).requires_grad_(False)
+    fast = copy.deepcopy(stock)
+    found = kernel_library()
+    assert found is not None
+    use_packed_linear(fast, found, (Conv1D,))
+    assert type(fast) is PackedTransposed
+    assert fast.weight.isnan().all()
+    rows = torch.randn(2, 5, 48)
+    torch.testing.assert_close(fast(rows), stock(rows), rtol=1e-5, atol=1e-5)
+    use_stock_linear(fast)
+    assert type(fast) is Conv1D
+    assert torch.equal(fast.weight, stock.weight)
 
 
 def test_torch_compile_sees_one_operator() -> None:

@@ -12,10 +12,9 @@ from pydantic import BaseModel, ConfigDict
 
 from outrider.bench import ways as way_names
 from outrider.bench.replay import copy_tasks
-from outrider.bench.settings import BenchSettings
+from outrider.bench.settings import BenchSettings, PrecisionName
 from outrider.bench.tasks import WORKLOADS, Task, built_in, read_prompts, read_replay, read_spec_bench
 from outrider.bench.ways import Way, parse_ways
-from outrider.config import DTypeName
 from outrider.errors import InvalidParameterError
 
 T = TypeVar("T")
@@ -107,7 +106,7 @@ class Plan:
         self.ways = parse_ways(names, draft_model)
 
     @property
-    def dtypes(self) -> tuple[DTypeName, ...]:
+    def dtypes(self) -> tuple[PrecisionName, ...]:
         """Precisions in turn; a full run takes both common ones."""
         return self._settings.dtypes or (("float32", "bfloat16") if self._settings.full else ("auto",))
 

@@ -15,11 +15,10 @@ from outrider.bench.peers.registry import PEERS, open_peer
 from outrider.bench.plan import Cell, Plan
 from outrider.bench.results import CellResult, ModelResult, Results, Store
 from outrider.bench.run import EncodedTask
-from outrider.bench.settings import BenchSettings
+from outrider.bench.settings import BenchSettings, PrecisionName
 from outrider.bench.summary import summarise
 from outrider.bench.tasks import Task
 from outrider.bench.widen import cache_folder, wide_target
-from outrider.config import DTypeName
 from outrider.errors import InvalidParameterError, InvalidPromptError, MissingExtraError, OtherEngineError
 from outrider.llm import LLM, default_model
 
@@ -100,12 +99,12 @@ class Session:
 
     # -- a precision ---------------------------------------------------------------------------------------------------
 
-    def _measure_precision(self, dtype: DTypeName, results: Results, store: Store) -> None:
+    def _measure_precision(self, dtype: PrecisionName, results: Results, store: Store) -> None:
         with self._one(f"loading {self._name}"):
             target = self._target(dtype)
             llm = self._load(target, dtype)
             tasks = {name: [self._encoded(task, llm) for task in found] for name, found in self.plan.tasks.items()}
-        actual = str(llm.engine.runner.loaded.dtype).removeprefix("torch.")
+        actual = "int8" if dtype == "int8" else str(llm.engine.runner.loaded.dtype).removeprefix("torch.")
         models = PeerModels(target, self._draft_model, actual, torch.get_num_threads(), cache_folder() / "peers")
         with ExitStack() as stack:
             peers = self._open_peers(models, stack, results)
@@ -131,14 +130,14 @@ class Session:
             peers.append(peer)
         return peers
 
-    def _target(self, dtype: DTypeName) -> str:
+    def _target(self, dtype: PrecisionName) -> str:
         if self._settings.model is not None:
             return self._settings.model
         if not self._settings.wide:
             return default_model("target")
-        return wide_target("bfloat16" if dtype == "auto" else dtype)  # "auto" is the embedded checkpoint's own
+        return wide_target("bfloat16" if dtype in ("auto", "int8") else dtype)  # "auto" is the embedded checkpoint's own
 
-    def _load(self, target: str, dtype: DTypeName) -> LLM:
+    def _load(self, target: str, dtype: PrecisionName) -> LLM:
         """The target, with memory for the largest cell: a text has no more tokens than bytes, or few more."""
         batch = max(cell.batch for cell in self.plan.cells("any"))
         texts = [task.prompt + (task.answer or "") for found in self.plan.tasks.values() for task in found]
@@ -146,7 +145,8 @@ class Session:
         return LLM(
             target,
             speculation="none",
-            dtype=dtype,
+            dtype="bfloat16" if dtype == "int8" else dtype,
+            quantization="int8" if dtype == "int8" else None,
             device=self._settings.device,
             max_num_seqs=batch,
             kv_cache_tokens=_ROW_COST_TOKENS + batch * (longest + self.plan.max_tokens + 64),

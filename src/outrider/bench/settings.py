@@ -8,12 +8,15 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from outrider.bench.tasks import WORKLOADS
-from outrider.config import DTypeName
+from outrider.config import DTypeName, QuantizationName
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.validation import Frozen
 
 SamplingName = Literal["greedy", "T=1"]
 Batch = Annotated[int, Field(ge=1, le=64)]
+
+#: How weights are held: a dtype, or rounded ones in bfloat16.
+PrecisionName = DTypeName | QuantizationName
 
 
 class BenchSettings(Frozen):
@@ -23,7 +26,7 @@ class BenchSettings(Frozen):
         model: Folder or hub id of the target; None takes the embedded one.
         draft_model: Its draft model; None takes the embedded one for the embedded target, and none for others.
         wide: Whether the target is the wide copy of the embedded one.
-        dtypes: Precisions, each measured in turn.
+        dtypes: Precisions, each measured in turn; int8 is weight-only, over bfloat16.
         device: As LLM takes it.
         num_threads: Threads that compute; None leaves torch's.
         workloads: Of those built in.
@@ -47,7 +50,7 @@ class BenchSettings(Frozen):
     model: str | None = Field(None, min_length=1, description="Use a local folder or a hub id.")
     draft_model: str | None = Field(None, min_length=1, description="Use a local folder or a hub id.")
     wide: bool = False
-    dtypes: tuple[DTypeName, ...] = Field((), description="Use auto, float64, float32, bfloat16 or float16.")
+    dtypes: tuple[PrecisionName, ...] = Field((), description="Use auto, float64, float32, bfloat16, float16 or int8.")
     device: str | None = None
     num_threads: int | None = Field(None, ge=1, description="Use 1 or more.")
     workloads: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.kernels.packed import LinearStruct, PackedWeights
-from outrider.kernels.weights import empty_weight, restore_weight, stored_weight
+from outrider.kernels.weights import StoredWeight, empty_weight, restore_weight, stored_weight
 
 #: Above this many rows MKL's own product is as good.
 MAX_ROWS = 16
@@ -64,6 +64,13 @@ def _packed_linear_shape(
     return rows.new_empty(*rows.shape[:-1], out_features)
 
 
+def _product(rows: Tensor, packed: PackedWeights) -> Tensor:
+    out: Tensor = torch.ops.outrider.packed_linear(
+        rows, packed.data, packed.scale, packed.bias, packed.out_features, packed.width, int(packed.kind)
+    )
+    return out
+
+
 class PackedLinear(nn.Linear):
     """nn.Linear over packed weights; its `weight` keeps a shape and a dtype, and no numbers."""
 
@@ -71,11 +78,19 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        packed = self.packed
-        out: Tensor = torch.ops.outrider.packed_linear(
-            input, packed.data, packed.scale, packed.bias, packed.out_features, packed.width, int(packed.kind)
-        )
-        return out
+        return _product(input, self.packed)
+
+
+class PackedTransposed(nn.Module):
+    """A linear layer that kept its weight as [in_features, out_features], over packed weights."""
+
+    packed: PackedWeights
+    stock: type[nn.Module]
+    weight: nn.Parameter
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]."""
+        return _product(input, self.packed)
 
 
 class SkinnyLinear(nn.Linear):
@@ -94,8 +109,15 @@ class SkinnyLinear(nn.Linear):
         return out.view(*input.shape[:-1], -1)
 
 
-def use_packed_linear(model: nn.Module, library: KernelLibrary) -> None:
-    """Let the stock linear layers of `model` take our kernels, where these know device and dtype; weights move over."""
+def use_packed_linear(model: nn.Module, library: KernelLibrary, transposed: tuple[type[nn.Module], ...] = ()) -> None:
+    """Let the stock linear layers of `model` take our kernels, where these know device and dtype; weights move over.
+
+    Args:
+        model: Changed in place.
+        library: The kernels.
+        transposed: Types of linear layers whose weight is [in_features, out_features].
+    """
+    _pack_transposed(model, library, transposed)
     for module in _stock_linears(model, _DTYPES):
         packed = PackedWeights(library, stored_weight(module), None if module.bias is None else module.bias.detach())
         empty_weight(module)
@@ -110,6 +132,24 @@ def use_stock_linear(model: nn.Module) -> None:
             restore_weight(module, module.packed.unpacked())
             del module.packed
             module.__class__ = nn.Linear  # type: ignore[assignment]
+        elif type(module) is PackedTransposed:
+            module.weight = nn.Parameter(module.packed.unpacked().data.t().contiguous(), requires_grad=False)
+            del module.packed
+            module.__class__ = module.stock  # type: ignore[assignment]
+
+
+def _pack_transposed(model: nn.Module, library: KernelLibrary, types: tuple[type[nn.Module], ...]) -> None:
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if type(module) not in types or weight is None or weight.device.type != "cpu" or weight.dtype not in _DTYPES:
+            continue
+        bias = getattr(module, "bias", None)
+        packed = PackedWeights(library, StoredWeight(weight.data.t(), None), None if bias is None else bias.detach())
+        nothing = torch.full((), float("nan"), dtype=weight.dtype).expand(weight.shape)
+        module.weight = nn.Parameter(nothing, requires_grad=False)
+        module.stock = type(module)  # type: ignore[assignment]
+        module.packed = packed  # type: ignore[assignment]
+        module.__class__ = PackedTransposed
 
 
 def use_skinny_linear(model: nn.Module) -> None:

@@ -96,7 +96,7 @@ def _install(loaded: LoadedModel, name: str, want: Tensor, *, packed: bool, bits
     library = kernel_library()
     try:
         if packed and library is not None:
-            use_packed_linear(loaded.model, library)
+            use_packed_linear(loaded.model, library, hf.TRANSPOSED_LINEARS)
         bytes_per_token = probe(loaded, backend, want)
         if bits:
             probe_bits(loaded, backend)

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
+from transformers.pytorch_utils import Conv1D
 
 from outrider.cache.pool import KVPool, Slots
 from outrider.model.context import LayerReach, ongoing_context
 
+#: Linear layers that keep their weight as [in_features, out_features].
+TRANSPOSED_LINEARS = (Conv1D,)
 #: Layer types whose state is not a per-token KV, so that rejected rows cannot simply be dropped.
 _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "mamba2", "hybrid", "hybrid_sliding", "recurrent", "rwkv"})
 
