@@ -145,6 +145,53 @@ def test_a_model_that_only_looks_alike_is_left_to_others(paths: dict[str, str], 
     torch.testing.assert_close(runner.forward([Segment(tokens, 0, table)]).logits, want, rtol=1e-3, atol=1e-3)
 
 
+def test_dynamic_factors_stay_those_of_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables grow as texts do, and never beyond what the model allows, where its factors would change for all tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=40, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    monkeypatch.setattr("outrider.model.attention.fused._FIRST_POSITIONS", 16)
+    runner = runner_of(str(tmp_path), "float64")
+    table, found = runner.blocks.allocate(10), []
+    for start in range(0, 40, 10):
+        found.append(runner.forward([Segment(TEXT[start : start + 10], start, table)]).logits)
+    torch.testing.assert_close(torch.cat(found), stock(str(tmp_path), TEXT[:40]).logits[0], rtol=1e-9, atol=1e-9)
+
+
+def test_unknown_hidden_states_are_refused(paths: dict[str, str]) -> None:
+    runner = runner_of(paths["llama"], "float64")
+    segment = Segment([1, 2, 3], 0, runner.blocks.allocate(1))
+    last = runner.forward([segment], [-1, 4]).aux_hidden_states
+    assert torch.equal(last[-1], last[4])
+    with pytest.raises(IndexError):
+        runner.forward([segment], [5])
+
+
+def test_threads_that_differ_do_not_meddle(paths: dict[str, str]) -> None:
+    """Two runners in threads of their own, each with its own number of threads, compute what each computes alone."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def passes(count: int) -> Tensor:
+        torch.set_num_threads(count)
+        runner = runner_of(paths["llama"], "float32")
+        return torch.stack([in_pieces(runner, [7, 20], beside=True) for _ in range(40)])
+
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            one, three = pool.map(passes, (1, 3))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(one, three)
+    assert (one == one[0]).all()
+
+
 def test_weights_lie_in_memory_once(paths: dict[str, str]) -> None:
     runner = runner_of(paths["llama"], "float32")
     held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in runner.loaded.model.parameters()}

@@ -126,6 +126,23 @@ def test_tied_embeddings_keep_their_weights() -> None:
     use_packed_linear(model, found)
     assert torch.equal(embedding.weight, before)
     torch.testing.assert_close(head(rows), want)
+    use_stock_linear(model)
+    assert head.weight is embedding.weight
+
+
+def test_weights_belong_to_the_kernels_that_packed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_KERNELS", "generic")
+    stock = layer(9, 48, torch.float32)
+    fast, rows = packed(stock), torch.randn(27, 48)
+    before = fast(rows)
+    for other in ("", "off"):
+        monkeypatch.setenv("OUTRIDER_KERNELS", other)
+        assert torch.equal(fast(rows), before)
+
+
+def test_rows_of_another_precision_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="do not fit"):
+        packed(layer(9, 48, torch.float32))(torch.randn(2, 48, dtype=torch.float64))
 
 
 def test_transposed_layers_are_packed_and_undone(instruction_set: str) -> None:
@@ -183,5 +200,5 @@ def test_a_missing_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_are_torchs_own() -> None:
     found = kernel_library()
     assert found is not None
-    assert found.use_threads() == torch.get_num_threads()
+    assert found.num_threads == torch.get_num_threads()
     assert library._openmp_entries()[0].value, "PyTorch's OpenMP runtime was not found"

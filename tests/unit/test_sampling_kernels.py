@@ -68,6 +68,16 @@ def test_ties_at_the_edges(dtype: torch.dtype) -> None:
         assert_same_law(torch.tensor([[zero, -zero, zero, -1]], dtype=dtype), [SamplingParams(top_k=1)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_limit_that_rounding_keeps_out_of_reach(dtype: torch.dtype) -> None:
+    for size in (600, 2000, 32_000):
+        logits = torch.cat([torch.zeros(2, size, dtype=dtype), torch.randn(6, size, dtype=dtype) * 3])
+        for top_p in (0.999999, 0.9999999, 0.99999999, 1 - 2**-53):
+            for name in SETS:
+                got = with_kernels(name, target_probs, logits, [SamplingParams(top_p=top_p, min_p=1e-9)] * 8)
+                torch.testing.assert_close(got.sum(-1), torch.ones(8, dtype=dtype), rtol=1e-5, atol=0)
+
+
 def test_a_flat_law_over_a_large_vocabulary() -> None:
     logits = torch.randn(2, 50_000) * 1e-4
     want = with_kernels("off", target_probs, logits, [SamplingParams(top_p=0.95)] * 2)

@@ -236,9 +236,13 @@ class DecoderKernel:
             Logits [num_logits, vocab_size], and the wanted hidden states [num_rows, hidden_size] by the index that
             transformers counts them with.
         """
+        count = len(self._layers) + 1
+        for layer in aux_layers:
+            if not -count <= layer < count:
+                raise IndexError(f"hidden states {layer} of {count}")
         num_rows, num_logits = len(rows.tokens), len(rows.logit_rows)
         out = torch.empty(num_logits, self.head.width, dtype=self.real)
-        aux = {i: torch.empty(num_rows, self.shape.hidden_size, dtype=self.real) for i in aux_layers}
+        aux = {layer % count: torch.empty(num_rows, self.shape.hidden_size, dtype=self.real) for layer in aux_layers}
         states = self._states(aux)
         lists = [getattr(rows, name) for name in _LISTS]
         numbers = np.array(list(chain.from_iterable(lists)), np.int64)  # one array for all of them
@@ -255,14 +259,14 @@ class DecoderKernel:
             out.data_ptr(),
             ctypes.addressof(states) if states else None,
         )
-        threads = _I64(self._library.use_threads())
+        threads = _I64(self._library.num_threads)
         decoder, passed = ctypes.byref(self._decoder), ctypes.byref(call)
         needed = self._scratch_size(decoder, passed, threads)
         if needed > len(self._scratch):
             self._scratch = torch.empty(needed, dtype=self.real)
         call.scratch = self._scratch.data_ptr()
         self._decode(decoder, passed, threads)
-        return out[:, : self.head.out_features], aux
+        return out[:, : self.head.out_features], {layer: aux[layer % count] for layer in aux_layers}
 
     def _states(self, aux: dict[int, Tensor]) -> Any:
         """Where to put the hidden states of each layer; None where none are wanted."""

@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 FILE = Path(__file__).parent / "native" / "kernels.so"
 #: Names of the instruction sets, best last, and the bytes of their vectors.
 INSTRUCTION_SETS = {"generic": 16, "avx2": 32, "avx512": 64}
-_in_use: dict[str, int] = {}  # threads, by library
 _REALS = {torch.float32: "f32", torch.float64: "f64"}
 
 
@@ -50,13 +49,10 @@ class KernelLibrary:
         """Output columns that packed weights keep together."""
         return 2 * INSTRUCTION_SETS[self.instruction_set] // real.itemsize
 
-    def use_threads(self) -> int:
-        """Run kernels on as many of PyTorch's threads as PyTorch uses now; returns how many."""
-        entries, count = _openmp_entries(), torch.get_num_threads()
-        if count != _in_use.get(self._library._name):  # the library's own, whatever the instruction set
-            self._library.outrider_use_threads(*entries, ctypes.c_int64(count))
-            _in_use[self._library._name] = count
-        return count if entries[0] else 1
+    @property
+    def num_threads(self) -> int:
+        """How many threads a kernel is to run on: as many as PyTorch uses in this thread, and they are PyTorch's."""
+        return torch.get_num_threads() if _openmp_entries()[0] else 1
 
 
 @cache
@@ -79,11 +75,12 @@ def kernel_library() -> KernelLibrary | None:
     if wish and wish not in sets:
         logger.warning("OUTRIDER_KERNELS=%s: this machine has %s; using the best of them", wish, ", ".join(sets) or "none")
         wish = ""
-    return _kernels(wish or sets[-1]) if sets else None
+    return kernels_for(wish or sets[-1]) if sets else None
 
 
 @cache
-def _kernels(instruction_set: str) -> KernelLibrary:
+def kernels_for(instruction_set: str) -> KernelLibrary:
+    """The kernels of one of the available sets."""
     library = _open()
     assert library is not None, "its instruction sets were listed"
     return KernelLibrary(library, instruction_set)
@@ -92,9 +89,11 @@ def _kernels(instruction_set: str) -> KernelLibrary:
 @cache
 def _open() -> ctypes.CDLL | None:
     try:
-        return ctypes.CDLL(str(FILE))
+        library = ctypes.CDLL(str(FILE))
     except OSError:
         return None
+    library.outrider_use_runtime(*_openmp_entries())
+    return library
 
 
 @cache

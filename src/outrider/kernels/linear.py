@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.kernels.library import KernelLibrary, kernel_library
-from outrider.kernels.packed import LinearStruct, PackedWeights
+from outrider.kernels.library import KernelLibrary, kernels_for
+from outrider.kernels.packed import LinearStruct, PackedWeights, weight_bytes
 from outrider.kernels.weights import StoredWeight, empty_weight, restore_weight, stored_weight
 
 #: Above this many rows MKL's own product is as good.
@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 # A custom operator, so that torch.compile and dispatch modes see one opaque product.
 _NAME = "outrider::packed_linear"
 torch.library.define(
-    _NAME, "(Tensor rows, Tensor data, Tensor? scale, Tensor? bias, SymInt out_features, int width, int kind) -> Tensor"
+    _NAME, "(Tensor rows, Tensor data, Tensor? scale, Tensor? bias, SymInt out_features, int kind, str kernels) -> Tensor"
 )
 
 
@@ -36,16 +36,17 @@ def _packed_linear(
     scale: Tensor | None,  # [width]
     bias: Tensor | None,  # [width]
     out_features: int,
-    width: int,
     kind: int,
+    kernels: str,
 ) -> Tensor:
-    library = kernel_library()
-    assert library is not None, "weights were packed by these kernels"
+    library = kernels_for(kernels)
     real = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    width = -(-out_features // library.panel(real)) * library.panel(real)
+    if len(data) != width * rows.shape[-1] * weight_bytes(kind, real):
+        raise RuntimeError(f"rows {list(rows.shape)} of {rows.dtype} do not fit these packed weights")
     flat = rows.reshape(rows.shape[:-1].numel(), rows.shape[-1]).to(real).contiguous()
     out = flat.new_empty(len(flat), width)
     if len(flat):
-        library.use_threads()
         scales, biases = (None if column is None else column.data_ptr() for column in (scale, bias))
         struct = LinearStruct(kind, out_features, flat.shape[1], data.data_ptr(), scales, biases)
         library.function("linear_forward", real)(
@@ -53,20 +54,21 @@ def _packed_linear(
             ctypes.c_void_p(flat.data_ptr()),
             ctypes.c_void_p(out.data_ptr()),
             ctypes.c_int64(len(flat)),
+            ctypes.c_int64(library.num_threads),
         )
     return out[:, :out_features].to(rows.dtype).reshape(*rows.shape[:-1], out_features)
 
 
 @torch.library.register_fake(_NAME)  # type: ignore[untyped-decorator]
 def _packed_linear_shape(
-    rows: Tensor, data: Tensor, scale: Tensor | None, bias: Tensor | None, out_features: int, width: int, kind: int
+    rows: Tensor, data: Tensor, scale: Tensor | None, bias: Tensor | None, out_features: int, kind: int, kernels: str
 ) -> Tensor:
     return rows.new_empty(*rows.shape[:-1], out_features)
 
 
 def _product(rows: Tensor, packed: PackedWeights) -> Tensor:
     out: Tensor = torch.ops.outrider.packed_linear(
-        rows, packed.data, packed.scale, packed.bias, packed.out_features, packed.width, int(packed.kind)
+        rows, packed.data, packed.scale, packed.bias, packed.out_features, int(packed.kind), packed.kernels
     )
     return out
 
@@ -75,6 +77,7 @@ class PackedLinear(nn.Linear):
     """nn.Linear over packed weights; its `weight` keeps a shape and a dtype, and no numbers."""
 
     packed: PackedWeights
+    tied: nn.Parameter | None  # the embeddings it shared its weight with
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
@@ -118,11 +121,14 @@ def use_packed_linear(model: nn.Module, library: KernelLibrary, transposed: tupl
         transposed: Types of linear layers whose weight is [in_features, out_features].
     """
     _pack_transposed(model, library, transposed)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in _stock_linears(model, _DTYPES):
         packed = PackedWeights(library, stored_weight(module), None if module.bias is None else module.bias.detach())
+        tied = module.weight if id(module.weight) in embeddings else None
         empty_weight(module)
         module.__class__ = PackedLinear  # in place, so that hooks and names stay as they are
         module.packed = packed  # type: ignore[assignment]
+        module.__dict__["tied"] = tied  # not a parameter of this layer
 
 
 def use_stock_linear(model: nn.Module) -> None:
@@ -130,7 +136,9 @@ def use_stock_linear(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is PackedLinear:
             restore_weight(module, module.packed.unpacked())
-            del module.packed
+            if module.tied is not None:
+                module.weight = module.tied
+            del module.packed, module.__dict__["tied"]
             module.__class__ = nn.Linear  # type: ignore[assignment]
         elif type(module) is PackedTransposed:
             module.weight = nn.Parameter(module.packed.unpacked().data.t().contiguous(), requires_grad=False)

@@ -68,6 +68,11 @@ class PackedWeights:
         self._library = library
 
     @property
+    def kernels(self) -> str:
+        """The instruction set they are packed for."""
+        return self._library.instruction_set
+
+    @property
     def nbytes(self) -> int:
         """Bytes that a product reads."""
         return self.data.nbytes
@@ -96,6 +101,11 @@ def kind_of(dtype: torch.dtype) -> WeightKind:
         torch.int8: WeightKind.INT8,
     }
     return kinds[dtype]
+
+
+def weight_bytes(kind: int, real: torch.dtype) -> int:
+    """Bytes of one packed weight."""
+    return {WeightKind.REAL: real.itemsize, WeightKind.BF16: 2, WeightKind.INT8: 1}[WeightKind(kind)]
 
 
 def _packed(library: KernelLibrary, weight: Tensor, real: torch.dtype, kind: WeightKind) -> Tensor:

@@ -26,6 +26,7 @@ class _Laws(ctypes.Structure):
         ("logits", _POINTER),
         ("stride", _I64),
         *((name, _POINTER) for name in ("temperature", "top_k", "top_p", "min_p", "probs", "scratch", "histograms")),
+        ("threads", _I64),
     ]
 
 
@@ -37,6 +38,7 @@ class _Draws(ctypes.Structure):
         ("stride", _I64),
         ("noise", _POINTER),
         ("tokens", _POINTER),
+        ("threads", _I64),
     ]
 
 
@@ -45,6 +47,7 @@ class _Debts(ctypes.Structure):
         ("rows", _I64),
         ("size", _I64),
         *((name, _POINTER) for name in ("target", "draft", "weight", "mass", "law")),
+        ("threads", _I64),
     ]
 
 
@@ -68,7 +71,7 @@ def target_probs(
     num_rows, size = logits.shape
     probs = torch.empty(num_rows, size, dtype=logits.dtype)
     library = _library()
-    threads = library.use_threads()
+    threads = library.num_threads
     scratch = torch.empty(threads, size, dtype=logits.dtype)
     histogram_bytes = library.function("histogram_bytes", logits.dtype, _I64)()
     histograms = torch.empty(threads, histogram_bytes, dtype=torch.uint8)
@@ -87,6 +90,7 @@ def target_probs(
         probs.data_ptr(),
         scratch.data_ptr(),
         histograms.data_ptr(),
+        threads,
     )
     library.function("target_probs", logits.dtype)(ctypes.byref(call))
     return probs
@@ -133,7 +137,7 @@ def _owed(target: Tensor, draft: Tensor, weight: Tensor, mass: Tensor | None, la
 
 def _run(name: str, real: torch.dtype, call: Any) -> None:
     library = _library()
-    library.use_threads()
+    call.threads = library.num_threads
     library.function(name, real)(ctypes.byref(call))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -139,10 +140,11 @@ def probe(loaded: LoadedModel, backend: AttentionBackend, want: Tensor) -> int:
     backend.install(loaded.model)
     runner = ModelRunner(loaded, backend, BlockManager(2 * _PROBE_LEN // _PROBE_BLOCK + 2, _PROBE_BLOCK))
     table, neighbour = runner.blocks.allocate(4), runner.blocks.allocate(3)
-    runner.forward([Segment(tokens[:_PROBE_CUT], 0, table), Segment(tokens, 0, neighbour)])
+    long = loaded.uses_long_rope(_PROBE_LEN)
+    runner.forward([Segment(tokens[:_PROBE_CUT], 0, table, long_rope=long), Segment(tokens, 0, neighbour, long_rope=long)])
     rows = [tokens[_PROBE_CUT], tokens[0], *tokens[_PROBE_CUT + 1 :]]
     tree = (-1, 0, 0, 2, 3, 4)  # row 1 is a rejected sibling that nobody on the true path may see
-    got = runner.forward([Segment(rows, _PROBE_CUT, table, tree)]).logits[[0, 2, 3, 4, 5]]
+    got = runner.forward([Segment(rows, _PROBE_CUT, table, tree, long_rope=long)]).logits[[0, 2, 3, 4, 5]]
     by_row = (got - want[_PROBE_CUT:]).abs().amax(-1) / want.abs().max()
     # In narrow types a router's near tie may send a single row to another expert; a wrong mask spares hardly any row.
     error = float(by_row.max() if loaded.dtype in (torch.float64, torch.float32) else by_row.median())
@@ -156,9 +158,10 @@ def probe_bits(loaded: LoadedModel, backend: AttentionBackend) -> None:
     tokens = [(11 * i * i + 5 * i + 2) % loaded.vocab_size for i in range(_PROBE_LEN)]
     runner = ModelRunner(loaded, backend, BlockManager(4 * _PROBE_LEN // _PROBE_BLOCK, _PROBE_BLOCK))
     tables = [runner.blocks.allocate(_PROBE_LEN // _PROBE_BLOCK) for _ in range(3)]
-    whole = runner.forward([Segment(tokens, 0, tables[0])]).logits
-    single = torch.cat([runner.forward([Segment([t], i, tables[1])]).logits for i, t in enumerate(tokens)])
-    beside = runner.forward([Segment(tokens[:5], 0, tables[1]), Segment(tokens, 0, tables[2])]).logits[5:]
+    part = partial(Segment, long_rope=loaded.uses_long_rope(_PROBE_LEN))
+    whole = runner.forward([part(tokens, 0, tables[0])]).logits
+    single = torch.cat([runner.forward([part([t], i, tables[1])]).logits for i, t in enumerate(tokens)])
+    beside = runner.forward([part(tokens[:5], 0, tables[1]), part(tokens, 0, tables[2])]).logits[5:]
     if not (torch.equal(whole, single) and torch.equal(whole, beside)):
         raise ValueError("its bits depend on the batch even row by row")
 

@@ -8,15 +8,13 @@ typedef int (*count_function)(void);
 
 static parallel_function parallel;
 static count_function thread_number, thread_count;
-static unsigned wanted = 1;
 static _Thread_local int in_team;
 
-/* Entry points of an OpenMP runtime, and how many threads to ask for; null for none, and then there is one thread. */
-void outrider_use_threads(void *parallel_entry, void *number_entry, void *count_entry, int64_t threads) {
+/* Entry points of an OpenMP runtime; without them there is one thread. */
+void outrider_use_runtime(void *parallel_entry, void *number_entry, void *count_entry) {
     parallel = (parallel_function)parallel_entry;
     thread_number = (count_function)number_entry;
     thread_count = (count_function)count_entry;
-    wanted = threads < 1 ? 1 : (unsigned)threads;
 }
 
 typedef struct {
@@ -31,10 +29,10 @@ static void enter(void *argument) {
     in_team = 0;
 }
 
-void team_run(void (*body)(void *), void *argument) {
+void team_run(void (*body)(void *), void *argument, int64_t threads) {
     job work = {body, argument};
-    if (parallel == NULL || wanted == 1) body(argument);
-    else parallel(enter, &work, wanted, 0);
+    if (parallel == NULL || threads <= 1) body(argument);
+    else parallel(enter, &work, (unsigned)threads, 0);
 }
 
 int team_thread(void) { return in_team ? thread_number() : 0; }

@@ -1,11 +1,12 @@
 /* The threads that kernels run on: those of the OpenMP runtime that PyTorch has loaded already, never a pool of our own, whose
- * threads would spin against PyTorch's. The runtime's entry points are handed over at load. */
+ * threads would spin against PyTorch's. The runtime's entry points are handed over at load, and how many threads to ask for with every call, so
+ * that callers in several threads do not meddle with one another. */
 #ifndef OUTRIDER_TEAM_H
 #define OUTRIDER_TEAM_H
 
 #include <stdint.h>
 
-void team_run(void (*body)(void *), void *argument);
+void team_run(void (*body)(void *), void *argument, int64_t threads);
 int team_thread(void);
 int team_size(void);
 

@@ -70,7 +70,7 @@ class FusedDecoder(AttentionBackend):
         self, loaded: LoadedModel, context: ForwardContext, aux_layers: Sequence[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
         self._use_memory(context, loaded)
-        self._use_positions(max(s.context_len for s in context.batch.segments))
+        self._use_positions(max(s.context_len for s in context.batch.segments), loaded)
         return self._kernel.forward(_rows(context.batch), aux_layers)
 
     def _use_memory(self, context: ForwardContext, loaded: LoadedModel) -> None:
@@ -81,10 +81,11 @@ class FusedDecoder(AttentionBackend):
         self._kernel.use_memory([context.pool.memory(i, row, row) for i in range(len(context.reaches))])
         self._memory = context.pool
 
-    def _use_positions(self, needed: int) -> None:
-        """Rotary tables grow by doubling: most texts are far shorter than what a model allows."""
+    def _use_positions(self, needed: int, loaded: LoadedModel) -> None:
+        """Rotary tables grow by doubling, since most texts are far shorter than what a model allows; never past that: a
+        module with "dynamic" factors changes them as soon as it is asked for a position beyond."""
         if needed > self._positions:
-            self._positions = max(_FIRST_POSITIONS, 2 * needed)
+            self._positions = max(needed, min(max(_FIRST_POSITIONS, 2 * needed), loaded.max_model_len))
             self._kernel.use_rotary(self._rotary.build(self._positions))
 
 
