@@ -100,7 +100,7 @@ def test_without_a_draft_model_the_others_are_measured() -> None:
         ({"batches": (0,)}, InvalidParameterError, "Use 1 to 64"),
         ({"batches": (65,)}, InvalidParameterError, "Use 1 to 64"),
         ({"samplings": ("T=2",)}, InvalidParameterError, "greedy or T=1"),
-        ({"dtypes": ("int8",)}, InvalidParameterError, "int8"),
+        ({"dtypes": ("int3",)}, InvalidParameterError, "int3"),
         ({"max_tokens": 1}, InvalidParameterError, "2 or more"),
         ({"num_prompts": 0}, InvalidParameterError, "1 or more"),
         ({"wide": True, "model": "m"}, ContradictionError, "embedded"),

@@ -183,7 +183,13 @@ def test_an_interrupt_leaves_quietly() -> None:
         "1900",
         "--ignore-eos",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.read(1) == "d"

@@ -49,7 +49,7 @@ void team_wait(team_barrier *barrier, int32_t *sense) {
         return;
     }
     for (int spins = 0; __atomic_load_n(&barrier->sense, __ATOMIC_ACQUIRE) != turn; spins++) {
-        if (spins > 20000) sched_yield(); /* the one we wait for may need this core */
+        if (spins > 1000) sched_yield(); /* the one we wait for may need this core */
 #if defined(__x86_64__)
         else __builtin_ia32_pause();
 #endif
