@@ -87,5 +87,6 @@ class KernelsBuildHook(BuildHookInterface):
 if __name__ == "__main__":
     try:
         compile_kernels()
-    except subprocess.CalledProcessError as error:
-        sys.exit(error.stderr)
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"not compiled, stock operators will be used: {getattr(error, 'stderr', None) or error}")
+    sys.stdout.write(f"compiled {SOURCES / LIBRARY}\n")

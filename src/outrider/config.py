@@ -52,7 +52,7 @@ class ModelConfig(Frozen):
             raise ContradictionError(
                 "attention_backend",
                 self.attention_backend,
-                "batch_invariant=True has a backend of its own",
+                "batch_invariant=True chooses a backend whose bits hold",
                 "Leave one of them out.",
             )
         return self

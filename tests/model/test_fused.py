@@ -177,9 +177,11 @@ def test_threads_that_differ_do_not_meddle(paths: dict[str, str]) -> None:
     """Two runners in threads of their own, each with its own number of threads, compute what each computes alone."""
     from concurrent.futures import ThreadPoolExecutor
 
+    runners = {count: runner_of(paths["llama"], "float32") for count in (1, 3)}  # transformers loads one at a time
+
     def passes(count: int) -> Tensor:
         torch.set_num_threads(count)
-        runner = runner_of(paths["llama"], "float32")
+        runner = runners[count]
         return torch.stack([in_pieces(runner, [7, 20], beside=True) for _ in range(40)])
 
     threads = torch.get_num_threads()

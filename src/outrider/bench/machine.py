@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from outrider import __version__
+from outrider.kernels.library import kernel_library
 
 _MIB = 2**20
 
@@ -23,6 +24,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     return {
         "cpu": _cpu_name(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "kernels": library.instruction_set if (library := kernel_library()) else "stock operators",
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "outrider": __version__,

@@ -66,9 +66,11 @@ def machine_line(results: Results) -> str:
     facts = results.machine
     read = "" if results.bandwidth is None else f" Reads {results.bandwidth / 1e9:.1f} GB/s from memory."
     where = "" if facts["device"] == "cpu" else f", {facts['device']}"
+    kernels = f" (kernels: {facts['kernels']})" if "kernels" in facts else ""
     return (
-        f"{facts['cpu']}, {facts['instruction_set']}, {facts['threads']} threads{where}, outrider {facts['outrider']}, "
-        f"torch {facts['torch']}, transformers {facts['transformers']}, Python {facts['python']}.{read}"
+        f"{facts['cpu']}, {facts['instruction_set']}{kernels}, {facts['threads']} threads{where}, "
+        f"outrider {facts['outrider']}, torch {facts['torch']}, transformers {facts['transformers']}, "
+        f"Python {facts['python']}.{read}"
     )
 
 

@@ -90,6 +90,8 @@ def generate(
         quantization=quantization,
         batch_invariant=batch_invariant,
     )
+    if compare and not llm.speculation.enabled:
+        notes.print("no proposer: plain decoding beside itself. Give --draft-model, or --proposer suffix.", style="yellow")
     if as_json:
         failed = _as_json(llm, prompts, params, compare)
     elif len(prompts) == 1 and params.n == 1:

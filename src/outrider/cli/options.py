@@ -38,7 +38,9 @@ Grammar = Annotated[str | None, typer.Option(help="The output follows this gramm
 BatchInvariant = Annotated[
     bool, typer.Option("--batch-invariant", help="Same seed, same bits, in any batch with any proposer.")
 ]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same text, with any proposer or none.")]
+Seed = Annotated[
+    int | None, typer.Option(help="Same seed, same text, with any proposer or none; to the bit in batch-invariant mode.")
+]
 DType = Annotated[str, typer.Option(help="auto, bfloat16, float16, float32 or float64.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Backend = Annotated[str, typer.Option("--attention-backend", help="auto, fused, paged or gather.")]

@@ -73,9 +73,18 @@ def kernel_library() -> KernelLibrary | None:
         return None
     sets = available_sets()
     if wish and wish not in sets:
-        logger.warning("OUTRIDER_KERNELS=%s: this machine has %s; using the best of them", wish, ", ".join(sets) or "none")
+        _warn_of(wish)
         wish = ""
     return kernels_for(wish or sets[-1]) if sets else None
+
+
+@cache  # once, not at every pass
+def _warn_of(wish: str) -> None:
+    sets = available_sets()
+    known = ", ".join(("off", *sets))
+    logger.warning(
+        "OUTRIDER_KERNELS=%s is none of %s; %s will be used", wish, known, sets[-1] if sets else "stock operators"
+    )
 
 
 @cache

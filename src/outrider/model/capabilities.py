@@ -80,7 +80,8 @@ def make_runner(loaded: LoadedModel, attention_backend: str, cache: CacheConfig,
         num_blocks = _num_blocks(loaded, cache, max_num_seqs, bytes_per_token)
         return ModelRunner(loaded, backend, BlockManager(num_blocks, cache.block_size, prefix_caching=cache.prefix_caching))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
-    raise UnsupportedModelError(loaded.name, f"no attention backend reproduces its forward pass ({reasons})", "Report it.")
+    remedy = "Report it." if attention_backend == "auto" else "Use attention_backend='auto', or report it."
+    raise UnsupportedModelError(loaded.name, f"no attention backend reproduces its forward pass ({reasons})", remedy)
 
 
 def _ways(choice: str) -> list[tuple[str, bool]]:

@@ -47,7 +47,7 @@ class FusedDecoder(AttentionBackend):
     def install(self, model: Any) -> None:
         library = kernel_library()
         if library is None:
-            raise ValueError("the kernels are not compiled")
+            raise ValueError("the kernels are not compiled, or OUTRIDER_KERNELS is off")
         self.uninstall()
         _check(model)
         self._memory, self._positions = None, 0
