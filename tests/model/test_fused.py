@@ -194,6 +194,29 @@ def test_threads_that_differ_do_not_meddle(paths: dict[str, str]) -> None:
     assert (one == one[0]).all()
 
 
+def test_wide_groups_need_no_stack(tmp_path: Path) -> None:
+    """Sixteen heads of 256 that share their keys, in a thread with less stack than their sums take."""
+    from threading import Thread, stack_size
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=16,
+        num_key_value_heads=1, head_dim=256, max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    runner, text = runner_of(str(tmp_path), "float64"), [t % 31 for t in TEXT[:20]]
+    segment, found = Segment(text, 0, runner.blocks.allocate(5)), []
+    usual = stack_size(256 * 1024)
+    try:
+        thread = Thread(target=lambda: found.append(runner.forward([segment]).logits))
+        thread.start()
+        thread.join()
+    finally:
+        stack_size(usual)
+    torch.testing.assert_close(found[0], stock(str(tmp_path), text).logits[0], rtol=1e-9, atol=1e-9)
+
+
 def test_weights_lie_in_memory_once(paths: dict[str, str]) -> None:
     runner = runner_of(paths["llama"], "float32")
     held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in runner.loaded.model.parameters()}
