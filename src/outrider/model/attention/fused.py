@@ -63,9 +63,6 @@ class FusedDecoder(AttentionBackend):
     def weight_bytes(self, model: Any) -> int | None:
         return self._kernel.nbytes
 
-    def forward_kwargs(self, context: ForwardContext) -> dict[str, Any]:
-        raise AssertionError("the model's own forward has no part in this backend")
-
     def forward(
         self, loaded: LoadedModel, context: ForwardContext, aux_layers: Sequence[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:

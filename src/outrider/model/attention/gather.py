@@ -13,11 +13,11 @@ import torch
 
 from outrider.cache.pool import Slots
 from outrider.model import hf
-from outrider.model.attention.base import AttentionBackend
+from outrider.model.attention.hosted import HostedAttention
 from outrider.model.context import ForwardContext, LayerReach, additive, visible
 
 
-class GatherAttention(AttentionBackend):
+class GatherAttention(HostedAttention):
     """Hands stock attention the gathered contexts of all sequences and a block-diagonal mask."""
 
     name: ClassVar[str] = "gather"

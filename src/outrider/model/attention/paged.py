@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.model import hf
-from outrider.model.attention.base import AttentionBackend
+from outrider.model.attention.hosted import HostedAttention
 from outrider.model.context import ForwardContext, current_context
 
 
-class PagedAttention(AttentionBackend):
+class PagedAttention(HostedAttention):
     """Writes KV by slot and reads each sequence's context from the pool; nothing is padded."""
 
     name: ClassVar[str] = "paged"
