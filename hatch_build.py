@@ -26,10 +26,12 @@ SOURCES = Path(__file__).parent / "src" / "outrider" / "kernels" / "native"
 LIBRARY = "kernels.so"
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 #: The kernels are compiled once for each instruction set, and the best one is chosen at run time.
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mprefer-vector-width=512"]
 X86_SETS = {
     "generic": [],
     "avx2": ["-mavx2", "-mfma"],
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mprefer-vector-width=512"],
+    "avx512": AVX512,
+    "avx512bf16": [*AVX512, "-mavx512bf16"],
 }
 
 
@@ -42,7 +44,8 @@ def compile_kernels(sources: Path = SOURCES, only: Sequence[str] | None = None) 
     """
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     known = X86_SETS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": []}
-    sets = {name: flags for name, flags in known.items() if only is None or name in only}
+    wanted = {name: flags for name, flags in known.items() if only is None or name in only}
+    sets = {name: flags for name, flags in wanted.items() if name == "generic" or _knows(compiler, flags)}
     with tempfile.TemporaryDirectory() as folder:
         jobs = [("team", "team.c", []), ("dispatch", "dispatch.c", [])]
         jobs += [(name, "kernels.c", flags) for name, flags in sets.items()]
@@ -59,6 +62,12 @@ def compile_kernels(sources: Path = SOURCES, only: Sequence[str] | None = None) 
         staged = sources / f"{LIBRARY}.new"
         staged.write_bytes(Path(built).read_bytes())
         staged.replace(sources / LIBRARY)
+
+
+def _knows(compiler: list[str], flags: list[str]) -> bool:
+    """Whether the compiler is young enough for an instruction set; what it leaves out is not offered at run time."""
+    command = [*compiler, *flags, "-x", "c", "-fsyntax-only", os.devnull]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
 def _run(command: list[str]) -> None:

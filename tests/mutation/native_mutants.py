@@ -76,22 +76,22 @@ NATIVE_MUTANTS = (
     _mutant(
         "top_k by the value of the next",
         "sampling.inc",
-        "(double)l->top_k[row], 0,",
-        "(double)(l->top_k[row] + 1), 0,",
+        "(double)l->top_k[row], NAME",
+        "(double)(l->top_k[row] + 1), NAME",
         "kernels_laws",
     ),
     _mutant(
         "all equals stay at the edge of top_p",
         "sampling.inc",
-        "if (staying == equals) {",
-        "if (1) {",
+        "if (kept.equals == equals) kept",
+        "if (1) kept",
         "kernels_laws",
     ),
     _mutant(
         "a token too many in top_p",
         "sampling.inc",
-        "|| mass < limit)",
-        "|| mass <= limit)",
+        "|| kept.mass < limit)",
+        "|| kept.mass <= limit)",
         "kernels_laws",
     ),
     _mutant(

@@ -48,3 +48,14 @@ def test_a_source_that_does_not_compile_is_an_error(tmp_path: Path) -> None:
     source = plant(mutant, tmp_path)
     with pytest.raises(subprocess.CalledProcessError):
         build_script().compile_kernels(source / "outrider" / "kernels" / "native", ("generic",))
+
+
+def test_a_set_that_the_compiler_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = plant(NATIVE_MUTANTS[0], tmp_path) / "outrider" / "kernels" / "native"
+    script = build_script()
+    monkeypatch.setattr(script, "FLAGS", ["-O0", "-std=gnu11", "-fPIC"])
+    monkeypatch.setattr(script, "X86_SETS", {"generic": [], "avx2": ["-mavx2", "-mfma", "-mnothing-of-the-kind"]})
+    script.compile_kernels(source)
+    symbols = (source / "kernels.so").read_bytes()
+    assert b"decode_f32_generic" in symbols
+    assert b"decode_f32_avx2" not in symbols

@@ -57,6 +57,17 @@ def test_equals_the_product(instruction_set: str, shape: tuple[int, int], dtype:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("num_columns", [2051, 4200])  # a panel is read in runs, and so are rows rounded to bf16
+def test_long_rows_are_read_in_runs(instruction_set: str, num_columns: int, dtype: torch.dtype) -> None:
+    stock = layer(70, num_columns, dtype)
+    fast, rows = packed(stock), torch.randn(50, num_columns).to(dtype)
+    alone = torch.cat([fast(row[None]) for row in rows])
+    torch.testing.assert_close(alone.double(), exact(stock, rows), rtol=3 * TOLERANCE[dtype], atol=3 * TOLERANCE[dtype])
+    for count in (2, 6, 11, 12, 13, 30, 47, 50):
+        assert torch.equal(fast(rows[:count]), alone[:count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_bits_of_a_row_are_its_own(instruction_set: str, dtype: torch.dtype) -> None:
     fast = packed(layer(200, 96, dtype))
     rows = torch.randn(41, 96).to(dtype)

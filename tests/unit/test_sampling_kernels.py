@@ -78,6 +78,17 @@ def test_a_limit_that_rounding_keeps_out_of_reach(dtype: torch.dtype) -> None:
                 torch.testing.assert_close(got.sum(-1), torch.ones(8, dtype=dtype), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("grid", [0.0, 0.5])  # with a grid, thousands of entries are equal
+@pytest.mark.parametrize("spread", [0.3, 3.0, 12.0])
+def test_large_vocabularies(spread: float, grid: float) -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(3, 30_011, dtype=torch.float64) * spread
+    logits = (logits / grid).round() * grid if grid else logits
+    logits[:, ::7] = float("-inf")
+    for top_k in (0, 1, 50, 600, 20_000):
+        assert_same_law(logits, [SamplingParams(top_k=top_k, top_p=top_p) for top_p in (1.0, 0.95, 0.2)])
+
+
 def test_a_flat_law_over_a_large_vocabulary() -> None:
     logits = torch.randn(2, 50_000) * 1e-4
     want = with_kernels("off", target_probs, logits, [SamplingParams(top_p=0.95)] * 2)

@@ -2,8 +2,9 @@
 
 Small models and drafts spend their time between operators, not in them: some hundred dispatches a pass. Here a pass is one
 parallel region over packed weights (native/decoder.inc), with attention over the block table in place. Activations are
-float32 whatever the weights are, or float64 for float64 weights. Rows do not know of each other: bits depend neither on the
-batch, nor on the chunk, nor on the draft a token is computed in.
+float32 whatever the weights are (rounded as they enter a product of bf16 where the processor has one), float64 for float64
+weights. Rows do not know of each other: bits depend neither on the batch, nor on the chunk, nor on the draft a token is
+computed in.
 """
 
 from __future__ import annotations

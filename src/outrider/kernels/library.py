@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 FILE = Path(__file__).parent / "native" / "kernels.so"
 #: Names of the instruction sets, best last, and the bytes of their vectors.
-INSTRUCTION_SETS = {"generic": 16, "avx2": 32, "avx512": 64}
+INSTRUCTION_SETS = {"generic": 16, "avx2": 32, "avx512": 64, "avx512bf16": 64}
 _REALS = {torch.float32: "f32", torch.float64: "f64"}
 
 
@@ -63,7 +63,8 @@ def available_sets() -> tuple[str, ...]:
         return ()
     library.outrider_instruction_sets.restype = ctypes.c_int64
     mask = library.outrider_instruction_sets()
-    return tuple(name for bit, name in enumerate(INSTRUCTION_SETS) if mask >> bit & 1)
+    runs = (name for bit, name in enumerate(INSTRUCTION_SETS) if mask >> bit & 1)
+    return tuple(name for name in runs if hasattr(library, f"decode_f32_{name}"))  # an old compiler leaves the newest out
 
 
 def kernel_library() -> KernelLibrary | None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.kernels.library import KernelLibrary, kernels_for
-from outrider.kernels.packed import LinearStruct, PackedWeights, weight_bytes
+from outrider.kernels.packed import LinearStruct, PackedWeights, packed_bytes
 from outrider.kernels.weights import StoredWeight, empty_weight, restore_weight, stored_weight
 
 #: Above this many rows MKL's own product is as good.
@@ -42,7 +42,7 @@ def _packed_linear(
     library = kernels_for(kernels)
     real = torch.float64 if rows.dtype == torch.float64 else torch.float32
     width = -(-out_features // library.panel(real)) * library.panel(real)
-    if len(data) != width * rows.shape[-1] * weight_bytes(kind, real):
+    if len(data) != packed_bytes(library, kind, out_features, rows.shape[-1], real):
         raise RuntimeError(f"rows {list(rows.shape)} of {rows.dtype} do not fit these packed weights")
     flat = rows.reshape(rows.shape[:-1].numel(), rows.shape[-1]).to(real).contiguous()
     out = flat.new_empty(len(flat), width)

@@ -11,6 +11,8 @@ from torch import Tensor
 from outrider.kernels.library import KernelLibrary
 from outrider.kernels.weights import StoredWeight
 
+_I64 = ctypes.c_int64
+
 
 class WeightKind(IntEnum):
     """How packed weights are stored; the kernels' own numbers."""
@@ -24,9 +26,9 @@ class LinearStruct(ctypes.Structure):
     """The kernels' view of packed weights."""
 
     _fields_ = [
-        ("kind", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
+        ("kind", _I64),
+        ("rows", _I64),
+        ("cols", _I64),
         ("data", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -80,10 +82,10 @@ class PackedWeights:
     def unpacked(self) -> StoredWeight:
         """The weights as they came."""
         dtype = {WeightKind.BF16: torch.bfloat16, WeightKind.INT8: torch.int8}.get(self.kind, self.real)
-        panels = self.data.view(dtype).view(-1, self.in_features, self._library.panel(self.real))
-        if self.kind == WeightKind.BF16:  # columns i and i + half lie side by side
-            panels = panels.view(*panels.shape[:2], -1, 2).transpose(-1, -2).flatten(-2)
-        data = panels.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features].contiguous()
+        data = torch.empty(self.out_features, self.in_features, dtype=dtype)
+        sizes = [_I64(value) for value in (self.out_features, self.in_features)]
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.data, data)]
+        self._library.function("unpack", self.real)(_I64(self.kind), pointers[0], *sizes, pointers[1])
         return StoredWeight(data, None if self.scale is None else self.scale[: self.out_features].clone())
 
     def _column(self, values: Tensor | None) -> Tensor | None:
@@ -103,18 +105,19 @@ def kind_of(dtype: torch.dtype) -> WeightKind:
     return kinds[dtype]
 
 
-def weight_bytes(kind: int, real: torch.dtype) -> int:
-    """Bytes of one packed weight."""
-    return {WeightKind.REAL: real.itemsize, WeightKind.BF16: 2, WeightKind.INT8: 1}[WeightKind(kind)]
+def packed_bytes(library: KernelLibrary, kind: int, rows: int, cols: int, real: torch.dtype) -> int:
+    """Bytes that weights [rows, cols] take when packed for products in `real`."""
+    found: int = library.function("packed_bytes", real, _I64)(_I64(kind), _I64(rows), _I64(cols))
+    return found
 
 
 def _packed(library: KernelLibrary, weight: Tensor, real: torch.dtype, kind: WeightKind) -> Tensor:
-    sizes = [ctypes.c_int64(value) for value in (kind, *weight.shape)]
-    source = ctypes.c_void_p(weight.data_ptr())
-    num_bytes = library.function("packed_bytes", real, ctypes.c_int64)(*sizes)
+    num_bytes = packed_bytes(library, kind, *weight.shape, real)
     data = torch.empty(num_bytes + 64, dtype=torch.uint8)  # kernels look ahead a little, never past this
     data = data[-data.data_ptr() % 64 :][:num_bytes]
-    library.function("pack", real)(sizes[0], source, *sizes[1:], ctypes.c_void_p(data.data_ptr()))
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, data)]
+    sizes = [_I64(size) for size in weight.shape]
+    library.function("pack", real)(_I64(kind), pointers[0], *sizes, pointers[1])
     return data
 
 

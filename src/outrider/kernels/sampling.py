@@ -44,8 +44,7 @@ class _Draws(ctypes.Structure):
 
 class _Debts(ctypes.Structure):
     _fields_ = [
-        ("rows", _I64),
-        ("size", _I64),
+        *((name, _I64) for name in ("rows", "size", "together", "target_stride", "draft_stride")),
         *((name, _POINTER) for name in ("target", "draft", "weight", "mass", "law")),
         ("threads", _I64),
     ]
@@ -107,14 +106,14 @@ def invert(probs: Tensor, noise: np.ndarray) -> Tensor:
 
 
 def owed_mass(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
-    """Sums [n] of (weight * target - draft)+ over rows [n, vocab_size]."""
-    mass = torch.empty(len(target), dtype=target.dtype)
+    """Sums [b, n] of (weight * target - draft)+ over laws [b, n, vocab_size]."""
+    mass = torch.empty(weight.shape, dtype=target.dtype)
     _owed(target, draft, weight, mass, None)
     return mass
 
 
 def owed_law(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
-    """(weight * target - draft)+ normalised, [n, vocab_size]; the target where that is empty."""
+    """(weight * target - draft)+ normalised, [b, n, vocab_size]; the target where that is empty."""
     law = torch.empty(target.shape, dtype=target.dtype)
     _owed(target, draft, weight, None, law)
     return law
@@ -130,9 +129,19 @@ def _drawn(name: str, probs: Tensor, noise: np.ndarray) -> Tensor:
 
 
 def _owed(target: Tensor, draft: Tensor, weight: Tensor, mass: Tensor | None, law: Tensor | None) -> None:
-    kept = [t.contiguous() for t in (target, draft, weight.to(target.dtype))]
+    target, draft = _in_groups(target), _in_groups(draft)  # slices of laws as they are: copies would cost what the sums do
+    weight = weight.to(target.dtype).contiguous()
+    size, together = target.shape[-1], target.shape[1]
+    strides = target.stride(0), draft.stride(0)
     results = [None if t is None else t.data_ptr() for t in (mass, law)]
-    _run("owed", target.dtype, _Debts(*target.shape, *(t.data_ptr() for t in kept), *results))
+    pointers = [t.data_ptr() for t in (target, draft, weight)]
+    _run("owed", target.dtype, _Debts(weight.numel(), size, together, *strides, *pointers, *results))
+
+
+def _in_groups(laws: Tensor) -> Tensor:
+    """[b, n, vocab_size] with the n rows one after another in memory."""
+    adjoining = laws.stride(-1) == 1 and (laws.shape[1] == 1 or laws.stride(1) == laws.shape[-1])
+    return laws if adjoining else laws.contiguous()
 
 
 def _run(name: str, real: torch.dtype, call: Any) -> None:

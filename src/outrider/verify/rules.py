@@ -61,17 +61,16 @@ def residual(target_law: Tensor, draft_law: Tensor, weight: Tensor) -> Tensor:
         weight: [b] 1 under R1, the prefix weight of the accepted length under R3.
     """
     if sampling.usable(target_law, draft_law):
-        return sampling.owed_law(target_law, draft_law, weight)
+        return sampling.owed_law(target_law[:, None], draft_law[:, None], weight[:, None]).squeeze(1)
     owed = (weight[:, None] * target_law - draft_law).clamp(min=0.0)
     total = owed.sum(-1, keepdim=True)
     return torch.where(total > 0, owed / total.clamp(min=torch.finfo(owed.dtype).tiny), target_law)
 
 
 def owed_mass(target_law: Tensor, draft_law: Tensor, weight: Tensor) -> Tensor:
-    """Sums [...] of (weight * p - q)+ over laws [..., v]."""
+    """Sums [b, n] of (weight * p - q)+ over laws [b, n, v], weights [b, n]."""
     if sampling.usable(target_law, draft_law):
-        p, q = (t.reshape(-1, t.shape[-1]) for t in (target_law, draft_law))
-        return sampling.owed_mass(p, q, weight.reshape(-1)).view(weight.shape)
+        return sampling.owed_mass(target_law, draft_law, weight)
     return (weight[..., None] * target_law - draft_law).clamp(min=0.0).sum(-1)
 
 

@@ -2,7 +2,8 @@
  *
  * Every source that includes this is compiled once for each instruction set with its own flags (see hatch_build.py), and the
  * right one is chosen at run time. The code is written in the compilers' generic vector types, so that a path differs from
- * another in the width of its vectors and in nothing else.
+ * another in the width of its vectors, and in nothing else but this: where there is an instruction for products of bf16, rows are
+ * rounded to bf16 before they are multiplied with bf16 weights.
  */
 #ifndef OUTRIDER_SIMD_H
 #define OUTRIDER_SIMD_H
@@ -17,7 +18,12 @@
 #endif
 
 #if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
+#define ISA avx512bf16
+#define BF16_DOTS 1
+#else
 #define ISA avx512
+#endif
 #define VECTOR_BYTES 64
 #define TILE_ROWS 12 /* rows whose accumulators fit in the registers beside a panel of weights */
 #elif defined(__AVX2__)
@@ -28,6 +34,10 @@
 #define ISA generic
 #define VECTOR_BYTES 16
 #define TILE_ROWS 4
+#endif
+
+#ifndef BF16_DOTS
+#define BF16_DOTS 0 /* whether an instruction multiplies pairs of bf16 */
 #endif
 
 #define JOIN3_(a, b, c) a##_##b##_##c
