@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.kernels.library import KernelLibrary, kernels_for
-from outrider.kernels.packed import LinearStruct, PackedWeights, packed_bytes
+from outrider.kernels.packed import LinearStruct, PackedWeights, WeightKind, kind_of, packed_bytes
 from outrider.kernels.weights import StoredWeight, empty_weight, restore_weight, stored_weight
 
 #: Above this many rows MKL's own product is as good.
@@ -25,24 +25,25 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 # A custom operator, so that torch.compile and dispatch modes see one opaque product.
 _NAME = "outrider::packed_linear"
 torch.library.define(
-    _NAME, "(Tensor rows, Tensor data, Tensor? scale, Tensor? bias, SymInt out_features, int kind, str kernels) -> Tensor"
+    _NAME, "(Tensor rows, Tensor data, Tensor? scale, Tensor? bias, SymInt out_features, str kernels) -> Tensor"
 )
 
 
 @torch.library.impl(_NAME, "CPU")
 def _packed_linear(
     rows: Tensor,  # [..., in_features]
-    data: Tensor,  # packed weights, as bytes
+    data: Tensor,  # packed weights
     scale: Tensor | None,  # [width]
     bias: Tensor | None,  # [width]
     out_features: int,
-    kind: int,
     kernels: str,
 ) -> Tensor:
     library = kernels_for(kernels)
     real = torch.float64 if rows.dtype == torch.float64 else torch.float32
     width = -(-out_features // library.panel(real)) * library.panel(real)
-    if len(data) != packed_bytes(library, kind, out_features, rows.shape[-1], real):
+    kind = kind_of(data.dtype)
+    fits = data.dtype == real or (kind != WeightKind.REAL and real == torch.float32)
+    if not fits or data.nbytes != packed_bytes(library, kind, out_features, rows.shape[-1], real):
         raise RuntimeError(f"rows {list(rows.shape)} of {rows.dtype} do not fit these packed weights")
     flat = rows.reshape(rows.shape[:-1].numel(), rows.shape[-1]).to(real).contiguous()
     out = flat.new_empty(len(flat), width)
@@ -61,14 +62,14 @@ def _packed_linear(
 
 @torch.library.register_fake(_NAME)  # type: ignore[untyped-decorator]
 def _packed_linear_shape(
-    rows: Tensor, data: Tensor, scale: Tensor | None, bias: Tensor | None, out_features: int, kind: int, kernels: str
+    rows: Tensor, data: Tensor, scale: Tensor | None, bias: Tensor | None, out_features: int, kernels: str
 ) -> Tensor:
     return rows.new_empty(*rows.shape[:-1], out_features)
 
 
 def _product(rows: Tensor, packed: PackedWeights) -> Tensor:
     out: Tensor = torch.ops.outrider.packed_linear(
-        rows, packed.data, packed.scale, packed.bias, packed.out_features, int(packed.kind), packed.kernels
+        rows, packed.data, packed.scale, packed.bias, packed.out_features, packed.kernels
     )
     return out
 

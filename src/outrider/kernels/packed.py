@@ -46,7 +46,7 @@ class PackedWeights:
     Attributes:
         real: Dtype the products are computed in: float64 for float64 weights, else float32.
         width: out_features rounded up to whole panels: the width of what the kernels write.
-        data: The panels, as bytes.
+        data: The panels, of the weights' dtype.
         scale, bias: [width] of dtype `real`, or None.
     """
 
@@ -81,8 +81,7 @@ class PackedWeights:
 
     def unpacked(self) -> StoredWeight:
         """The weights as they came."""
-        dtype = {WeightKind.BF16: torch.bfloat16, WeightKind.INT8: torch.int8}.get(self.kind, self.real)
-        data = torch.empty(self.out_features, self.in_features, dtype=dtype)
+        data = self.data.new_empty(self.out_features, self.in_features)
         sizes = [_I64(value) for value in (self.out_features, self.in_features)]
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.data, data)]
         self._library.function("unpack", self.real)(_I64(self.kind), pointers[0], *sizes, pointers[1])
@@ -112,12 +111,12 @@ def packed_bytes(library: KernelLibrary, kind: int, rows: int, cols: int, real: 
 
 
 def _packed(library: KernelLibrary, weight: Tensor, real: torch.dtype, kind: WeightKind) -> Tensor:
-    num_bytes = packed_bytes(library, kind, *weight.shape, real)
+    rows, cols = weight.shape
+    num_bytes = packed_bytes(library, kind, rows, cols, real)
     data = torch.empty(num_bytes + 64, dtype=torch.uint8)  # kernels look ahead a little, never past this
-    data = data[-data.data_ptr() % 64 :][:num_bytes]
+    data = data[-data.data_ptr() % 64 :][:num_bytes].view(weight.dtype)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, data)]
-    sizes = [_I64(size) for size in weight.shape]
-    library.function("pack", real)(_I64(kind), pointers[0], *sizes, pointers[1])
+    library.function("pack", real)(_I64(kind), pointers[0], _I64(rows), _I64(cols), pointers[1])
     return data
 
 
