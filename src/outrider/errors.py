@@ -7,7 +7,7 @@ OutriderError
 │   ├── UnsupportedParameterError    known elsewhere, not exact here yet, so refused
 │   └── InvalidPromptError           empty, too long, out of the vocabulary, not encodable
 ├── ModelError                       a checkpoint or architecture; carries the model's name and a remedy
-│   ├── ModelLoadError               missing, unreadable or corrupt
+│   ├── ModelLoadError               not on the hub, unreadable or corrupt
 │   ├── UnsupportedModelError        loads, but cannot be driven exactly; says why
 │   └── VocabularyMismatchError      a draft model that speaks other tokens than its target
 ├── RequestError                     one request failed; its neighbours did not
@@ -81,7 +81,7 @@ class ModelError(OutriderError):
 
 
 class ModelLoadError(ModelError):
-    """The checkpoint is missing, unreadable or corrupt."""
+    """The checkpoint is not on the hub, unreadable or corrupt; a folder that is not there is an InvalidParameterError."""
 
 
 class UnsupportedModelError(ModelError):

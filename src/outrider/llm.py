@@ -22,7 +22,7 @@ from outrider.engine.sequence import Request
 from outrider.engine.stats import EngineStats
 from outrider.errors import InvalidParameterError, InvalidPromptError, OutriderError
 from outrider.model.capabilities import make_runner
-from outrider.model.loader import load_model
+from outrider.model.loader import check_sources, load_model
 from outrider.model.runner import ModelRunner
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.propose import registry
@@ -100,6 +100,8 @@ class LLM:
         self.speculation = self._resolve(
             speculation or (SpeculationConfig(proposer="draft_model") if model is None else PLAIN)
         )
+        drafts = self.speculation.proposer == "draft_model"  # a plug-in may mean something else by the name
+        check_sources(model=self._model_config.model, draft_model=self.speculation.draft_model if drafts else None)
         loaded = load_model(self._model_config)
         backend = "batch_invariant" if batch_invariant else attention_backend
         runner = make_runner(loaded, backend, self._cache_config, max_num_seqs)
@@ -289,6 +291,7 @@ class LLM:
         return speculation
 
     def _load_draft_runner(self, model: str, dtype: str | None) -> ModelRunner:
+        check_sources(draft_model=model)
         target = self.engine.runner
         config = self._model_config.replace(
             model=model,

@@ -194,9 +194,44 @@ def copy_of(part: str, folder: Path) -> Path:
     return folder
 
 
-def test_missing_folder() -> None:
-    with pytest.raises(ModelLoadError):
-        LLM("/nowhere/at/all")
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks a host up fails the test, and at once."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        pytest.fail(f"asked the network for {args[0]}")
+
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "/nowhere", "./nowhere", "../nowhere", "~/nowhere", "a/b/c", "a/"])
+def test_a_missing_folder_is_named_without_asking_the_hub(name: str) -> None:
+    for field in ("model", "draft_model"):
+        with pytest.raises(InvalidParameterError, match="no such folder") as caught:
+            LLM(name) if field == "model" else LLM(speculation=SpeculationConfig(proposer="draft_model", draft_model=name))
+        assert (caught.value.field, caught.value.value) == (field, name)
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_missing_draft_folder_is_named_in_a_request_too(llm: LLM) -> None:
+    with pytest.raises(InvalidParameterError, match="no such folder") as caught:
+        llm.generate("x", speculation=SpeculationConfig(proposer="draft_model", draft_model="./nowhere"))
+    assert caught.value.field == "draft_model"
+
+
+def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(InvalidParameterError, match="not a folder"):
+        LLM(str(file))
+
+
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen at once where the hub client was told to be offline, and the error says how to tell it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError, match=r"no folder of that name here.*HF_HUB_OFFLINE=1"):
+        LLM("outrider-tests/never-uploaded")
 
 
 def test_corrupt_weights(tmp_path: Path) -> None:

@@ -145,7 +145,10 @@ def test_one_bad_prompt_among_several() -> None:
         (("generate", "-f", "/nowhere/at/all"), 2, "cannot be read"),
         (("generate", "-p", os.fsdecode(b"half\xff")), 2, "not valid Unicode"),
         (("generate",), 2, "is empty"),
-        (("generate", "/nowhere/at/all", "-p", "x"), 1, "cannot be read"),
+        (("generate", "/nowhere/at/all", "-p", "x"), 2, "model='/nowhere/at/all': no such folder"),
+        (("generate", "-p", "x", "--draft-model", "./nowhere"), 2, "draft_model='./nowhere': no such folder"),
+        (("bench", "--draft-model", "./nowhere"), 2, "draft_model='./nowhere': no such folder"),
+        (("prove", "./nowhere"), 2, "model='./nowhere': no such folder"),
         (("chat",), 2, "chat template"),
     ],
 )
@@ -167,7 +170,7 @@ def test_bytes_that_are_no_text_spoil_only_their_own_prompt(tmp_path: Path) -> N
 
 def test_debug_shows_the_traceback() -> None:
     result = outrider("--debug", "generate", "/nowhere/at/all", "-p", "x")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "Traceback" in result.stderr
 
 

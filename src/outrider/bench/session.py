@@ -21,6 +21,7 @@ from outrider.bench.tasks import Task
 from outrider.bench.widen import cache_folder, wide_target
 from outrider.errors import InvalidParameterError, InvalidPromptError, MissingExtraError, OtherEngineError
 from outrider.llm import LLM, default_model
+from outrider.model.loader import check_sources
 
 _WARM_UP_TOKENS = 4
 #: Memory that the costs of rows need: a context and the rows behind it.
@@ -56,6 +57,7 @@ class Session:
     """
 
     def __init__(self, settings: BenchSettings, progress: Progress | None = None) -> None:
+        check_sources(model=settings.model, draft_model=settings.draft_model)
         embedded = settings.model is None
         draft_model = settings.draft_model or (default_model("draft") if embedded else None)
         self._peer_names = _peer_names(settings.peers)

@@ -52,6 +52,39 @@ class LoadedModel:
         return self.long_rope_after is not None and num_tokens > self.long_rope_after
 
 
+def check_sources(**sources: str | None) -> None:
+    """Refuse what is no folder and cannot be a hub id either, before anything is loaded and without asking the hub.
+
+    Args:
+        sources: What was given for each field; None asks for nothing.
+
+    Raises:
+        InvalidParameterError: No such folder, or a file.
+    """
+    for field, source in sources.items():
+        if source is None or os.path.isdir(source):
+            continue
+        if os.path.isfile(source):
+            problem = "it is a file, not a folder"
+        elif not _may_be_hub_id(source):
+            problem = "no such folder"
+        else:
+            continue
+        remedy = "Give the folder that holds config.json and the weights, or a hub id like owner/name."
+        raise InvalidParameterError(field, source, problem, remedy)
+
+
+def _may_be_hub_id(source: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        return False
+    return True
+
+
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load weights and tokenizer through transformers.
 
@@ -142,11 +175,20 @@ def _attempt(model: str, problem: str, function: Any, *args: Any, **kwargs: Any)
         return function(*args, **kwargs)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        local = os.path.isdir(model)
-        remedy = (
-            "Check the files in this folder." if local else "Check that this folder exists, or that the hub is reachable."
+        raise ModelLoadError(model, f"{problem} ({reason})", _load_remedy(model, error)) from error
+
+
+def _load_remedy(model: str, error: Exception) -> str:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if os.path.isdir(model):
+        return "Check the files in this folder."
+    if isinstance(error.__cause__, LocalEntryNotFoundError):  # the hub does not answer
+        return (
+            "There is no folder of that name here. Give one, or connect to the network; where there is none, "
+            "HF_HUB_OFFLINE=1 in the environment spares the retries."
         )
-        raise ModelLoadError(model, f"{problem} ({reason})", remedy) from error
+    return "There is no folder of that name here. Give one, or check the hub id."
 
 
 def _vocab_size(model: Any, text_config: Any) -> int:

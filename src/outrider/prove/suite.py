@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from outrider.model.loader import check_sources
 from outrider.params import SamplingParams
 from outrider.prove.engine_law import (
     PARAMETER_SETTINGS,
@@ -52,7 +53,11 @@ def run_suite(
         draft_model: Its draft model.
         quick: Fewer cases and samples, in this process; in full they are shared out to two.
         on_check: Called after each check.
+
+    Raises:
+        InvalidParameterError: No such folder.
     """
+    check_sources(model=model, draft_model=draft_model)  # now, not after the proofs that need neither
     with TemporaryDirectory() as folder:
         if quick:
             return run_proofs(proofs(Path(folder), model, draft_model, quick=True), on_check)
