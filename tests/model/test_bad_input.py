@@ -21,6 +21,7 @@ from outrider.errors import (
     VocabularyMismatchError,
 )
 from outrider.llm import default_model
+from outrider.model.loader import usable_device
 from tests.model import checkpoints
 
 
@@ -260,9 +261,39 @@ def test_corrupt_configuration(tmp_path: Path) -> None:
         LLM(str(folder))
 
 
-def test_unusable_device() -> None:
-    with pytest.raises(ModelLoadError, match="device"):
-        LLM(device="cuda:77")
+@pytest.mark.parametrize("name", ["cuda:77", "gpu"])
+def test_unusable_device(name: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        LLM(device=name)
+    assert (caught.value.field, caught.value.value) == ("device", name)
+
+
+@pytest.mark.parametrize(
+    ("devices", "built", "name", "remedy"),
+    [
+        (0, False, "cuda", "Use cpu, or install a PyTorch that is built for CUDA."),
+        (0, True, "cuda:1", "Use cpu."),
+        (0, False, "gpu", "Use cpu."),
+        (1, True, "cuda:7", "Use cpu or cuda."),
+        (2, True, "cuda:7", "Use cpu or cuda:0 to cuda:1."),
+    ],
+)
+def test_the_remedy_for_a_device_is_one_that_works(
+    monkeypatch: pytest.MonkeyPatch, devices: int, built: bool, name: str, remedy: str
+) -> None:
+    """Never the one that just failed."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no such device\nand many more lines")
+
+    monkeypatch.setattr("torch.empty", refuse)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: devices > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
+    monkeypatch.setattr("torch.backends.cuda.is_built", lambda: built)
+    with pytest.raises(InvalidParameterError, match="cannot be used here") as caught:
+        usable_device(name)
+    assert caught.value.remedy == remedy
+    assert "\n" not in str(caught.value)
 
 
 def test_vocabularies_of_different_size(tmp_path: Path) -> None:

@@ -256,7 +256,13 @@ def test_the_verb_writes_tables_page_numbers_and_plots(tiny: str, tmp_path: Path
 def test_bad_usage_is_one_clear_line(tiny: str, tmp_path: Path) -> None:
     from outrider.errors import InputError
 
-    for arguments in (["--workload", "poetry"], ["--batch", "65"], ["--prompts", str(tmp_path / "no")], ["--peers", "x"]):
+    for arguments in (
+        ["--workload", "poetry"],
+        ["--batch", "65"],
+        ["--prompts", str(tmp_path / "no")],
+        ["--peers", "x"],
+        ["--device", "cuda:77"],
+    ):
         result = CliRunner().invoke(app, ["bench", tiny, *arguments])
         assert isinstance(result.exception, InputError), result.output
 

@@ -21,7 +21,7 @@ from outrider.bench.tasks import Task
 from outrider.bench.widen import cache_folder, wide_target
 from outrider.errors import InvalidParameterError, InvalidPromptError, MissingExtraError, OtherEngineError
 from outrider.llm import LLM, default_model
-from outrider.model.loader import check_sources
+from outrider.model.loader import check_sources, usable_device
 
 _WARM_UP_TOKENS = 4
 #: Memory that the costs of rows need: a context and the rows behind it.
@@ -79,7 +79,7 @@ class Session:
         """
         settings, store = self._settings, Store(self._settings.out)
         with _threads(settings.num_threads):
-            device = _device(settings.device)
+            device = usable_device(settings.device)
             results = store.open(machine.describe(device))
             if results.bandwidth is None or not settings.full:
                 with self._one("memory bandwidth"):
@@ -242,11 +242,3 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _device(name: str | None) -> torch.device:
-    """As LLM chooses it."""
-    try:
-        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise InvalidParameterError("device", name, f"not a device ({error})", "Use cpu or cuda.") from None

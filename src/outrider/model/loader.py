@@ -89,12 +89,13 @@ def load_model(config: ModelConfig) -> LoadedModel:
     """Load weights and tokenizer through transformers.
 
     Raises:
-        ModelLoadError: Missing, unreadable or corrupt, or the device cannot hold it.
+        ModelLoadError: Not on the hub, unreadable or corrupt.
+        InvalidParameterError: The device cannot be used, or max_model_len exceeds the context.
         UnsupportedModelError: Not a causal decoder.
     """
     from transformers import AutoConfig
 
-    device = _device(config)
+    device = usable_device(config.device)
     source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     hf_config = _attempt(
         config.model, "its configuration cannot be read", AutoConfig.from_pretrained, config.model, **source
@@ -125,14 +126,30 @@ def load_model(config: ModelConfig) -> LoadedModel:
     )
 
 
-def _device(config: ModelConfig) -> torch.device:
-    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+def usable_device(name: str | None) -> torch.device:
+    """The device of that name; for None CUDA where there is one, else the CPU.
+
+    Raises:
+        InvalidParameterError: It cannot hold a tensor here.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ModelLoadError(config.model, f"device {name!r} is not usable ({error})", "Use 'cpu' or 'cuda'.") from error
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidParameterError("device", name, f"it cannot be used here ({reason})", _device_remedy(name)) from error
     return device
+
+
+def _device_remedy(name: str) -> str:
+    """What can be used here; and where CUDA is missing from PyTorch, that no driver would help."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        return f"Use cpu or {'cuda' if count == 1 else f'cuda:0 to cuda:{count - 1}'}."
+    if name.startswith("cuda") and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        return "Use cpu, or install a PyTorch that is built for CUDA."
+    return "Use cpu."
 
 
 def _load_weights(config: ModelConfig, hf_config: Any, source: dict[str, Any]) -> Any:
