@@ -202,18 +202,20 @@ class LLM:
         """Complete a conversation through the tokenizer's own chat template.
 
         Raises:
-            InvalidPromptError: The model has no tokenizer or its tokenizer no chat template.
+            InvalidParameterError: The model has no tokenizer or its tokenizer no chat template.
+            InvalidPromptError: The template refuses the messages.
         """
         return self.generate(self.chat_prompt(messages), params, speculation=speculation, namespace=namespace)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, with the turn handed to the model."""
+        """Token ids of a conversation, with the turn handed to the model; raises as chat() does."""
         if self.tokenizer is None or getattr(self.tokenizer, "chat_template", None) is None:
-            raise InvalidPromptError(
-                "messages",
-                list(messages),
-                f"{self._model_config.model} has no chat template, so it was not trained to converse",
-                "Use generate() with a plain prompt, or a model with a chat template.",
+            raise InvalidParameterError(
+                "model",
+                None if self._embedded else self._model_config.model,
+                f"{'the embedded default model' if self._embedded else 'it'} has no chat template: "
+                "it completes text and was not trained to converse",
+                "Use generate with a plain prompt, or a model whose tokenizer has a chat template.",
             )
         try:
             encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)

@@ -135,9 +135,12 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
         llm.stream("")
 
 
-def test_chat_without_a_template_is_refused(llm: LLM) -> None:
-    with pytest.raises(InvalidPromptError, match="chat template"):
-        llm.chat([{"role": "user", "content": "hi"}])
+def test_chat_without_a_template_is_the_models_fault(llm: LLM) -> None:
+    for model, value in ((llm, None), (LLM(default_model("draft")), default_model("draft"))):
+        with pytest.raises(InvalidParameterError, match="chat template") as caught:
+            model.chat([{"role": "user", "content": "hi"}])
+        assert (caught.value.field, caught.value.value) == ("model", value)
+        assert "generate" in caught.value.remedy
 
 
 def test_chat_uses_the_template(llm: LLM) -> None:

@@ -45,7 +45,7 @@ def chat(
     attention_backend: options.Backend = "auto",
     no_color: options.NoColor = False,
 ) -> None:
-    """Talk with a model that has a chat template."""
+    """Talk with a model that has a chat template (the embedded pair has none)."""
     from rich.console import Console
 
     console = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
