@@ -18,7 +18,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
+from outrider.cli.options import structure
 from outrider.cli.render import write
+from outrider.errors import InvalidParameterError
 from outrider.llm import default_model
 
 COLOURS = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
@@ -144,6 +146,7 @@ def test_one_bad_prompt_among_several() -> None:
         (("generate", "/nowhere/at/all", "-p", "x", "-k", "3"), 2, "nothing drafts"),
         (("generate", "-f", "/nowhere/at/all"), 2, "cannot be read"),
         (("generate", "-p", os.fsdecode(b"half\xff")), 2, "not valid Unicode"),
+        (("generate", "-p", "x", "--json-schema", "./nowhere.json"), 2, "json_schema='./nowhere.json': it cannot be read"),
         (("generate",), 2, "is empty"),
         (("generate", "/nowhere/at/all", "-p", "x"), 2, "model='/nowhere/at/all': no such folder"),
         (("generate", "-p", "x", "--draft-model", "./nowhere"), 2, "draft_model='./nowhere': no such folder"),
@@ -158,6 +161,34 @@ def test_failures_are_one_clear_line(arguments: tuple[str, ...], code: int, says
     assert says in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read (No such file or directory)"),
+        (b"caf\xe9", "cannot be read ('utf-8' codec"),
+        (b'{"type":', "not JSON (Expecting value: line 1 column 9"),
+        (b"[1]", "no JSON schema"),
+    ],
+)
+def test_a_schema_file_that_holds_none_is_named(tmp_path: Path, content: bytes | None, says: str) -> None:
+    file = tmp_path / "schema.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InvalidParameterError) as caught:
+        structure(str(file), None, None)
+    assert (caught.value.field, caught.value.value) == ("json_schema", str(file))
+    assert says in caught.value.problem
+
+
+def test_structure_is_given_itself_or_in_a_file(tmp_path: Path) -> None:
+    for name, text in {"json_schema": '{"type": "object"}', "grammar": 'start: "a"'}.items():
+        (tmp_path / name).write_text(text, "utf-8")
+        for value in (text, str(tmp_path / name)):
+            assert getattr(structure(**{"json_schema": None, "regex": None, "grammar": None, name: value}), name) == text
+    with pytest.raises(InvalidParameterError, match=r"grammar='nowhere\.lark': it cannot be read"):
+        structure(None, None, "nowhere.lark")
 
 
 def test_bytes_that_are_no_text_spoil_only_their_own_prompt(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,24 +86,36 @@ def structure(json_schema: str | None, regex: str | None, grammar: str | None) -
     from outrider.params import StructuredOutputs
 
     given: dict[str, Any] = {
-        "json_schema": _text("json_schema", json_schema),
+        "json_schema": None if json_schema is None else _json_schema(json_schema),
         "regex": regex,
-        "grammar": _text("grammar", grammar),
+        "grammar": None if grammar is None else _text("grammar", grammar, ":", "a grammar (Lark or GBNF)"),
     }
     given = {name: value for name, value in given.items() if value is not None}
     return StructuredOutputs(**given) if given else None
 
 
-def _text(field: str, value: str | None) -> str | None:
-    """What a file of that name holds, or the value itself."""
-    if value is None:
-        return None
+def _json_schema(value: str) -> str:
+    text = _text("json_schema", value, "{", "a JSON schema")
     try:
-        return Path(value).read_text("utf-8") if Path(value).is_file() else value
+        schema = json.loads(text)
+    except ValueError as error:
+        raise InvalidParameterError("json_schema", value, f"it is not JSON ({error})", "Correct it.") from None
+    if not isinstance(schema, dict | bool):
+        remedy = 'Give an object, like {"type": "object"}.'
+        raise InvalidParameterError("json_schema", value, "it is JSON, but no JSON schema", remedy)
+    return text
+
+
+def _text(field: str, value: str, mark: str, kind: str) -> str:
+    """The value itself where it holds the mark that all of its kind have; else what the file of that name holds."""
+    if mark in value and not os.path.exists(value):
+        return value
+    try:
+        return Path(value).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        if "\n" in value or "{" in value:  # too long for a path: it is the thing itself
-            return value
-        raise InvalidParameterError(field, value, f"cannot be read ({error})", "Give a text file in UTF-8.") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        remedy = f"Give a file in UTF-8 that holds {kind}, or its text."
+        raise InvalidParameterError(field, value, f"it cannot be read ({reason})", remedy) from None
 
 
 def sampling(**given: Any) -> Any:
