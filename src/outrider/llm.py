@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
-from typing import Any, cast
+from inspect import signature
+from os import PathLike, fspath
+from typing import Any, Never, cast
 
 from outrider.config import (
     PLAIN,
@@ -27,9 +29,16 @@ from outrider.model.runner import ModelRunner
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.propose import registry
 from outrider.propose.base import TargetFacts
+from outrider.validation import Frozen, unknown_setting
 
 Prompt = str | Sequence[int]
 Speculation = SpeculationConfig | str
+
+#: Settings that are easily taken for LLM's, and where they go.
+_ELSEWHERE: dict[type[Frozen], str] = {
+    SpeculationConfig: "LLM(speculation=SpeculationConfig({}=...))",
+    SamplingParams: "generate(prompts, SamplingParams({}=...))",
+}
 
 
 def default_model(part: str) -> str:
@@ -66,7 +75,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         *,
         speculation: Speculation | None = None,
         dtype: DTypeName = "auto",
@@ -82,10 +91,13 @@ class LLM:
         prefix_caching: bool = True,
         quantization: QuantizationName | None = None,
         batch_invariant: bool = False,
+        **unknown: Never,
     ) -> None:
+        _refuse_unknown(unknown)
         self._embedded = model is None
+        source = default_model("target") if model is None else model
         self._model_config = ModelConfig(
-            model=default_model("target") if model is None else str(model),
+            model=fspath(source) if isinstance(source, PathLike) else source,
             dtype=dtype,
             device=device,
             revision=revision,
@@ -147,7 +159,7 @@ class LLM:
             OutriderError: The only prompt failed, or `params` or `speculation` do not fit the prompts.
         """
         single = _is_prompt(prompts)
-        items = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
+        items = [cast(Prompt, prompts)] if single else _prompt_list(prompts)
         each = list(zip(items, _spread(params, items, "params"), _spread(speculation, items, "speculation"), strict=True))
         outputs: dict[int, RequestOutput] = {}
         pending: dict[int, Request] = {}
@@ -217,6 +229,10 @@ class LLM:
                 "it completes text and was not trained to converse",
                 "Use generate with a plain prompt, or a model whose tokenizer has a chat template.",
             )
+        if isinstance(messages, str) or not isinstance(messages, Sequence):
+            raise InvalidPromptError(
+                "messages", messages, "not a list of messages", "Give a list of {'role': ..., 'content': ...}."
+            )
         try:
             encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
         except Exception as error:
@@ -264,8 +280,8 @@ class LLM:
                 return tuple(self.tokenizer(prompt)["input_ids"])
             except (TypeError, UnicodeError) as error:  # half a surrogate pair, as undecodable bytes in argv become
                 raise InvalidPromptError("prompt", prompt, "it is not valid Unicode", "Give text in UTF-8.") from error
-        if isinstance(prompt, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
-            return tuple(cast(Sequence[int], prompt))
+        if _is_list(prompt) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
+            return tuple(prompt)
         raise InvalidPromptError("prompt", prompt, "neither text nor token ids", "Give a string or a list of integers.")
 
     def _resolve(self, speculation: Speculation) -> SpeculationConfig:
@@ -326,10 +342,34 @@ class LLM:
             raise request.error
 
 
+def _refuse_unknown(settings: Mapping[str, Any]) -> None:
+    """Raise for the first of these, which LLM does not have; it may be one that belongs elsewhere."""
+    for name, value in settings.items():
+        for owner, place in _ELSEWHERE.items():
+            if name in owner.model_fields:
+                remedy = f"Give it in {place.format(name)}."
+                raise InvalidParameterError(name, value, f"a setting of {owner.__name__}, not of LLM", remedy)
+        raise unknown_setting("LLM", name, value, signature(LLM).parameters.keys() - {"unknown"})
+
+
+def _is_list(value: Any) -> bool:
+    """Bytes are a sequence of integers to Python, and not what anyone means."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
 def _is_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (
-        isinstance(prompts, Sequence) and len(prompts) > 0 and all(isinstance(p, int) for p in prompts)
-    )
+    return isinstance(prompts, str) or (_is_list(prompts) and len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
+
+
+def _prompt_list(prompts: Any) -> list[Prompt]:
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray | Mapping):
+        raise InvalidPromptError(
+            "prompts",
+            prompts,
+            "neither a prompt nor a list of prompts",
+            "Give a string, a list of token ids, or a list of either.",
+        )
+    return list(prompts)
 
 
 def _spread(value: Any, items: Sequence[Prompt], name: str) -> list[Any]:

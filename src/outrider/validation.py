@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -34,6 +36,13 @@ class Frozen(BaseModel):
         return type(self)(**{**dict(self), **changes})
 
 
+def unknown_setting(owner: str, name: str, value: object, known: Iterable[str]) -> InvalidParameterError:
+    """The error for a name that `owner` does not know: the nearest one that it does, and all of them."""
+    names = sorted(known)
+    guess = "".join(f"Did you mean {near}? " for near in get_close_matches(name, names, n=1))
+    return InvalidParameterError(name, value, "no such setting", f"{guess}{owner} knows: {', '.join(names)}.")
+
+
 def _first_problem(kind: type[Frozen], error: ValidationError) -> InputError:
     detail = error.errors()[0]
     raised = detail.get("ctx", {}).get("error")
@@ -41,8 +50,7 @@ def _first_problem(kind: type[Frozen], error: ValidationError) -> InputError:
         return raised
     field = ".".join(str(part) for part in detail["loc"][:1]) or kind.__name__
     if detail["type"] == "extra_forbidden":
-        known = ", ".join(sorted(kind.model_fields))
-        return InvalidParameterError(field, detail["input"], "no such setting", f"{kind.__name__} knows: {known}.")
+        return unknown_setting(kind.__name__, field, detail["input"], kind.model_fields)
     problem = detail["msg"][0].lower() + detail["msg"][1:]
     described = kind.model_fields.get(field)
     remedy = (described.description if described else None) or f"See {kind.__name__}."

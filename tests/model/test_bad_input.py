@@ -135,6 +135,20 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
         llm.stream("")
 
 
+@pytest.mark.parametrize("prompts", [5, None, 1.5, True, b"bytes", {"prompt": "x"}])
+def test_what_is_neither_a_prompt_nor_a_list_of_prompts(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidPromptError) as caught:
+        llm.generate(prompts)
+    assert (caught.value.field, caught.value.value) == ("prompts", prompts)
+    assert caught.value.remedy == "Give a string, a list of token ids, or a list of either."
+    with pytest.raises(InvalidPromptError, match="prompt="):
+        llm.stream(prompts)
+
+
+def test_prompts_may_come_from_an_iterator(llm: LLM) -> None:
+    assert len(llm.generate((p for p in ("a", "b")), SamplingParams(max_tokens=1))) == 2  # type: ignore[arg-type]
+
+
 def test_chat_without_a_template_is_the_models_fault(llm: LLM) -> None:
     for model, value in ((llm, None), (LLM(default_model("draft")), default_model("draft"))):
         with pytest.raises(InvalidParameterError, match="chat template") as caught:
@@ -154,6 +168,9 @@ def test_chat_uses_the_template(llm: LLM) -> None:
         ids = llm.chat_prompt([{"role": "user", "content": "hi"}])
         assert llm.tokenizer.decode(ids) == "# user: hi\n# answer:"
         assert len(llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=3, seed=0))[0].token_ids) == 3
+        for messages in ("hi", 5):
+            with pytest.raises(InvalidPromptError, match="not a list of messages"):
+                llm.chat(messages)  # type: ignore[arg-type]
     finally:
         llm.tokenizer.chat_template = None
 
@@ -191,6 +208,29 @@ def test_unknown_proposers(llm: LLM) -> None:
 def test_engine_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         LLM(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("max_num_sequences", "Did you mean max_num_seqs? LLM knows: attention_backend, "),
+        ("unheard_of", "LLM knows: attention_backend, "),
+        ("draft_model", "Give it in LLM(speculation=SpeculationConfig(draft_model=...))."),
+        ("temperature", "Give it in generate(prompts, SamplingParams(temperature=...))."),
+    ],
+)
+def test_settings_that_llm_does_not_have(name: str, remedy: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        LLM(**{name: 1})
+    assert (caught.value.field, caught.value.value) == (name, 1)
+    assert caught.value.remedy.startswith(remedy)
+    assert "unknown" not in caught.value.remedy
+
+
+def test_a_model_is_a_name_or_a_path() -> None:
+    assert LLM(Path(default_model("draft"))).generate("x", SamplingParams(max_tokens=1))
+    with pytest.raises(InvalidParameterError, match="model=5"):
+        LLM(5)  # type: ignore[arg-type]
 
 
 def copy_of(part: str, folder: Path) -> Path:

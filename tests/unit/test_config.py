@@ -94,6 +94,14 @@ def test_an_unknown_key_is_refused_and_the_known_ones_listed(kind: type[Frozen])
         assert name in caught.value.remedy
 
 
+@pytest.mark.parametrize(("name", "near"), [("num_draft_token", "num_draft_tokens"), ("rules", "rule"), ("xyzzy", None)])
+def test_the_nearest_known_key_is_offered_where_one_is_near(name: str, near: str | None) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        SpeculationConfig(**{name: 1})
+    offered = f"Did you mean {near}? SpeculationConfig knows: " if near else "SpeculationConfig knows: "
+    assert caught.value.remedy.startswith(offered)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_configs_are_frozen(kind: type[Frozen]) -> None:
     config = make(kind)
