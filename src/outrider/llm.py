@@ -128,6 +128,23 @@ class LLM:
             self.speculation
         )  # a draft model that cannot be used is better known now than at the first prompt
 
+    def __repr__(self) -> str:
+        runner, config, speculation = self.engine.runner, self._model_config, self.speculation
+        loaded = runner.loaded
+        facts = {
+            "model": _shown(loaded.name),
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "quantization": config.quantization,
+            "device": loaded.device,
+            "attention_backend": runner.backend.name,
+            "kernels": runner.backend.instruction_set(loaded.model) or "stock",
+            "batch_invariant": config.batch_invariant or None,
+            "speculation": speculation.proposer,
+            "num_draft_tokens": speculation.num_draft_tokens if speculation.enabled else None,
+            "draft_model": _shown(speculation.draft_model),
+        }
+        return f"<LLM {' '.join(f'{name}={fact}' for name, fact in facts.items() if fact is not None)}>"
+
     @property
     def stats(self) -> EngineStats:
         """Totals over all requests since the start, or since `stats.reset()`."""
@@ -340,6 +357,11 @@ class LLM:
             self.engine.cancel(request)
         if request.error is not None:
             raise request.error
+
+
+def _shown(model: str | None) -> str | None:
+    """A model's name; where the package lies is of no interest."""
+    return "embedded" if model in (default_model("target"), default_model("draft")) else model
 
 
 def _refuse_unknown(settings: Mapping[str, Any]) -> None:

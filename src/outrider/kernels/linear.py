@@ -132,6 +132,12 @@ def use_packed_linear(model: nn.Module, library: KernelLibrary, transposed: tupl
         module.__dict__["tied"] = tied  # not a parameter of this layer
 
 
+def packed_for(model: nn.Module) -> str | None:
+    """The instruction set whose kernels compute linear layers of `model`; None where stock operators do."""
+    layers = (module for module in model.modules() if isinstance(module, PackedLinear | PackedTransposed))
+    return next((layer.packed.kernels for layer in layers), None)
+
+
 def use_stock_linear(model: nn.Module) -> None:
     """Undo `use_packed_linear`."""
     for module in model.modules():

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from outrider.kernels.linear import packed_for
 from outrider.model.context import ForwardContext
 from outrider.model.loader import LoadedModel
 
@@ -28,6 +29,10 @@ class AttentionBackend(ABC):
     def weight_bytes(self, model: Any) -> int | None:
         """Bytes of weights that a pass reads, where the backend knows better than the model's parameters say."""
         return None
+
+    def instruction_set(self, model: Any) -> str | None:
+        """Of our kernels, where they have a part in a pass; None where all operators are stock ones."""
+        return packed_for(model)
 
     @abstractmethod
     def forward(

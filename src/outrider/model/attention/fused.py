@@ -63,6 +63,9 @@ class FusedDecoder(AttentionBackend):
     def weight_bytes(self, model: Any) -> int | None:
         return self._kernel.nbytes
 
+    def instruction_set(self, model: Any) -> str | None:
+        return self._kernel.head.kernels
+
     def forward(
         self, loaded: LoadedModel, context: ForwardContext, aux_layers: Sequence[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:

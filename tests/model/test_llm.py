@@ -1,0 +1,63 @@
+"""What an LLM shows of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import LLM, SpeculationConfig
+from outrider.kernels.library import available_sets
+from outrider.llm import default_model
+
+BEST = available_sets()[-1] if available_sets() else "stock"
+FAST = "fused" if available_sets() else "paged"
+
+
+@pytest.mark.parametrize(
+    ("settings", "kernels", "shown"),
+    [
+        (
+            {},
+            None,
+            f"model=embedded dtype=bfloat16 device=cpu attention_backend={FAST} kernels={BEST} "
+            "speculation=draft_model num_draft_tokens=5 draft_model=embedded",
+        ),
+        (
+            {"speculation": "suffix", "quantization": "int8", "attention_backend": "paged"},
+            None,
+            f"model=embedded dtype=bfloat16 quantization=int8 device=cpu attention_backend=paged kernels={BEST} "
+            "speculation=suffix num_draft_tokens=16",
+        ),
+        (
+            {"speculation": "none", "dtype": "float16"},  # which the kernels do not compute
+            None,
+            "model=embedded dtype=float16 device=cpu attention_backend=paged kernels=stock speculation=none",
+        ),
+        (
+            {"speculation": "none", "batch_invariant": True},
+            "off",
+            "model=embedded dtype=bfloat16 device=cpu attention_backend=row_by_row kernels=stock batch_invariant=True "
+            "speculation=none",
+        ),
+    ],
+)
+def test_one_line_says_what_runs(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], kernels: str | None, shown: str
+) -> None:
+    monkeypatch.delenv("OUTRIDER_KERNELS", raising=False)
+    if kernels is not None:
+        monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
+    assert repr(LLM(**settings, kv_cache_tokens=512, device="cpu")) == f"<LLM {shown}>"
+
+
+def test_models_of_ones_own_are_named(tmp_path: Path) -> None:
+    (tmp_path / "mine").symlink_to(default_model("target"))
+    llm = LLM(
+        str(tmp_path / "mine"),
+        speculation=SpeculationConfig(proposer="draft_model", draft_model=str(tmp_path / "mine"), tree=(2, 1)),
+        kv_cache_tokens=512,
+    )
+    assert f"<LLM model={tmp_path}/mine " in repr(llm)
+    assert f" num_draft_tokens=4 draft_model={tmp_path}/mine>" in repr(llm)
