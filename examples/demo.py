@@ -107,9 +107,6 @@ def main() -> None:
         proposer="draft_model", draft_model=default_model("draft"), num_draft_tokens=num_draft_tokens
     )
     with console.status("loading"):
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
         llm = LLM(path, speculation=speculation)
         llm.generate(PROMPT, SamplingParams(max_tokens=6))  # warm up
         llm.generate(PROMPT, SamplingParams(max_tokens=2), speculation="none")

@@ -1,4 +1,4 @@
-"""What an LLM shows of itself."""
+"""What an LLM shows of itself, and what it does not."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils import logging as hf_logging
 
 from outrider import LLM, SpeculationConfig
+from outrider.errors import ModelLoadError
 from outrider.kernels.library import available_sets
 from outrider.llm import default_model
 
@@ -61,3 +63,47 @@ def test_models_of_ones_own_are_named(tmp_path: Path) -> None:
     )
     assert f"<LLM model={tmp_path}/mine " in repr(llm)
     assert f" num_draft_tokens=4 draft_model={tmp_path}/mine>" in repr(llm)
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a fresh process: transformers shows its bars."""
+    monkeypatch.setattr(hf_logging, "_tqdm_active", True)
+    monkeypatch.setattr(hf_logging, "_tqdm_hook", None)
+
+
+@pytest.mark.usefixtures("bars")
+def test_loading_prints_nothing_and_leaves_the_bars_of_others_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    assert LLM(kv_cache_tokens=512).generate("x")
+    assert capfd.readouterr() == ("", "")
+    assert list(hf_logging.tqdm([1, 2], desc="somebody else's")) == [1, 2]
+    assert "somebody else's" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("bars")
+def test_bars_that_were_asked_for_are_shown(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_info()
+    try:
+        LLM(kv_cache_tokens=512)
+    finally:
+        hf_logging.set_verbosity(verbosity)
+    assert "Loading weights" in capfd.readouterr().err
+    shown: list[str] = []
+
+    def hook(factory: Any, args: Any, kwargs: Any) -> Any:
+        shown.append(kwargs["desc"])
+        return hf_logging.EmptyTqdm(*args, **kwargs)
+
+    hf_logging.set_tqdm_hook(hook)
+    LLM(kv_cache_tokens=512)
+    assert shown == ["Loading weights"] * 2
+    assert hf_logging.set_tqdm_hook(None) is hook
+
+
+@pytest.mark.usefixtures("bars")
+def test_a_load_that_fails_brings_the_bars_back(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError):
+        LLM(str(tmp_path))
+    assert hf_logging.set_tqdm_hook(None) is None

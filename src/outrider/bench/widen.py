@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from outrider.llm import default_model
+from outrider.model.hf import without_bars
 
 #: What the embedded target is tiled by: 384 x 1024 becomes 1536 x 8192, 0.36 B parameters.
 HIDDEN, FFN = 4, 8
@@ -73,11 +74,13 @@ def widen(source: str, target: str, hidden: int, ffn: int, dtype: torch.dtype) -
     config.num_key_value_heads *= hidden
     config.head_dim = head_dim
     config.intermediate_size *= ffn
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with without_bars():
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     wide = AutoModelForCausalLM.from_config(config).to(dtype)
     wide.load_state_dict({name: _tiled(name, w, hidden, ffn).to(dtype) for name, w in model.state_dict().items()})
     wide.generation_config = model.generation_config
-    wide.save_pretrained(target)
+    with without_bars():
+        wide.save_pretrained(target)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
     return sum(p.numel() for p in wide.parameters())
 

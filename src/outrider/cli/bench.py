@@ -50,12 +50,10 @@ def bench(
 ) -> None:
     """Measure speculation here: speed, latency, acceptance, what a pass costs, and how far it all is from its limits."""
     from rich.console import Console
-    from transformers.utils import logging as hf_logging
 
     from outrider.bench.session import Session
     from outrider.bench.settings import BenchSettings
 
-    hf_logging.disable_progress_bar()
     lists = {"workloads": workload, "ways": way, "batches": batch, "samplings": sampling, "dtypes": dtype, "peers": peers}
     given: dict[str, Any] = {name: tuple(dict.fromkeys(values or ())) for name, values in lists.items()}
     settings = BenchSettings(

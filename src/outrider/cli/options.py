@@ -139,11 +139,8 @@ def load(console: Console, model: str | None, settings: Any, **options: Any) -> 
         name, value = next(iter(changes.items()))
         raise ContradictionError(name, value, "nothing drafts for this model", "Add --proposer or --draft-model.")
     with _spinner(console, f"loading {model or 'the embedded pair'}"):
-        from transformers.utils import logging as hf_logging
-
         from outrider.llm import LLM
 
-        hf_logging.disable_progress_bar()
         llm = LLM(model, speculation=None if changes else settings, **options)
         if changes:
             llm.speculation = llm.speculation.replace(**changes)

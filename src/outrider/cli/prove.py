@@ -30,11 +30,8 @@ def prove(
     body: Annotated[str | None, typer.Option(help="With a server: JSON fields of every request.")] = None,
 ) -> None:
     """Prove that speculation changes no token's law: rules, engine, random numbers, identity, cache."""
-    from transformers.utils import logging as hf_logging
-
     from outrider.prove.engines.registry import ServerOptions
 
-    hf_logging.disable_progress_bar()
     server = ServerOptions(served, weights, plain, body)
     _refuse_mixtures(engine, model or draft_model, server)
     silent = as_json or markdown

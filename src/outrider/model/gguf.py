@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from outrider.errors import InvalidParameterError, UnsupportedModelError
+from outrider.model import hf
 
 #: How weights may be stored, by the name of the type in the gguf package.
 STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8_0"}
@@ -37,12 +38,11 @@ def write_gguf(checkpoint: str, path: Path, dtype: str = "float32", *, eos_token
     """
     import gguf
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     if dtype not in STORED_AS:
         raise InvalidParameterError("dtype", dtype, "not a type of weights in GGUF", f"Use one of {', '.join(STORED_AS)}.")
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    with hf.without_bars():
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     _check(checkpoint, model.config)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     writer = gguf.GGUFWriter(unfinished, model.config.model_type)

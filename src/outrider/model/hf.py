@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging as hf_logging
 
 from outrider.cache.pool import KVPool, Slots
 from outrider.model.context import LayerReach, ongoing_context
@@ -18,6 +20,19 @@ from outrider.model.context import LayerReach, ongoing_context
 TRANSPOSED_LINEARS = (Conv1D,)
 #: Layer types whose state is not a per-token KV, so that rejected rows cannot simply be dropped.
 _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "mamba2", "hybrid", "hybrid_sliding", "recurrent", "rwkv"})
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """No bars of transformers' within the block: a library does not print unasked. Who sets a hook for them, or the
+    verbosity to "info", has asked. Downloads from the hub, which take long, keep theirs."""
+    before = hf_logging.set_tqdm_hook(lambda _, args, kwargs: hf_logging.EmptyTqdm(*args, **kwargs))
+    if before is not None or hf_logging.get_verbosity() <= hf_logging.INFO:
+        hf_logging.set_tqdm_hook(before)
+    try:
+        yield
+    finally:
+        hf_logging.set_tqdm_hook(before)
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> str:

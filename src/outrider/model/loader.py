@@ -189,7 +189,8 @@ def _load_tokenizer(config: ModelConfig, source: dict[str, Any]) -> Any | None:
 def _attempt(model: str, problem: str, function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call into transformers; whatever it raises becomes a ModelLoadError that keeps the first line of the reason."""
     try:
-        return function(*args, **kwargs)
+        with hf.without_bars():
+            return function(*args, **kwargs)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelLoadError(model, f"{problem} ({reason})", _load_remedy(model, error)) from error

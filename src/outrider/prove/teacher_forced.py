@@ -9,6 +9,7 @@ from math import exp
 
 import torch
 
+from outrider.model.hf import without_bars
 from outrider.params import SamplingParams
 from outrider.prove.forking import Outcome
 from outrider.prove.tiny import PIECES, raise_norms
@@ -27,7 +28,8 @@ class TeacherForced:
     def __init__(self, path: str, end_token_ids: Sequence[int] = ()) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+        with without_bars():
+            self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
         self._ends = tuple(end_token_ids)
         raise_norms(self._model)
         self._logits: dict[Context, list[float]] = {}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.llm import LLM
+from outrider.model.hf import without_bars
 
 #: What the tokens of `save_tiny_llama(..., speaks=True)` say; the last one ends a text.
 PIECES = ('"', "a", "<end>")
@@ -27,7 +28,6 @@ def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3, num_layers:
     Weights are drawn wide: at the usual spread of 0.02 all laws are nearly uniform, and a wrong mask changes nothing.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
 
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -46,8 +46,8 @@ def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3, num_layers:
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.7)
-    logging.disable_progress_bar()
-    model.save_pretrained(folder)
+    with without_bars():
+        model.save_pretrained(folder)
     if speaks:
         _save_tokenizer(folder)
     return str(folder)

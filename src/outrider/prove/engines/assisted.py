@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from outrider.model.hf import without_bars
 from outrider.params import SamplingParams
 from outrider.prove.engine_law import PROMPT
 from outrider.prove.engines.torch_forking import explore_torch
@@ -290,7 +291,8 @@ class _Cast:
 def _load(path: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    with without_bars():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     raise_norms(model)
     return model
 

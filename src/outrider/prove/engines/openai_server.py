@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from outrider.errors import EngineAnswerError
+from outrider.model.hf import without_bars
 from outrider.prove.engines.cells import LawOf, Text, finding, judge
 from outrider.prove.engines.completions import Answer, CompletionsClient
 from outrider.prove.report import Finding
@@ -191,7 +192,8 @@ class WeightsLaw:
     def __init__(self, path: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        with without_bars():
+            self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError):
