@@ -118,6 +118,20 @@ def test_colours_only_on_a_terminal_that_wants_them() -> None:
     assert "38;2" not in inside(*command, "--no-color", **COLOURS)
 
 
+def test_logprobs_are_shown_as_text_too() -> None:
+    command = ("-p", "def f(", "--max-tokens", "4", "-t", "0", "--logprobs", "1")
+    entries = as_json(*command)["logprobs"]
+    for samples in ("1", "2"):
+        shown = inside("generate", *command, "-n", samples).splitlines()
+        heads = [place for place, line in enumerate(shown) if line.split() == ["token", "logprob", "rank", "others"]]
+        assert len(heads) == int(samples)
+        for line, (own, *others) in zip(shown[heads[-1] + 1 :], entries, strict=True):
+            assert line.startswith(f"{own['token']!r} ")
+            assert line.endswith("".join(f"   {other['token']!r} {other['logprob']:.3f}" for other in others))
+            assert f" {own['logprob']:.3f}     {own['rank']}" in line
+    assert "logprob" not in inside("generate", *command[:-2])
+
+
 def test_compare_shows_the_speedup() -> None:
     result = outrider("generate", "-p", "def f(", "--max-tokens", "8", "--seed", "1", "--dtype", "float64", "--compare")
     assert "speedup" in result.stderr

@@ -42,7 +42,7 @@ def generate(
     json_schema: options.JsonSchema = None,
     regex: options.Regex = None,
     grammar: options.Grammar = None,
-    logprobs: Annotated[int | None, typer.Option(help="With --json: how likely each token and the k best were.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Also show how likely each token and the k best were.")] = None,
     seed: options.Seed = None,
     n: Annotated[int | None, typer.Option("-n", help="Samples of each prompt.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
@@ -148,7 +148,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no
     """One prompt, shown as it is written; closing line on standard error."""
     from rich.console import Console
 
-    from outrider.cli.render import closing_line, legend, write
+    from outrider.cli.render import closing_line, legend, write, write_logprobs
 
     paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
     if compare:
@@ -164,6 +164,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no
     seconds = perf_counter() - start
     paper.print()
     assert final is not None
+    write_logprobs(paper, final.logprobs)
     notes.print(closing_line(len(final.token_ids), seconds, final.stats), style="dim")
     if compare:
         plain = _run(llm, [prompt], params, speculation="none")
@@ -176,7 +177,7 @@ def _batch(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console,
     """Several prompts or samples: a progress bar, then the texts."""
     from rich.console import Console
 
-    from outrider.cli.render import closing_line, write
+    from outrider.cli.render import closing_line, write, write_logprobs
 
     paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
     if compare:
@@ -190,6 +191,7 @@ def _batch(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console,
             paper.print(f"── prompt {place + 1}{sample} ──", style="bold" if paper.is_terminal else None)
             write(paper, _spans_of(llm, completion))
             paper.print()
+            write_logprobs(paper, completion.logprobs)
     notes.print(closing_line(run.num_tokens, run.seconds, llm.stats.finished.freeze()), style="dim")
     if compare:
         plain = _run(llm, prompts, params, speculation="none")

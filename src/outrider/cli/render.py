@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from outrider.params import CompletionOutput, PositionLogprobs, RequestStats
+    from outrider.params import CompletionOutput, Logprob, PositionLogprobs, RequestStats
 
 #: Chosen to stay apart for colour-blind readers and on light and dark backgrounds; plain tokens keep the default.
 STYLES = {
@@ -56,6 +56,21 @@ def write(paper: Console, spans: Iterable[tuple[str, str]]) -> None:
     segments = [Segment(piece, Style.parse(STYLES[str(origin)])) for piece, origin in spans]
     paper.print(Segments(segments), end="", soft_wrap=True)
     paper.file.flush()
+
+
+def write_logprobs(paper: Console, positions: Iterable[PositionLogprobs] | None) -> None:
+    """A line a token, where they were asked for: how likely it was, its rank, and the likeliest others at its place."""
+    if positions is None:
+        return
+    paper.print(f"{'token':<16} {'logprob':>8} {'rank':>5}   others", style="dim")
+    for entry in positions:
+        (piece, own), *others = ((_quoted(token, found), found) for token, found in entry.items())
+        rest = (f"  {other} {found.logprob:.3f}" for other, found in others)
+        paper.print(f"{piece:<16} {own.logprob:>8.3f} {own.rank:>5}", *rest, markup=False, emoji=False)
+
+
+def _quoted(token: int, found: Logprob) -> str:
+    return repr(token if found.decoded_token is None else found.decoded_token)
 
 
 def closing_line(num_tokens: int, seconds: float, stats: RequestStats) -> str:
