@@ -122,12 +122,7 @@ class _Run:
 def _prompts(given: list[str], files: list[Path]) -> list[str]:
     from outrider.errors import InvalidPromptError
 
-    prompts = list(given)
-    for path in files:
-        try:
-            prompts.append(_standard_input() if str(path) == "-" else path.read_bytes().decode())
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidPromptError("file", str(path), f"cannot be read ({error})", "Give a text file in UTF-8.") from None
+    prompts = [*given, *(_standard_input() if str(path) == "-" else _from_file(path) for path in files)]
     if not prompts and not sys.stdin.isatty():
         prompts.append(_standard_input())
     if not prompts:
@@ -135,13 +130,28 @@ def _prompts(given: list[str], files: list[Path]) -> list[str]:
     return prompts
 
 
+def _from_file(path: Path) -> str:
+    from outrider.errors import InvalidPromptError
+
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidPromptError("file", str(path), f"cannot be read ({error})", "Give a text file in UTF-8.") from None
+    if not text:
+        raise InvalidPromptError("file", str(path), "it is empty", "Give a file that holds a prompt.")
+    return text
+
+
 def _standard_input() -> str:
     from outrider.errors import InvalidPromptError
 
     try:
-        return sys.stdin.buffer.read().decode()
+        text = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise InvalidPromptError("stdin", "...", f"cannot be read ({error})", "Give text in UTF-8.") from None
+    if not text:
+        raise InvalidPromptError("stdin", text, "it is empty", "Give a prompt there, or with --prompt or --file.")
+    return text
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no_color: bool, compare: bool) -> bool:
