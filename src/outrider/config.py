@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from outrider.errors import ContradictionError
+from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.validation import Frozen
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -17,6 +17,17 @@ RuleName = Literal["auto", "walk", "token", "block", "coupled"]
 
 def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
+
+
+def _no_quantization(value: object) -> object:
+    if value in get_args(QuantizationName):
+        raise InvalidParameterError(
+            "dtype",
+            value,
+            "a way to round weights, not a dtype to compute in",
+            f"Use quantization={value!r}, on the command line --quantization {value}.",
+        )
+    return value
 
 
 class ModelConfig(Frozen):
@@ -37,7 +48,9 @@ class ModelConfig(Frozen):
     """
 
     model: str = Field(min_length=1, description="Use a local folder or a hub id.")
-    dtype: DTypeName = Field("auto", description="Use auto, float64, float32, bfloat16 or float16.")
+    dtype: Annotated[DTypeName, BeforeValidator(_no_quantization)] = Field(
+        "auto", description="Use auto, float64, float32, bfloat16 or float16."
+    )
     device: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False

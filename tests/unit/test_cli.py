@@ -256,7 +256,7 @@ def test_chat_goes_on_after_a_question_that_cannot_be_served(tmp_path: Path) -> 
     settings["chat_template"] = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
     (model / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
     questions = f"hello\n{'word ' * 3000}\n/reset\nhello\n/exit\n"
-    result = outrider("chat", str(model), "--max-tokens", "4", "-t", "0", stdin=questions)
+    result = outrider("chat", str(model), "--max-tokens", "4", "-t", "0", "--quantization", "int8", stdin=questions)
     assert result.returncode == 0
     assert result.stderr.count("tokens/s") == 2
     assert result.stderr.count("outrider: ") == 1

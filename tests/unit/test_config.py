@@ -117,6 +117,12 @@ def test_a_missing_model_is_named() -> None:
     assert caught.value.remedy == "Use a local folder or a hub id."
 
 
+def test_rounded_weights_are_asked_for_elsewhere() -> None:
+    with pytest.raises(InvalidParameterError, match="dtype='int8'") as caught:
+        ModelConfig(model="m", dtype="int8")
+    assert caught.value.remedy == "Use quantization='int8', on the command line --quantization int8."
+
+
 def test_every_running_sequence_can_have_a_row() -> None:
     assert SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=8).max_num_batched_tokens == 8
     with pytest.raises(ContradictionError, match="max_num_seqs=8") as caught:

@@ -43,6 +43,7 @@ def chat(
     dtype: options.DType = "auto",
     device: options.Device = None,
     attention_backend: options.Backend = "auto",
+    quantization: options.Quantization = None,
     no_color: options.NoColor = False,
 ) -> None:
     """Talk with a model that has a chat template (the embedded pair has none)."""
@@ -62,7 +63,15 @@ def chat(
     )
     settings = options.speculation(proposer, draft_model, num_draft_tokens, rule)
     notes = Console(stderr=True, no_color=no_color or None, highlight=False, soft_wrap=True)
-    llm = options.load(notes, model, settings, dtype=dtype, device=device, attention_backend=attention_backend)
+    llm = options.load(
+        notes,
+        model,
+        settings,
+        dtype=dtype,
+        device=device,
+        attention_backend=attention_backend,
+        quantization=quantization,
+    )
     opening = [{"role": "system", "content": system}] if system else []
     llm.chat_prompt([*opening, {"role": "user", "content": "hello"}])  # refuse now, not after the first question
     notes.print(_HELP, style="dim")
