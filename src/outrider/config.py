@@ -60,13 +60,13 @@ class ModelConfig(Frozen):
     batch_invariant: bool = False
 
     @model_validator(mode="after")
-    def _one_backend_is_invariant(self) -> ModelConfig:
-        if self.batch_invariant and self.attention_backend != "auto":
+    def _backend_can_be_invariant(self) -> ModelConfig:
+        if self.batch_invariant and self.attention_backend not in ("auto", "fused"):
             raise ContradictionError(
                 "attention_backend",
                 self.attention_backend,
-                "batch_invariant=True chooses a backend whose bits hold",
-                "Leave one of them out.",
+                "its bits depend on the batch, and batch_invariant=True asks that none do",
+                "Use auto or fused, or leave one of them out.",
             )
         return self
 

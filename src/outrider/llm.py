@@ -115,8 +115,7 @@ class LLM:
         drafts = self.speculation.proposer == "draft_model"  # a plug-in may mean something else by the name
         check_sources(model=self._model_config.model, draft_model=self.speculation.draft_model if drafts else None)
         loaded = load_model(self._model_config)
-        backend = "batch_invariant" if batch_invariant else attention_backend
-        runner = make_runner(loaded, backend, self._cache_config, max_num_seqs)
+        runner = make_runner(loaded, attention_backend, self._cache_config, max_num_seqs, batch_invariant=batch_invariant)
         self.tokenizer = loaded.tokenizer
         self.engine = Engine(runner, scheduling)
         self.proposers = ProposerSet(

@@ -11,12 +11,14 @@ import torch
 
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.cache.blocks import BlockManager
-from outrider.config import ModelConfig
+from outrider.config import CacheConfig, ModelConfig
 from outrider.errors import ContradictionError, UnsupportedModelError
+from outrider.kernels.library import available_sets
 from outrider.kernels.row_by_row import RowByRow
+from outrider.llm import default_model
 from outrider.model import capabilities
 from outrider.model.batch import Segment
-from outrider.model.capabilities import probe_bits
+from outrider.model.capabilities import make_runner, probe_bits
 from outrider.model.loader import load_model
 from tests.model import checkpoints
 
@@ -113,8 +115,6 @@ def test_a_model_whose_bits_depend_on_the_batch_is_refused(paths: dict[str, str]
 
 
 def test_the_probe_of_bits_tells_paged_from_row_by_row() -> None:
-    from outrider.llm import default_model
-
     loaded = load_model(ModelConfig(model=default_model("target"), dtype="float32"))
     backend = capabilities.BACKENDS["paged"]()
     backend.install(loaded.model)
@@ -122,6 +122,25 @@ def test_the_probe_of_bits_tells_paged_from_row_by_row() -> None:
         probe_bits(loaded, backend)
 
 
-def test_a_backend_beside_it_is_refused() -> None:
-    with pytest.raises(ContradictionError, match="attention_backend"):
-        LLM(batch_invariant=True, attention_backend="gather")
+@pytest.mark.parametrize("backend", ["paged", "gather"])
+def test_a_backend_whose_bits_depend_on_the_batch_is_refused_beside_it(backend: Any) -> None:
+    with pytest.raises(ContradictionError, match="attention_backend") as caught:
+        LLM(batch_invariant=True, attention_backend=backend)
+    assert "fused" in caught.value.remedy
+
+
+@pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
+def test_the_kernels_may_be_asked_for_beside_it(paths: dict[str, str]) -> None:
+    """They are what the mode chooses; and where they do not fit, nothing else is taken in silence."""
+    llm = LLM(paths["mistral"], dtype="float32", batch_invariant=True, attention_backend="fused", kv_cache_tokens=512)
+    assert llm.engine.runner.backend.name == "fused"
+    schedules, whole = _logits_by_schedule(llm)
+    assert all(torch.equal(logits, whole) for logits in schedules)
+    with pytest.raises(UnsupportedModelError, match="gpt2"):
+        LLM(paths["gpt2"], dtype="float32", batch_invariant=True, attention_backend="fused")
+
+
+def test_bits_are_probed_in_a_backend_asked_for_too() -> None:
+    loaded = load_model(ModelConfig(model=default_model("target"), dtype="float32"))
+    with pytest.raises(UnsupportedModelError, match="bits depend on the batch"):
+        make_runner(loaded, "gather", CacheConfig(), 4, batch_invariant=True)

@@ -117,6 +117,15 @@ def test_a_missing_model_is_named() -> None:
     assert caught.value.remedy == "Use a local folder or a hub id."
 
 
+def test_batch_invariant_mode_takes_backends_whose_bits_may_hold() -> None:
+    for name in ("auto", "fused"):
+        assert ModelConfig(model="m", batch_invariant=True, attention_backend=name).attention_backend == name
+    for name in ("paged", "gather"):
+        with pytest.raises(ContradictionError) as caught:
+            ModelConfig(model="m", batch_invariant=True, attention_backend=name)
+        assert (caught.value.field, caught.value.value) == ("attention_backend", name)
+
+
 def test_rounded_weights_are_asked_for_elsewhere() -> None:
     with pytest.raises(InvalidParameterError, match="dtype='int8'") as caught:
         ModelConfig(model="m", dtype="int8")

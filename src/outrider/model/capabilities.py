@@ -31,7 +31,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 }
 #: What "auto" tries, in this order.
 AUTO = ("fused", "paged", "gather")
-#: What batch-invariant mode tries: backends whose bits may not depend on the batch.
+#: What it tries in batch-invariant mode: backends whose bits may not depend on the batch.
 INVARIANT = ("fused", "row_by_row")
 
 #: Largest difference from a plain forward, relative to the largest logit, that passes as rounding.
@@ -40,14 +40,22 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 2e-2, torc
 _PROBE_LEN, _PROBE_CUT, _PROBE_BLOCK = 12, 7, 4
 
 
-def make_runner(loaded: LoadedModel, attention_backend: str, cache: CacheConfig, max_num_seqs: int) -> ModelRunner:
+def make_runner(
+    loaded: LoadedModel,
+    attention_backend: str,
+    cache: CacheConfig,
+    max_num_seqs: int,
+    *,
+    batch_invariant: bool = False,
+) -> ModelRunner:
     """Choose a backend by probing, size the KV memory from what the probe wrote, and put the runner together.
 
     Args:
         loaded: The model.
-        attention_backend: "auto", "batch_invariant" (the backend must also reproduce its own bits), or a backend's name.
+        attention_backend: "auto" or a backend's name.
         cache: Block size and capacity.
         max_num_seqs: Sequences that run at a time, to bound the default capacity.
+        batch_invariant: Whether the backend must also reproduce its own bits, however rows are batched.
 
     Raises:
         UnsupportedModelError: No backend reproduces a plain forward pass.
@@ -66,13 +74,12 @@ def make_runner(loaded: LoadedModel, attention_backend: str, cache: CacheConfig,
             "Use a causal decoder; for masked models there is nothing to speculate on.",
         )
     want = reference(loaded)
-    if kernel_library() is None and attention_backend != "batch_invariant":
+    if kernel_library() is None and not batch_invariant:
         use_skinny_linear(loaded.model)
-    bits = attention_backend == "batch_invariant"
     failures = {}
-    for name, packed in _ways(attention_backend):
+    for name, packed in _ways(attention_backend, batch_invariant=batch_invariant):
         try:
-            backend, bytes_per_token = _install(loaded, name, want, packed=packed, bits=bits)
+            backend, bytes_per_token = _install(loaded, name, want, packed=packed, bits=batch_invariant)
         except Exception as error:  # whatever the model's own code raises decides against this backend
             logger.info("attention backend %s (packed: %s) does not fit %s: %s", name, packed, loaded.name, error)
             failures[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -84,10 +91,10 @@ def make_runner(loaded: LoadedModel, attention_backend: str, cache: CacheConfig,
     raise UnsupportedModelError(loaded.name, f"no attention backend reproduces its forward pass ({reasons})", remedy)
 
 
-def _ways(choice: str) -> list[tuple[str, bool]]:
+def _ways(choice: str, *, batch_invariant: bool) -> list[tuple[str, bool]]:
     """Backends to try, each with linear layers over packed weights first, where there are kernels, then with stock ones: a
     model that reads its weights past its layers would find none in a packed one."""
-    names = {"auto": AUTO, "batch_invariant": INVARIANT}.get(choice, (choice,))
+    names = (INVARIANT if batch_invariant else AUTO) if choice == "auto" else (choice,)
     packed = (False,) if kernel_library() is None else (True, False)
     return [(name, p) for name in names for p in ((False,) if name == FusedDecoder.name else packed)]
 
@@ -164,7 +171,7 @@ def probe_bits(loaded: LoadedModel, backend: AttentionBackend) -> None:
     single = torch.cat([runner.forward([part([t], i, tables[1])]).logits for i, t in enumerate(tokens)])
     beside = runner.forward([part(tokens[:5], 0, tables[1]), part(tokens, 0, tables[2])]).logits[5:]
     if not (torch.equal(whole, single) and torch.equal(whole, beside)):
-        raise ValueError("its bits depend on the batch even row by row")
+        raise ValueError("its bits depend on the batch")
 
 
 @torch.inference_mode()
