@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from outrider.kernels.library import kernel_library
 from outrider.model import hf
 from outrider.model.capabilities import BACKENDS, is_causal, probe, reference
 from outrider.model.loader import LoadedModel
@@ -51,11 +52,16 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a type: paged, gather, refused or not built, and why."""
+    """What became of a type: paged, gather, refused or not built, and why; and whether our kernels run it."""
 
     kind: str
     outcome: str
     reason: str = ""
+    fused: bool = False
+
+    @property
+    def shown(self) -> str:
+        return f"fused, {self.outcome}" if self.fused else self.outcome
 
 
 def judge(kind: str) -> Verdict:
@@ -72,15 +78,26 @@ def judge(kind: str) -> Verdict:
     loaded = _loaded(kind, model)
     if not is_causal(loaded):
         return Verdict(kind, "refused", "an encoder: tokens see those after them")
+    fused = _obstacle(loaded, "fused") is None
     reasons = []
     for name in ("paged", "gather"):
-        try:
-            probe(loaded, BACKENDS[name](), reference(loaded))
-        except Exception as error:
-            reasons.append(f"{name}: {_first_line(error)}")
-            continue
-        return Verdict(kind, name, "; ".join(reasons))
+        obstacle = _obstacle(loaded, name)
+        if obstacle is None:
+            return Verdict(kind, name, "; ".join(reasons), fused)
+        reasons.append(f"{name}: {obstacle}")
     return Verdict(kind, "refused", "; ".join(reasons))
+
+
+def _obstacle(loaded: LoadedModel, name: str) -> str | None:
+    """Why a backend does not drive this model; None where it does."""
+    backend = BACKENDS[name]()
+    try:
+        probe(loaded, backend, reference(loaded))
+    except Exception as error:
+        return _first_line(error)
+    finally:
+        backend.uninstall()
+    return None
 
 
 #: Sizes that some families must have otherwise; tried in turn until a plain forward pass runs.
@@ -189,10 +206,12 @@ def page(verdicts: list[Verdict]) -> str:
 
 Whether a model can be driven exactly is found by running it, at every load, never by its name. This page is that probe run
 over all {len(verdicts)} causal language model types of transformers {transformers.__version__}, each with small sizes and
-random weights (`python docs/make_models.py`): {totals}.
+random weights (`python docs/make_models.py`): {totals}; of the
+paged, {sum(v.fused for v in verdicts)} are fused too.
 
-- **paged**: the fast backend reproduces a plain forward pass, over a ragged batch, two chunks and a small tree. On CPUs
-  llama, mistral, qwen2, qwen3 and phi3 are faster still: their passes run in our own kernels (backend `fused`).
+- **paged**: the fast backend reproduces a plain forward pass, over a ragged batch, two chunks and a small tree.
+- **fused**: so do our own kernels, a whole pass in one call, and faster. They are taken on CPUs in float32, bfloat16 and
+  float64 where they are compiled; anywhere else the model runs as paged.
 - **gather**: the portable one does, and the fast one does not, for the reason given.
 - **refused**: neither does, or the model keeps a running state that rejected draft tokens would corrupt (Mamba, RWKV,
   linear attention, hybrids), or it is an encoder or an encoder-decoder. Use a decoder whose layers all attend.
@@ -202,15 +221,17 @@ random weights (`python docs/make_models.py`): {totals}.
 | type | verdict | why |
 |---|---|---|
 """
-    return head + "".join(f"| {v.kind} | {v.outcome} | {v.reason} |\n" for v in verdicts)
+    return head + "".join(f"| {v.kind} | {v.shown} | {v.reason} |\n" for v in verdicts)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     chosen = sys.argv[1:]
+    if not chosen and kernel_library() is None:
+        sys.exit("the kernels are not compiled here, or are off: no row could say fused")
     verdicts = [in_a_process(kind) for kind in track(chosen or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "probing")]
     if chosen:
-        sys.stdout.write("".join(f"{v.kind}: {v.outcome} {v.reason}\n" for v in verdicts))
+        sys.stdout.write("".join(f"{v.kind}: {v.shown} {v.reason}\n" for v in verdicts))
     else:
         PAGE.write_text(page(verdicts), "utf-8")
 
