@@ -90,16 +90,29 @@ def generate(
         quantization=quantization,
         batch_invariant=batch_invariant,
     )
+    if not _answer(llm, prompts, params, notes, as_json=as_json, compare=compare, no_color=no_color):
+        raise typer.Exit(1)
+
+
+def _answer(
+    llm: LLM,
+    prompts: list[str],
+    params: SamplingParams,
+    notes: Console,
+    *,
+    as_json: bool,
+    compare: bool,
+    no_color: bool,
+) -> bool:
+    """Write what was asked for in the form that fits it; returns whether every prompt was served."""
     if compare and not llm.speculation.enabled:
         notes.print("no proposer: plain decoding beside itself. Give --draft-model, or --proposer suffix.", style="yellow")
     if as_json:
-        failed = _as_json(llm, prompts, params, compare)
-    elif len(prompts) == 1 and params.n == 1:
-        failed = _stream(llm, prompts[0], params, notes, no_color=no_color, compare=compare)
-    else:
-        failed = _batch(llm, prompts, params, notes, no_color=no_color, compare=compare)
-    if failed:
-        raise typer.Exit(1)
+        return _as_json(llm, prompts, params, compare)
+    if len(prompts) == 1 and params.n == 1:
+        _stream(llm, prompts[0], params, notes, no_color=no_color, compare=compare)
+        return True
+    return _batch(llm, prompts, params, notes, no_color=no_color, compare=compare)
 
 
 @dataclass(frozen=True)
@@ -154,8 +167,8 @@ def _standard_input() -> str:
     return text
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no_color: bool, compare: bool) -> bool:
-    """One prompt, shown as it is written; closing line on standard error."""
+def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no_color: bool, compare: bool) -> None:
+    """One prompt, shown as it is written; closing line on standard error. One that cannot be served raises."""
     from rich.console import Console
 
     from outrider.cli.render import closing_line, legend, write, write_logprobs
@@ -180,11 +193,10 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no
         plain = _run(llm, [prompt], params, speculation="none")
         _show_comparison(notes, plain, len(final.token_ids) / max(seconds, 1e-9))
         _show_identity(notes, llm, _identical(params, plain.outputs[0].outputs, (final,)))
-    return False
 
 
 def _batch(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console, *, no_color: bool, compare: bool) -> bool:
-    """Several prompts or samples: a progress bar, then the texts."""
+    """Several prompts or samples: a progress bar, then the texts; returns whether every prompt was served."""
     from rich.console import Console
 
     from outrider.cli.render import closing_line, write, write_logprobs
@@ -207,7 +219,7 @@ def _batch(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console,
         plain = _run(llm, prompts, params, speculation="none")
         _show_comparison(notes, plain, run.tokens_per_second)
         _show_identity(notes, llm, _identical(params, _samples(plain), _samples(run)))
-    return any(output.error is not None for output in run.outputs)
+    return all(output.error is None for output in run.outputs)
 
 
 def _spans_of(llm: LLM, completion: CompletionOutput) -> Iterator[tuple[str, str]]:
@@ -249,7 +261,7 @@ def _run_with_progress(llm: LLM, prompts: list[str], params: SamplingParams, not
 
 
 def _as_json(llm: LLM, prompts: list[str], params: SamplingParams, compare: bool) -> bool:
-    """One object: the completion itself for one prompt and sample, else a list of them."""
+    """One object: the completion itself for one prompt and sample, else a list of them; returns as _batch does."""
     if compare:
         _warm_up(llm, prompts, params)
     run = _run(llm, prompts, params)
@@ -263,7 +275,7 @@ def _as_json(llm: LLM, prompts: list[str], params: SamplingParams, compare: bool
         answer["speedup"] = run.tokens_per_second / plain.tokens_per_second
         answer["identical"] = _identical(params, _samples(plain), _samples(run))
     sys.stdout.write(json.dumps(answer, ensure_ascii=False) + "\n")
-    return any(output.error is not None for output in run.outputs)
+    return all(output.error is None for output in run.outputs)
 
 
 def _output_json(output: RequestOutput, run: _Run) -> dict[str, Any]:
