@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 def generate(
     model: options.Model = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
-    file: Annotated[list[Path] | None, typer.Option("--file", "-f", help="A file that holds one prompt.")] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option("--file", "-f", help="A file that holds one prompt; - is standard input.")
+    ] = None,
     proposer: options.Proposer = None,
     draft_model: options.DraftModel = None,
     num_draft_tokens: options.NumDraftTokens = None,
