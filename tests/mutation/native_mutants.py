@@ -76,8 +76,8 @@ NATIVE_MUTANTS = (
     _mutant(
         "top_k by the value of the next",
         "sampling.inc",
-        "(double)l->top_k[row], NAME",
-        "(double)(l->top_k[row] + 1), NAME",
+        "(double)l->top_k[row], h",
+        "(double)(l->top_k[row] + 1), h",
         "kernels_laws",
     ),
     _mutant(
