@@ -8,6 +8,8 @@ from inspect import signature
 from os import PathLike, fspath
 from typing import Any, Never, cast
 
+import torch
+
 from outrider.config import (
     PLAIN,
     AttentionName,
@@ -79,7 +81,7 @@ class LLM:
         *,
         speculation: Speculation | None = None,
         dtype: DTypeName = "auto",
-        device: str | None = None,
+        device: str | torch.device | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
         attention_backend: AttentionName = "auto",
@@ -99,7 +101,7 @@ class LLM:
         self._model_config = ModelConfig(
             model=fspath(source) if isinstance(source, PathLike) else source,
             dtype=dtype,
-            device=device,
+            device=None if device is None else str(device),
             revision=revision,
             trust_remote_code=trust_remote_code,
             attention_backend=attention_backend,
@@ -375,7 +377,7 @@ def _refuse_unknown(settings: Mapping[str, Any]) -> None:
 
 def _is_list(value: Any) -> bool:
     """Bytes are a sequence of integers to Python, and not what anyone means."""
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
 def _is_prompt(prompts: Any) -> bool:
@@ -383,7 +385,7 @@ def _is_prompt(prompts: Any) -> bool:
 
 
 def _prompt_list(prompts: Any) -> list[Prompt]:
-    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray | Mapping):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray | memoryview | Mapping):
         raise InvalidPromptError(
             "prompts",
             prompts,

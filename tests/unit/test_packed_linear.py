@@ -56,6 +56,12 @@ def test_equals_the_product(instruction_set: str, shape: tuple[int, int], dtype:
         torch.testing.assert_close(got.double(), exact(stock, rows), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+def test_no_columns_leave_the_bias(instruction_set: str) -> None:
+    stock = layer(40, 1, torch.float32)
+    stock.in_features, stock.weight = 0, nn.Parameter(torch.empty(40, 0), requires_grad=False)
+    assert torch.equal(packed(stock)(torch.empty(3, 0)), stock.bias.expand(3, -1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("num_columns", [2051, 4200])  # a panel is read in runs, and so are rows rounded to bf16
 def test_long_rows_are_read_in_runs(instruction_set: str, num_columns: int, dtype: torch.dtype) -> None:

@@ -89,6 +89,38 @@ def test_large_vocabularies(spread: float, grid: float) -> None:
         assert_same_law(logits, [SamplingParams(top_k=top_k, top_p=top_p) for top_p in (1.0, 0.95, 0.2)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_min_p_behind_a_limit_that_rounding_keeps_out_of_reach(instruction_set: str, dtype: torch.dtype) -> None:
+    for seed in range(20):
+        logits = (torch.randn(1, 32_000, generator=torch.Generator().manual_seed(seed)) * 2).round(decimals=1).to(dtype)
+        want = target_probs(logits, [SamplingParams(min_p=0.5)]) > 0
+        for top_k, top_p in ((0, 1 - 2**-53), (3000, 1 - 1e-8), (3000, 1 - 1e-9)):
+            params = SamplingParams(top_k=top_k, top_p=top_p, min_p=0.5)
+            assert torch.equal(with_kernels(instruction_set, target_probs, logits, [params]) > 0, want)
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_top_k_where_denormals_are_zero(instruction_set: str) -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush denormals")
+    try:
+        for logits in (torch.tensor([[-3.0, -3, -3, -3, 0]]), -torch.arange(5000.0)[None] * 0.01):
+            assert (with_kernels(instruction_set, target_probs, logits, [SamplingParams(top_k=1)]) > 0).sum() == 1
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_the_smallest_debt_is_a_law(instruction_set: str) -> None:
+    target = torch.full((1, 10), 0.1, dtype=torch.float64)
+    target[0, 3] = 5e-310
+    draft = target.clone()
+    draft[0, 3] = 0
+    law = with_kernels(instruction_set, residual, target, draft, torch.ones(1, dtype=torch.float64))
+    assert torch.equal(law, torch.eye(10, dtype=torch.float64)[3:4])
+
+
 def test_a_flat_law_over_a_large_vocabulary() -> None:
     logits = torch.randn(2, 50_000) * 1e-4
     want = with_kernels("off", target_probs, logits, [SamplingParams(top_p=0.95)] * 2)

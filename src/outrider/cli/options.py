@@ -98,7 +98,7 @@ def _json_schema(value: str) -> str:
     text = _text("json_schema", value, "{", "a JSON schema")
     try:
         schema = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidParameterError("json_schema", value, f"it is not JSON ({error})", "Correct it.") from None
     if not isinstance(schema, dict | bool):
         remedy = 'Give an object, like {"type": "object"}.'
@@ -111,7 +111,7 @@ def _text(field: str, value: str, mark: str, kind: str) -> str:
     if mark in value and not os.path.exists(value):
         return value
     try:
-        return Path(value).read_text("utf-8")
+        return Path(value).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         remedy = f"Give a file in UTF-8 that holds {kind}, or its text."

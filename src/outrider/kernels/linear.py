@@ -43,6 +43,8 @@ def _packed_linear(
     width = -(-out_features // library.panel(real)) * library.panel(real)
     kind = kind_of(data.dtype)
     fits = data.dtype == real or (kind != WeightKind.REAL and real == torch.float32)
+    fits &= (kind == WeightKind.INT8) == (scale is not None)
+    fits &= all(column is None or (column.dtype == real and len(column) == width) for column in (scale, bias))
     if not fits or data.nbytes != packed_bytes(library, kind, out_features, rows.shape[-1], real):
         raise RuntimeError(f"rows {list(rows.shape)} of {rows.dtype} do not fit these packed weights")
     flat = rows.reshape(rows.shape[:-1].numel(), rows.shape[-1]).to(real).contiguous()

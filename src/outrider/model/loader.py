@@ -7,6 +7,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -132,12 +133,13 @@ def usable_device(name: str | None) -> torch.device:
     Raises:
         InvalidParameterError: It cannot hold a tensor here.
     """
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(1, device=device).sum().item()  # a device without numbers, as "meta", is none
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
+        reason = shorten(str(error).splitlines()[0], 160, placeholder=" ...")
         raise InvalidParameterError("device", name, f"it cannot be used here ({reason})", _device_remedy(name)) from error
     return device
 
