@@ -103,7 +103,8 @@ def speedup(results: Results) -> Any | None:
         panel.set(
             ylabel="speedup over plain decoding", title=f"{title}, one text at a time (hatched: greedy text that loops)"
         )
-        panel.legend(frameon=False, fontsize=8, ncols=2)
+        panel.set_ylim(top=panel.get_ylim()[1] * 1.3)  # room for the legend above the bars
+        panel.legend(frameon=False, fontsize=8, ncols=4, loc="upper center")
     return figure
 
 
