@@ -360,9 +360,14 @@ def kernels_laws() -> None:
     logits = torch.cat([torch.randn(24, 999, dtype=torch.float64) * 3, torch.zeros(24, 999, dtype=torch.float64)])
     settings = [{"top_k": 5}, {"top_p": 0.7}, {"top_p": 0.05}, {"min_p": 0.1}, {"temperature": 0.0}, {"temperature": 2.0}]
     params = [SamplingParams(**settings[i % 6]) for i in range(48)]  # type: ignore[arg-type]
-    found, stock = both(target_probs, logits, params)
-    assert torch.equal(found > 0, stock > 0)
-    assert torch.allclose(found, stock, rtol=1e-12, atol=0)
+    large = torch.randn(4, 20_000, dtype=torch.float64) * 3  # of which a sample is taken, and parts are gathered
+    wide = [
+        SamplingParams(top_k=k, top_p=p, min_p=m) for k, p, m in ((50, 1, 0), (0, 0.95, 0), (0, 0.9, 0.01), (3000, 0.99, 0))
+    ]
+    for rows, asked in ((large, wide), (logits, params)):
+        found, stock = both(target_probs, rows, asked)
+        assert torch.equal(found > 0, stock > 0)
+        assert torch.allclose(found, stock, rtol=1e-12, atol=0)
     halves = target_probs(torch.zeros(1, 4, dtype=torch.float64), [SamplingParams(top_p=0.5)])
     assert halves.tolist() == [[0.5, 0.5, 0, 0]]
     bits = torch.from_numpy(mix_fields(torch.arange(240).view(48, 5).numpy().astype("uint64")))

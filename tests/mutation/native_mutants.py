@@ -95,6 +95,27 @@ NATIVE_MUTANTS = (
         "kernels_laws",
     ),
     _mutant(
+        "what is no longer looked at is forgotten",
+        "sampling.inc",
+        "gone_sum = *above;",
+        "gone_sum = 0;",
+        "kernels_laws",
+    ),
+    _mutant(
+        "the last of a range is left behind",
+        "sampling.inc",
+        "(here <= lasts)",
+        "(here < lasts)",
+        "kernels_laws",
+    ),
+    _mutant(
+        "min_p scales and does not cut",
+        "sampling.inc",
+        "        kept.edge = rare;\n",
+        "",
+        "kernels_laws",
+    ),
+    _mutant(
         "the race runs on p alone",
         "sampling.inc",
         "const double time = p / -log(u);",
