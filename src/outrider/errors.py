@@ -14,12 +14,14 @@ OutriderError
 │   ├── NonFiniteLogitsError         the target wrote NaN or infinity
 │   ├── ProcessingError              a logits processor or a grammar failed
 │   ├── NoTokenLeftError             its parameters together forbid every token
-│   └── ForwardError                 the target's forward pass raised
+│   ├── ForwardError                 the target's forward pass raised
+│   └── StepAbortedError             a step that served it was interrupted, or raised where nobody expected it
 ├── ProposerError                    a proposer cannot be found or built
 ├── OtherEngineError                 another engine cannot be driven; carries its name and a remedy
 │   ├── MissingExtraError            a package that drives it is not installed
 │   ├── EngineAnswerError            it answered with an error, or with something that cannot be read
 │   └── UnforkableError              it uses chance in a way whose branches cannot be followed
+├── EngineStalledError               the engine has work and no step makes progress: a defect
 └── NoiseReuseError                  a random key was used twice: a defect, never a user's fault
 """
 
@@ -124,6 +126,10 @@ class ForwardError(RequestError):
     """The target's forward pass raised; the cause is chained."""
 
 
+class StepAbortedError(RequestError):
+    """A step that served the request was interrupted, or raised where nobody expected it; see the cause."""
+
+
 class ProposerError(OutriderError):
     """A proposer cannot be found or built."""
 
@@ -154,6 +160,10 @@ class EngineAnswerError(OtherEngineError):
 
 class UnforkableError(OtherEngineError):
     """The engine uses random numbers in a way whose branches cannot be followed."""
+
+
+class EngineStalledError(OutriderError):
+    """Requests wait and no step makes progress, so that waiting on would never end."""
 
 
 class NoiseReuseError(OutriderError):

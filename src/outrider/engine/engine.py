@@ -15,11 +15,20 @@ from outrider.config import SchedulerConfig, SpeculationConfig
 from outrider.engine.admission import bad_word_ids, check_request
 from outrider.engine.detokenizer import TextStream
 from outrider.engine.drafting import propose_all, report_fault
+from outrider.engine.interrupts import uninterrupted
 from outrider.engine.scheduler import Schedule, ScheduledSequence, Scheduler
 from outrider.engine.sequence import Request, Sequence, Status
 from outrider.engine.stats import EngineStats
 from outrider.engine.verifier import Candidate, Verdict, Verifier
-from outrider.errors import ForwardError, NonFiniteLogitsError, NoTokenLeftError, ProcessingError, RequestError
+from outrider.errors import (
+    EngineStalledError,
+    ForwardError,
+    NonFiniteLogitsError,
+    NoTokenLeftError,
+    ProcessingError,
+    RequestError,
+    StepAbortedError,
+)
 from outrider.model.batch import Segment
 from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.params import CompletionOutput, PositionLogprobs, SamplingParams, StreamPiece, TokenOrigin
@@ -51,6 +60,8 @@ class Engine:
         self._decode = lru_cache(65_536)(self._decode_token)
         self._ids = count()
         self._seq_ids = count()
+        self._stepping = False
+        self._cancelled: list[Request] = []  # during the step that is under way
 
     def use_noise(self, source: NoiseSource) -> None:
         """Replace the source of all chance; between requests only. The proofs enumerate with it."""
@@ -109,29 +120,91 @@ class Engine:
         return Sequence(next(self._seq_ids), request, index, text, *limits)
 
     def cancel(self, request: Request) -> None:
-        """Stop a request now; what it has written stays, finish_reason is "cancelled"."""
-        for seq in request.sequences:
-            if seq.status is not Status.FINISHED:
-                seq.finish("cancelled")
+        """Stop a request; what it has written stays, finish_reason is "cancelled".
+
+        During a step, when a garbage collection drops a stream, it is stopped at the end of the step: the pass under way
+        counts on its rows.
+        """
+        with uninterrupted():
+            if self._stepping:
+                self._cancelled.append(request)
+                return
+            for seq in request.sequences:
+                if seq.status is not Status.FINISHED:
+                    seq.finish("cancelled")
                 self._retire(seq)
 
     def step(self) -> None:
-        """Advance every scheduled sequence: by a chunk of its prompt, or by one token and what stands of its draft."""
+        """Advance every scheduled sequence: by a chunk of its prompt, or by one token and what stands of its draft.
+
+        An interrupt waits for the end of the step. Whatever else breaks the step off ends the requests that it served with
+        a StepAbortedError, and is raised again.
+
+        Raises:
+            EngineStalledError: There is work and none of it can be scheduled.
+        """
+        with uninterrupted():
+            self._stepping = True
+            try:
+                self._step()
+            finally:
+                self._stepping = False
+                self._settle()
+
+    def _step(self) -> None:
         with self.stats.timed("schedule"):
             self._fork_ready()
             plan = self.scheduler.schedule()
         if not plan.items:
+            self._explain_stall()
             return
-        with self.stats.timed("propose"):
-            drafts = propose_all(plan.items, self.noise, self.runner.loaded.vocab_size)
-        with self.stats.timed("forward"):
-            out = self._forward(plan, drafts)
-        if out is None:
+        try:
+            with self.stats.timed("propose"):
+                drafts = propose_all(plan.items, self.noise, self.runner.loaded.vocab_size)
+            with self.stats.timed("forward"):
+                out = self._forward(plan, drafts)
+            if out is None:
+                return
+            with self.stats.timed("verify"):
+                verdicts = self._verify(plan, drafts, out)
+            with self.stats.timed("commit"):
+                self._commit(plan, drafts, out, verdicts)
+        except BaseException as error:
+            self._abandon(plan, error)
+            raise
+
+    def _abandon(self, plan: Schedule, error: BaseException) -> None:
+        """End the requests of a step that broke off: nobody knows how much of it is in their books."""
+        for request in {item.seq.request.request_id: item.seq.request for item in plan.items}.values():
+            if request.error is None and not request.finished:
+                self._fail(request, StepAbortedError, f"its step was broken off by {type(error).__name__}", cause=error)
+
+    def _settle(self) -> None:
+        """After a step: take out who has finished, and stop who was cancelled meanwhile."""
+        for seq in [seq for seq in self.scheduler.running if seq.status is Status.FINISHED]:
+            self._retire(seq)
+        cancelled, self._cancelled = self._cancelled, []
+        for request in cancelled:
+            self.cancel(request)
+
+    def _explain_stall(self) -> None:
+        """Raise where waiting on would never end."""
+        if not self.has_work or self._cancelled:
             return
-        with self.stats.timed("verify"):
-            verdicts = self._verify(plan, drafts, out)
-        with self.stats.timed("commit"):
-            self._commit(plan, drafts, out, verdicts)
+        blocks, scheduler = self.runner.blocks, self.scheduler
+        raise EngineStalledError(
+            f"{len(scheduler.waiting)} sequences wait and none can run: {len(scheduler.running)} of "
+            f"{scheduler.config.max_num_seqs} seats are taken, {blocks.num_free} of {blocks.num_blocks} blocks are free. "
+            "This is a defect of Outrider; please report it."
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the books disagree; for tests, between two steps."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        assert all(seq.status is Status.RUNNING for seq in running), "a finished sequence still runs"
+        assert all(seq.status is Status.WAITING for seq in waiting), "a finished sequence still waits"
+        assert not any(seq.block_table for seq in waiting), "a waiting sequence holds blocks"
+        self.runner.blocks.check_integrity([seq.block_table for seq in running])
 
     # -- schedule ------------------------------------------------------------------------------------------------------
 
@@ -269,9 +342,6 @@ class Engine:
             self._publish(seq)
         for pairs in observed.values():
             self._observe(pairs)
-        for item in plan.items:
-            if item.seq.status is Status.FINISHED and item.seq.request.error is None:
-                self._retire(item.seq)
 
     def _extend(self, seq: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
         """Append what stands; returns the pass's rows of accepted tokens whose KV is now part of the text."""
@@ -291,7 +361,7 @@ class Engine:
         self.stats.num_committed_tokens += seq.num_output_tokens - before
         seq.view.round += 1  # also where a drawn draft was lost: its keys are spent
         if len(draft):
-            seq.stats.observe_draft(len(draft), draft.depth, len(verdict.path))
+            seq.stats.observe_draft(len(draft), draft.depth, kept)
         if seq.request.outbox is not None:
             seq.request.outbox.append(self._piece(seq, before))
         return [node + 1 for node in verdict.path[:kept]]
@@ -314,13 +384,18 @@ class Engine:
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def _retire(self, seq: Sequence) -> None:
-        """Give back everything a finished sequence holds."""
+        """Give back everything a finished sequence holds; once."""
+        if seq.retired:
+            return
+        seq.retired = True
         self.scheduler.remove(seq)
         self.noise.forget(seq.seq_id)
         self._tell(seq, "finish", seq.view)
         self.stats.finished.add(seq.stats)
 
-    def _fail(self, request: Request, kind: type[RequestError], problem: str, *, cause: Exception | None = None) -> None:
+    def _fail(
+        self, request: Request, kind: type[RequestError], problem: str, *, cause: BaseException | None = None
+    ) -> None:
         """End a request with an error of `kind`; what it held is given back."""
         error = kind(request.request_id, problem, _REMEDIES[kind])
         error.__cause__ = cause
@@ -355,6 +430,7 @@ _REMEDIES: dict[type[RequestError], str] = {
     NonFiniteLogitsError: "Use a wider dtype, or check the weights.",
     NoTokenLeftError: "Allow more tokens, or ask for fewer min_tokens.",
     ProcessingError: "See its cause.",
+    StepAbortedError: "Send it again.",
 }
 
 

@@ -87,6 +87,7 @@ class Sequence:
         num_computed: Leading tokens whose target KV is in `block_table`.
         block_table: The target's blocks.
         num_published: Leading blocks that are settled in the prefix cache.
+        retired: Whether it has ended and given everything back.
         view: What proposers see of it.
         demoted: A proposer fault lost a sampled draft; from then on its drafts are verified as opaque.
         logprobs: Of the output so far, where they were asked for.
@@ -113,6 +114,7 @@ class Sequence:
         self.index = index
         self.text = text
         self.status = Status.WAITING
+        self.retired = False
         self.token_ids = list(request.prompt_token_ids)
         self.origins: list[TokenOrigin] = []
         self.num_computed = 0
