@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.resources import files
@@ -39,15 +40,17 @@ from outrider.engine.engine import Engine, completion
 from outrider.engine.proposers import ProposerSet
 from outrider.engine.sequence import Request
 from outrider.engine.stats import EngineStats
-from outrider.errors import ClosedError, InvalidParameterError, InvalidPromptError, OutriderError
+from outrider.errors import ClosedError, InputError, InvalidParameterError, InvalidPromptError, OutriderError
 from outrider.kernels.library import check_process
 from outrider.model.capabilities import make_runner
-from outrider.model.loader import check_sources, load_model
+from outrider.model.loader import LoadedModel, check_sources, load_model
 from outrider.model.runner import ModelRunner
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.propose import registry
 from outrider.propose.base import TargetFacts
 from outrider.turns import Turns
+
+logger = logging.getLogger(__name__)
 
 Speculation = SpeculationConfig | str
 
@@ -134,6 +137,7 @@ class LLM:
         loaded = load_model(self._model_config)
         runner = make_runner(loaded, attention_backend, self._cache_config, max_num_seqs, batch_invariant=batch_invariant)
         self.tokenizer = loaded.tokenizer
+        self.default_params = _default_params(loaded)
         self._turns = Turns(Engine(runner, scheduling))
         self._proposers: ProposerSet | None = ProposerSet(
             TargetFacts(loaded.name, loaded.model, loaded.tokenizer, loaded.vocab_size, loaded.max_model_len),
@@ -210,7 +214,9 @@ class LLM:
         Args:
             prompts: A prompt, or a list of prompts. A prompt is a string, a list or 1-D array of token ids, or one of
                 these in a dict: {"prompt": text} or {"prompt_token_ids": token ids}.
-            params: For all prompts, or one each.
+            params: For all prompts, or one each; taken as they stand. None takes `default_params`: what the checkpoint's
+                generation_config.json says of temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens, and
+                the defaults of SamplingParams for the others. Its do_sample decides nothing, as in vLLM.
             speculation: Overrides the LLM's, for all prompts or one each; "none" decodes plainly.
             namespace: Whose prompts these are: caches are shared within a namespace and never beyond it.
             on_finished: Called with each output as it is done, for progress displays.
@@ -344,7 +350,7 @@ class LLM:
         *,
         streaming: bool = False,
     ) -> Request:
-        params = SamplingParams() if params is None else params
+        params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError(
                 "params", params, "not a SamplingParams", "Use SamplingParams(temperature=..., ...)."
@@ -466,6 +472,22 @@ def _load_draft_runner(
     )
     capacity = target.blocks.num_blocks * target.blocks.block_size  # whatever fits the target's memory fits the draft's
     return make_runner(load_model(config), "auto", cache.replace(num_tokens=capacity), max_num_seqs)
+
+
+def _default_params(loaded: LoadedModel) -> SamplingParams:
+    """The parameters of requests that bring none: the checkpoint's own where it names some."""
+    taken: dict[str, Any] = {}
+    for name, value in loaded.generation_defaults.items():
+        try:
+            SamplingParams(**{name: value})
+        except InputError as error:
+            logger.warning("%s: its generation default is left out (%s)", loaded.name, error)
+        else:
+            taken[name] = value
+    if taken:
+        named = ", ".join(f"{name}={value}" for name, value in taken.items())
+        logger.info("%s: without SamplingParams its own generation defaults are used: %s", loaded.name, named)
+    return SamplingParams(**taken)
 
 
 def _shown(model: str | None) -> str | None:

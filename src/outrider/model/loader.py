@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -18,6 +19,16 @@ from outrider.kernels.weights import quantise_linears
 from outrider.model import hf
 
 logger = logging.getLogger(__name__)
+
+#: What is taken from a generation config, and its name here; the same as vLLM takes.
+_GENERATION_DEFAULTS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,7 @@ class LoadedModel:
         dtype: Of its weights.
         slices_logits: Whether its forward computes the head for chosen rows only.
         long_rope_after: Texts longer than this use other rotary factors for all their tokens; None where none do.
+        generation_defaults: What its generation config says of sampling, by the names of SamplingParams; not validated.
     """
 
     name: str
@@ -47,6 +59,7 @@ class LoadedModel:
     dtype: torch.dtype
     slices_logits: bool
     long_rope_after: int | None = None
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def uses_long_rope(self, num_tokens: int) -> bool:
         """Whether a text of so many tokens uses the long rotary factors."""
@@ -62,7 +75,7 @@ def check_sources(**sources: str | None) -> None:
     Raises:
         InvalidParameterError: No such folder, or a file.
     """
-    for field, source in sources.items():
+    for name, source in sources.items():
         if source is None or os.path.isdir(source):
             continue
         if os.path.isfile(source):
@@ -72,7 +85,7 @@ def check_sources(**sources: str | None) -> None:
         else:
             continue
         remedy = "Give the folder that holds config.json and the weights, or a hub id like owner/name."
-        raise InvalidParameterError(field, source, problem, remedy)
+        raise InvalidParameterError(name, source, problem, remedy)
 
 
 def _may_be_hub_id(source: str) -> bool:
@@ -124,6 +137,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         dtype=model.dtype,
         slices_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
         long_rope_after=long_rope_after,
+        generation_defaults=_generation_defaults(model),
     )
 
 
@@ -223,6 +237,13 @@ def _eos_token_ids(model: Any, text_config: Any) -> frozenset[int]:
         value = getattr(holder, "eos_token_id", None)
         found |= {value} if isinstance(value, int) else set(value or ())
     return frozenset(found)
+
+
+def _generation_defaults(model: Any) -> dict[str, Any]:
+    """Values that are given; that `do_sample` is not makes nothing greedy, as in vLLM."""
+    config = getattr(model, "generation_config", None)
+    found = {ours: getattr(config, theirs, None) for theirs, ours in _GENERATION_DEFAULTS.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _max_model_len(config: ModelConfig, text_config: Any) -> int:
