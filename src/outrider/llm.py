@@ -40,10 +40,17 @@ from outrider.engine.engine import Engine, completion
 from outrider.engine.proposers import ProposerSet
 from outrider.engine.sequence import Request
 from outrider.engine.stats import EngineStats
-from outrider.errors import ClosedError, InputError, InvalidParameterError, InvalidPromptError, OutriderError
+from outrider.errors import (
+    ClosedError,
+    ContradictionError,
+    InputError,
+    InvalidParameterError,
+    InvalidPromptError,
+    OutriderError,
+)
 from outrider.kernels.library import check_process
 from outrider.model.capabilities import make_runner
-from outrider.model.loader import LoadedModel, check_sources, load_model
+from outrider.model.loader import LoadedModel, adopt_model, check_sources, load_model
 from outrider.model.runner import ModelRunner
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.propose import registry
@@ -68,7 +75,12 @@ class LLM:
     after loading cannot use it. `close` frees its memory; so does the end of a `with` block, or of its last reference.
 
     Args:
-        model: Local folder or hub id; None takes the embedded default pair.
+        model: Local folder or hub id; or a causal language model of transformers, which is copied, weights and all, and
+            stays as it is. None takes the embedded default pair.
+        tokenizer: A tokenizer of transformers, a local folder or a hub id, in place of the one beside the model; code that
+            it brings is not run. A model that is given loaded has none unless it is given too.
+        consume: Take the weights of a model that is given loaded without a copy. It is changed in place, and is of no use
+            for anything else from then on.
         speculation: Who drafts, unless a call says otherwise: a SpeculationConfig or a proposer's name. None drafts with
             the embedded draft for the embedded pair, and not at all for other models.
         dtype: "auto" (the checkpoint's), "float64", "float32", "bfloat16" or "float16", or PyTorch's own name for one.
@@ -94,8 +106,10 @@ class LLM:
 
     def __init__(
         self,
-        model: str | PathLike[str] | None = None,
+        model: str | PathLike[str] | torch.nn.Module | None = None,
         *,
+        tokenizer: Any | None = None,
+        consume: bool = False,
         speculation: Speculation | None = None,
         dtype: DTypeName | torch.dtype = "auto",
         device: str | torch.device | None = None,
@@ -115,9 +129,8 @@ class LLM:
         check_process()
         refuse_settings(unknown, signature(LLM).parameters.keys() - {"unknown"})
         self._embedded = model is None
-        source = default_model("target") if model is None else model
         self._model_config = ModelConfig(
-            model=fspath(source) if isinstance(source, PathLike) else source,
+            model=_name_of(model),
             dtype=dtype_name(dtype),
             device=None if device is None else str(device),
             revision=revision,
@@ -133,8 +146,8 @@ class LLM:
             speculation or (SpeculationConfig(proposer="draft_model") if model is None else PLAIN)
         )
         drafts = self.speculation.proposer == "draft_model"  # a plug-in may mean something else by the name
-        check_sources(model=self._model_config.model, draft_model=self.speculation.draft_model if drafts else None)
-        loaded = load_model(self._model_config)
+        check_sources(draft_model=self.speculation.draft_model if drafts else None)
+        loaded = _load(model, self._model_config, tokenizer, consume=consume)
         runner = make_runner(loaded, attention_backend, self._cache_config, max_num_seqs, batch_invariant=batch_invariant)
         self.tokenizer = loaded.tokenizer
         self.default_params = _default_params(loaded)
@@ -444,6 +457,25 @@ class LLM:
             return _output(request)
         finally:
             self._turns.drop(request)
+
+
+def _name_of(model: Any) -> Any:
+    """What to call a model: its path or hub id, or the class of one that is given loaded."""
+    if isinstance(model, torch.nn.Module):
+        return type(model).__name__
+    source = default_model("target") if model is None else model
+    return fspath(source) if isinstance(source, PathLike) else source
+
+
+def _load(model: Any, config: ModelConfig, tokenizer: Any | None, *, consume: bool) -> LoadedModel:
+    if isinstance(model, torch.nn.Module):
+        return adopt_model(model, config, tokenizer, consume=consume)
+    if consume:
+        raise ContradictionError(
+            "consume", consume, "there is no loaded model whose weights could be taken", "Leave it out, or give a model."
+        )
+    check_sources(model=config.model)
+    return load_model(config, tokenizer)
 
 
 def _load_draft_runner(
