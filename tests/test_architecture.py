@@ -25,9 +25,11 @@ LAYERS = (
     ("propose",),
     ("govern",),
     ("engine",),
+    ("turns", "arguments"),
     ("llm",),
     ("prove", "bench", "train", "server"),
     ("cli",),
+    ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 NO_TORCH = ("cache/blocks.py", "engine/scheduler.py", "engine/sequence.py", "engine/detokenizer.py", "propose/ngram.py")

@@ -34,7 +34,7 @@ class ModelConfig(Frozen):
     """Which checkpoint to load and how.
 
     Attributes:
-        model: Local folder or hub id, as transformers takes it.
+        model: Local folder or hub id, as transformers takes it; for a model that is loaded already, what to call it.
         dtype: Weights and activations; "auto" takes the checkpoint's own.
         device: A torch device; None takes CUDA where there is one, else the CPU.
         revision: Hub revision.

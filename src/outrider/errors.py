@@ -17,6 +17,8 @@ OutriderError
 │   ├── ForwardError                 the target's forward pass raised
 │   └── StepAbortedError             a step that served it was interrupted, or raised where nobody expected it
 ├── ProposerError                    a proposer cannot be found or built
+├── ClosedError                      an LLM was called after it was closed
+├── ForkedProcessError               a process was forked after a model was loaded, and its threads did not come along
 ├── OtherEngineError                 another engine cannot be driven; carries its name and a remedy
 │   ├── MissingExtraError            a package that drives it is not installed
 │   ├── EngineAnswerError            it answered with an error, or with something that cannot be read
@@ -132,6 +134,23 @@ class StepAbortedError(RequestError):
 
 class ProposerError(OutriderError):
     """A proposer cannot be found or built."""
+
+
+class ClosedError(OutriderError):
+    """An LLM was called after it was closed."""
+
+    def __init__(self) -> None:
+        super().__init__("this LLM is closed: its weights and its memory are freed. Make a new one.")
+
+
+class ForkedProcessError(OutriderError):
+    """This process was forked after a model was loaded; PyTorch's threads do not survive that, so a pass would hang."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this process was forked from one that had loaded a model, and PyTorch's threads do not survive a fork. "
+            'Start processes with multiprocessing.get_context("spawn"), or load models in the child alone.'
+        )
 
 
 class OtherEngineError(OutriderError):

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.resources import files
 from inspect import signature
 from os import PathLike, fspath
-from typing import Any, Never, cast
+from types import TracebackType
+from typing import Any, Never, Self, cast
 
 import torch
 
+from outrider.arguments import (
+    Conversation,
+    Prompt,
+    check_namespace,
+    dtype_name,
+    read_conversation,
+    read_prompt,
+    refuse_keywords,
+    refuse_settings,
+    split_conversations,
+    split_prompts,
+    spread,
+)
 from outrider.config import (
     PLAIN,
     AttentionName,
@@ -24,23 +40,26 @@ from outrider.engine.engine import Engine, completion
 from outrider.engine.proposers import ProposerSet
 from outrider.engine.sequence import Request
 from outrider.engine.stats import EngineStats
-from outrider.errors import InvalidParameterError, InvalidPromptError, OutriderError
+from outrider.errors import (
+    ClosedError,
+    ContradictionError,
+    InputError,
+    InvalidParameterError,
+    InvalidPromptError,
+    OutriderError,
+)
+from outrider.kernels.library import check_process
 from outrider.model.capabilities import make_runner
-from outrider.model.loader import check_sources, load_model
+from outrider.model.loader import LoadedModel, adopt_model, check_sources, load_model
 from outrider.model.runner import ModelRunner
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.propose import registry
 from outrider.propose.base import TargetFacts
-from outrider.validation import Frozen, unknown_setting
+from outrider.turns import Turns
 
-Prompt = str | Sequence[int]
+logger = logging.getLogger(__name__)
+
 Speculation = SpeculationConfig | str
-
-#: Settings that are easily taken for LLM's, and where they go.
-_ELSEWHERE: dict[type[Frozen], str] = {
-    SpeculationConfig: "LLM(speculation=SpeculationConfig({}=...))",
-    SamplingParams: "generate(prompts, SamplingParams({}=...))",
-}
 
 
 def default_model(part: str) -> str:
@@ -51,14 +70,23 @@ def default_model(part: str) -> str:
 class LLM:
     """A model ready to write, with or without a proposer that runs ahead of it. The output law is the same.
 
+    Several threads may call it, and they take turns: a call of generate or chat keeps the others waiting until it is done,
+    a stream only while a piece is computed. Prompts that are to share batches go into one call. A process that is forked
+    after loading cannot use it. `close` frees its memory; so does the end of a `with` block, or of its last reference.
+
     Args:
-        model: Local folder or hub id; None takes the embedded default pair.
+        model: Local folder or hub id; or a causal language model of transformers, which is copied, weights and all, and
+            stays as it is. None takes the embedded default pair.
+        tokenizer: A tokenizer of transformers, a local folder or a hub id, in place of the one beside the model; code that
+            it brings is not run. A model that is given loaded has none unless it is given too.
+        consume: Take the weights of a model that is given loaded without a copy. It is changed in place, and is of no use
+            for anything else from then on.
         speculation: Who drafts, unless a call says otherwise: a SpeculationConfig or a proposer's name. None drafts with
             the embedded draft for the embedded pair, and not at all for other models.
-        dtype: "auto" (the checkpoint's), "float64", "float32", "bfloat16" or "float16".
+        dtype: "auto" (the checkpoint's), "float64", "float32", "bfloat16" or "float16", or PyTorch's own name for one.
         device: A torch device; None takes CUDA where there is one.
         revision: Hub revision.
-        trust_remote_code: Whether transformers may run code that the checkpoint brings.
+        trust_remote_code: Whether transformers may run code that this checkpoint brings; a draft model's is not run.
         attention_backend: "auto" probes; "fused" is fastest, "paged" fast, "gather" portable.
         max_model_len: Longest sequence; None takes the checkpoint's context.
         max_num_seqs: Sequences that run at a time.
@@ -73,14 +101,17 @@ class LLM:
     Raises:
         InputError: A setting is unknown, out of range or contradicts another.
         ModelError: A checkpoint cannot be used.
+        ForkedProcessError: This process was forked from one that had loaded a model.
     """
 
     def __init__(
         self,
-        model: str | PathLike[str] | None = None,
+        model: str | PathLike[str] | torch.nn.Module | None = None,
         *,
+        tokenizer: Any | None = None,
+        consume: bool = False,
         speculation: Speculation | None = None,
-        dtype: DTypeName = "auto",
+        dtype: DTypeName | torch.dtype = "auto",
         device: str | torch.device | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -95,12 +126,12 @@ class LLM:
         batch_invariant: bool = False,
         **unknown: Never,
     ) -> None:
-        _refuse_unknown(unknown)
+        check_process()
+        refuse_settings(unknown, signature(LLM).parameters.keys() - {"unknown"})
         self._embedded = model is None
-        source = default_model("target") if model is None else model
         self._model_config = ModelConfig(
-            model=fspath(source) if isinstance(source, PathLike) else source,
-            dtype=dtype,
+            model=_name_of(model),
+            dtype=dtype_name(dtype),
             device=None if device is None else str(device),
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -115,21 +146,39 @@ class LLM:
             speculation or (SpeculationConfig(proposer="draft_model") if model is None else PLAIN)
         )
         drafts = self.speculation.proposer == "draft_model"  # a plug-in may mean something else by the name
-        check_sources(model=self._model_config.model, draft_model=self.speculation.draft_model if drafts else None)
-        loaded = load_model(self._model_config)
+        check_sources(draft_model=self.speculation.draft_model if drafts else None)
+        loaded = _load(model, self._model_config, tokenizer, consume=consume)
         runner = make_runner(loaded, attention_backend, self._cache_config, max_num_seqs, batch_invariant=batch_invariant)
         self.tokenizer = loaded.tokenizer
-        self.engine = Engine(runner, scheduling)
-        self.proposers = ProposerSet(
+        self.default_params = _default_params(loaded)
+        self._turns = Turns(Engine(runner, scheduling))
+        self._proposers: ProposerSet | None = ProposerSet(
             TargetFacts(loaded.name, loaded.model, loaded.tokenizer, loaded.vocab_size, loaded.max_model_len),
             max_num_batched_tokens,
-            self._load_draft_runner,
+            partial(_load_draft_runner, runner, self._model_config, self._cache_config, max_num_seqs),
         )
-        self.proposers.get(
-            self.speculation
-        )  # a draft model that cannot be used is better known now than at the first prompt
+        # A draft model that cannot be used is better known now than at the first prompt.
+        self.proposers.get(self.speculation)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what runs, and free the weights and the KV memory. Waits for a call of generate in another thread.
+
+        Later calls raise ClosedError, but for this one: it may be called again.
+        """
+        self._turns.close()
+        self._proposers = None
 
     def __repr__(self) -> str:
+        if self._proposers is None:
+            return f"<LLM model={_shown(self._model_config.model)} closed>"
         runner, config, speculation = self.engine.runner, self._model_config, self.speculation
         loaded = runner.loaded
         facts = {
@@ -147,6 +196,18 @@ class LLM:
         return f"<LLM {' '.join(f'{name}={fact}' for name, fact in facts.items() if fact is not None)}>"
 
     @property
+    def engine(self) -> Engine:
+        """What drives requests. Whoever calls it past this object sees to the threads himself."""
+        return self._turns.engine
+
+    @property
+    def proposers(self) -> ProposerSet:
+        """The proposers in use."""
+        if self._proposers is None:
+            raise ClosedError
+        return self._proposers
+
+    @property
     def stats(self) -> EngineStats:
         """Totals over all requests since the start, or since `stats.reset()`."""
         return self.engine.stats
@@ -154,17 +215,21 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         speculation: Speculation | Sequence[Speculation | None] | None = None,
         namespace: str | None = None,
         on_finished: Callable[[RequestOutput], None] | None = None,
+        **unknown: Never,
     ) -> list[RequestOutput]:
         """Complete prompts in continuous batches.
 
         Args:
-            prompts: A string, a list of token ids, or a list of either.
-            params: For all prompts, or one each.
+            prompts: A prompt, or a list of prompts. A prompt is a string, a list or 1-D array of token ids, or one of
+                these in a dict: {"prompt": text} or {"prompt_token_ids": token ids}.
+            params: For all prompts, or one each; taken as they stand. None takes `default_params`: what the checkpoint's
+                generation_config.json says of temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens, and
+                the defaults of SamplingParams for the others. Its do_sample decides nothing, as in vLLM.
             speculation: Overrides the LLM's, for all prompts or one each; "none" decodes plainly.
             namespace: Whose prompts these are: caches are shared within a namespace and never beyond it.
             on_finished: Called with each output as it is done, for progress displays.
@@ -175,34 +240,11 @@ class LLM:
 
         Raises:
             OutriderError: The only prompt failed, or `params` or `speculation` do not fit the prompts.
+            ClosedError: The LLM is closed.
         """
-        single = _is_prompt(prompts)
-        items = [cast(Prompt, prompts)] if single else _prompt_list(prompts)
-        each = list(zip(items, _spread(params, items, "params"), _spread(speculation, items, "speculation"), strict=True))
-        outputs: dict[int, RequestOutput] = {}
-        pending: dict[int, Request] = {}
-
-        def settle(place: int, output: RequestOutput) -> None:
-            outputs[place] = output
-            if on_finished is not None:
-                on_finished(output)
-
-        try:
-            for place, (prompt, sampling, config) in enumerate(each):
-                try:
-                    pending[place] = self._submit(prompt, sampling, config, namespace=namespace)
-                except OutriderError as error:
-                    settle(place, _refused(prompt, error))
-            while pending:
-                self.engine.step()
-                for place in [p for p, request in pending.items() if request.finished]:
-                    settle(place, _output(pending.pop(place)))
-        finally:
-            for request in pending.values():
-                self.engine.cancel(request)
-        if single and outputs[0].error is not None:
-            raise outputs[0].error
-        return [outputs[place] for place in range(len(items))]
+        refuse_keywords(self.generate, unknown)
+        items, single = split_prompts(prompts)
+        return self._complete(items, single, self._encode, params, speculation, namespace, on_finished)
 
     def stream(
         self,
@@ -211,35 +253,161 @@ class LLM:
         *,
         speculation: Speculation | None = None,
         namespace: str | None = None,
+        **unknown: Never,
     ) -> Iterator[StreamPiece]:
         """Complete one prompt and yield what each step adds. Closing the iterator cancels the request.
 
         Raises:
             OutriderError: The prompt cannot be served, or the request failed on the way.
+            ClosedError: The LLM is closed.
         """
-        pieces = self._pieces(self._submit(prompt, params, speculation, namespace=namespace, streaming=True))
+        refuse_keywords(self.stream, unknown)
+        check_namespace(namespace)
+        with self._turns.turn():
+            request = self._submit(*self._encode(prompt), params, speculation, namespace, streaming=True)
+        pieces = self._pieces(request)
         next(pieces)  # started at once: a stream that is dropped unread must still cancel its request
         return cast(Iterator[StreamPiece], pieces)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
-        speculation: Speculation | None = None,
+        speculation: Speculation | Sequence[Speculation | None] | None = None,
         namespace: str | None = None,
+        **unknown: Never,
     ) -> list[RequestOutput]:
-        """Complete a conversation through the tokenizer's own chat template.
+        """Complete a conversation, or each of a list of conversations, through the tokenizer's own chat template.
+
+        Args:
+            messages: A list of {"role": ..., "content": ...}, or a list of such lists.
+            params: As in generate.
+            speculation: As in generate.
+            namespace: As in generate.
+
+        Returns:
+            One output for each conversation. In a list, a conversation that cannot be served has `error` set and the
+            others finish; a single one raises instead.
 
         Raises:
             InvalidParameterError: The model has no tokenizer or its tokenizer no chat template.
-            InvalidPromptError: The template refuses the messages.
+            InvalidPromptError: The template refuses the messages, or they are none.
+            OutriderError: As in generate.
         """
-        return self.generate(self.chat_prompt(messages), params, speculation=speculation, namespace=namespace)
+        refuse_keywords(self.chat, unknown)
+        self._check_template()
+        items, single = split_conversations(messages)
+        return self._complete(items, single, self._encode_conversation, params, speculation, namespace, None)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, with the turn handed to the model; raises as chat() does."""
-        if self.tokenizer is None or getattr(self.tokenizer, "chat_template", None) is None:
+    def chat_prompt(self, messages: Conversation) -> list[int]:
+        """Token ids of one conversation, with the turn handed to the model; raises as chat() does."""
+        self._check_template()
+        with self._turns.turn():
+            return list(self._encode_conversation(messages)[1])
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt, as generate() sees them; raises InvalidPromptError."""
+        with self._turns.turn():
+            return self._encode(prompt)[1]
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _complete(
+        self,
+        items: list[Any],
+        single: bool,
+        encode: Callable[[Any], tuple[str | None, tuple[int, ...]]],
+        params: SamplingParams | Sequence[SamplingParams | None] | None,
+        speculation: Speculation | Sequence[Speculation | None] | None,
+        namespace: str | None,
+        on_finished: Callable[[RequestOutput], None] | None,
+    ) -> list[RequestOutput]:
+        """Generate from `items`, each of which `encode` turns into its text, if it has one, and its token ids."""
+        check_namespace(namespace)
+        settings = (spread(params, len(items), "params"), spread(speculation, len(items), "speculation"))
+        outputs: dict[int, RequestOutput] = {}
+        pending: dict[int, Request] = {}
+
+        def settle(place: int, output: RequestOutput) -> None:
+            outputs[place] = output
+            if on_finished is not None:
+                on_finished(output)
+
+        with self._turns.turn():
+            try:
+                for place, (item, sampling, config) in enumerate(zip(items, *settings, strict=True)):
+                    try:
+                        pending[place] = self._submit(*encode(item), sampling, config, namespace)
+                    except OutriderError as error:
+                        settle(place, RequestOutput(-1, item if isinstance(item, str) else None, (), (), error))
+                while pending:
+                    self._turns.step()
+                    for place in [p for p, request in pending.items() if request.finished]:
+                        settle(place, self._collect(pending.pop(place)))
+            finally:
+                for request in pending.values():
+                    self._turns.drop(request)
+        if single and outputs[0].error is not None:
+            raise cast(OutriderError, outputs.pop(0).error)
+        # Taken out: an error among them points at this frame, and the two would keep everything alive.
+        return [outputs.pop(place) for place in range(len(items))]
+
+    def _submit(
+        self,
+        text: str | None,
+        token_ids: tuple[int, ...],
+        params: SamplingParams | None,
+        speculation: Speculation | None,
+        namespace: str | None,
+        *,
+        streaming: bool = False,
+    ) -> Request:
+        params = self.default_params if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameterError(
+                "params", params, "not a SamplingParams", "Use SamplingParams(temperature=..., ...)."
+            )
+        config = self.speculation if speculation is None else self._resolve(speculation)
+        proposer = self.proposers.get(config)
+        return self._turns.submit(
+            token_ids, params, config, proposer, prompt=text, streaming=streaming, namespace=namespace
+        )
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        """The text of a prompt, None where it came as token ids, and its token ids. The caller has the turn: tokenizers
+        serve one thread at a time."""
+        content = read_prompt(prompt)
+        if not isinstance(content, str):
+            return None, content
+        if self.tokenizer is None:
+            raise InvalidPromptError("prompt", content, "the model has no tokenizer", "Give a list of token ids.")
+        if not content:
+            raise InvalidPromptError("prompt", content, "it is empty", "Give at least one character.")
+        try:
+            # Not verbose: it would warn of the length that the tokenizer's file names, and the model's own is checked here.
+            return content, tuple(self.tokenizer(content, verbose=False)["input_ids"])
+        except (TypeError, UnicodeError) as error:  # half a surrogate pair, as undecodable bytes in argv become
+            raise InvalidPromptError("prompt", content, "it is not valid Unicode", "Give text in UTF-8.") from error
+
+    def _encode_conversation(self, messages: Any) -> tuple[None, tuple[int, ...]]:
+        """As `_encode`, of a conversation."""
+        assert self.tokenizer is not None, "its chat template was looked at"
+        conversation = read_conversation(messages)
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
+            )
+        except Exception as error:
+            raise InvalidPromptError(
+                "messages", conversation, f"the chat template refuses them ({error})", "Use role and content in each."
+            ) from error
+        return None, tuple(encoded["input_ids"])
+
+    def _check_template(self) -> None:
+        with self._turns.turn():
+            template = getattr(self.tokenizer, "chat_template", None)
+        if template is None:
             raise InvalidParameterError(
                 "model",
                 None if self._embedded else self._model_config.model,
@@ -247,60 +415,6 @@ class LLM:
                 "it completes text and was not trained to converse",
                 "Use generate with a plain prompt, or a model whose tokenizer has a chat template.",
             )
-        if isinstance(messages, str) or not isinstance(messages, Sequence):
-            raise InvalidPromptError(
-                "messages", messages, "not a list of messages", "Give a list of {'role': ..., 'content': ...}."
-            )
-        try:
-            encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
-        except Exception as error:
-            raise InvalidPromptError(
-                "messages", list(messages), f"the chat template refuses them ({error})", "Use role and content in each."
-            ) from error
-        return list(encoded["input_ids"])
-
-    # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        speculation: Speculation | None,
-        *,
-        namespace: str | None = None,
-        streaming: bool = False,
-    ) -> Request:
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidParameterError(
-                "params", params, "not a SamplingParams", "Use SamplingParams(temperature=..., ...)."
-            )
-        config = self.speculation if speculation is None else self._resolve(speculation)
-        text = prompt if isinstance(prompt, str) else None
-        return self.engine.add_request(
-            self.encode(prompt),
-            params,
-            config,
-            self.proposers.get(config),
-            prompt=text,
-            streaming=streaming,
-            namespace=namespace,
-        )
-
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt, as generate() sees them; raises InvalidPromptError."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidPromptError("prompt", prompt, "the model has no tokenizer", "Give a list of token ids.")
-            if not prompt:
-                raise InvalidPromptError("prompt", prompt, "it is empty", "Give at least one character.")
-            try:
-                return tuple(self.tokenizer(prompt)["input_ids"])
-            except (TypeError, UnicodeError) as error:  # half a surrogate pair, as undecodable bytes in argv become
-                raise InvalidPromptError("prompt", prompt, "it is not valid Unicode", "Give text in UTF-8.") from error
-        if _is_list(prompt) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
-            return tuple(prompt)
-        raise InvalidPromptError("prompt", prompt, "neither text nor token ids", "Give a string or a list of integers.")
 
     def _resolve(self, speculation: Speculation) -> SpeculationConfig:
         """Fill in what the caller left to us, and refuse names that nobody answers to."""
@@ -326,89 +440,91 @@ class LLM:
             speculation = speculation.replace(draft_model=known)
         return speculation
 
-    def _load_draft_runner(self, model: str, dtype: str | None) -> ModelRunner:
-        check_sources(draft_model=model)
-        target = self.engine.runner
-        config = self._model_config.replace(
-            model=model,
-            dtype=dtype or str(target.loaded.dtype).removeprefix("torch."),
-            device=str(target.loaded.device),
-            revision=None,
-            attention_backend="auto",
-            max_model_len=None,
-            quantization=None,  # a draft model is small already
-            batch_invariant=False,  # drafts may differ in their bits: they are guesses
-        )
-        capacity = target.blocks.num_blocks * target.blocks.block_size  # whatever fits the target's memory fits the draft's
-        cache = self._cache_config.replace(num_tokens=capacity)
-        return make_runner(load_model(config), "auto", cache, self.engine.scheduler.config.max_num_seqs)
-
     def _pieces(self, request: Request) -> Iterator[StreamPiece | None]:
-        """None once, then the pieces."""
-        assert request.outbox is not None
+        """None once, then the pieces. Between two of them other threads have their turns."""
         try:
             yield None
-            while True:
-                while request.outbox:
-                    yield request.outbox.pop(0)
-                if request.finished:
-                    break
-                self.engine.step()
+            while pieces := self._turns.next_pieces(request):
+                yield from pieces
+            if request.error is not None:
+                raise request.error
         finally:
-            self.engine.cancel(request)
-        if request.error is not None:
-            raise request.error
+            self._turns.drop(request)
+
+    def _collect(self, request: Request) -> RequestOutput:
+        """What a finished request came to; it is of no use afterwards."""
+        try:
+            return _output(request)
+        finally:
+            self._turns.drop(request)
+
+
+def _name_of(model: Any) -> Any:
+    """What to call a model: its path or hub id, or the class of one that is given loaded."""
+    if isinstance(model, torch.nn.Module):
+        return type(model).__name__
+    source = default_model("target") if model is None else model
+    return fspath(source) if isinstance(source, PathLike) else source
+
+
+def _load(model: Any, config: ModelConfig, tokenizer: Any | None, *, consume: bool) -> LoadedModel:
+    if isinstance(model, torch.nn.Module):
+        return adopt_model(model, config, tokenizer, consume=consume)
+    if consume:
+        raise ContradictionError(
+            "consume", consume, "there is no loaded model whose weights could be taken", "Leave it out, or give a model."
+        )
+    check_sources(model=config.model)
+    return load_model(config, tokenizer)
+
+
+def _load_draft_runner(
+    target: ModelRunner,
+    settings: ModelConfig,
+    cache: CacheConfig,
+    max_num_seqs: int,
+    model: str,
+    dtype: str | None,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> ModelRunner:
+    """Load a draft model with as much KV memory as its target has; what is trusted is said for each checkpoint alone."""
+    check_sources(draft_model=model)
+    config = settings.replace(
+        model=model,
+        dtype=dtype or str(target.loaded.dtype).removeprefix("torch."),
+        device=str(target.loaded.device),
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        attention_backend="auto",
+        max_model_len=None,
+        quantization=None,  # a draft model is small already
+        batch_invariant=False,  # drafts may differ in their bits: they are guesses
+    )
+    capacity = target.blocks.num_blocks * target.blocks.block_size  # whatever fits the target's memory fits the draft's
+    return make_runner(load_model(config), "auto", cache.replace(num_tokens=capacity), max_num_seqs)
+
+
+def _default_params(loaded: LoadedModel) -> SamplingParams:
+    """The parameters of requests that bring none: the checkpoint's own where it names some."""
+    taken: dict[str, Any] = {}
+    for name, value in loaded.generation_defaults.items():
+        try:
+            SamplingParams(**{name: value})
+        except InputError as error:
+            logger.warning("%s: its generation default is left out (%s)", loaded.name, error)
+        else:
+            taken[name] = value
+    if taken:
+        named = ", ".join(f"{name}={value}" for name, value in taken.items())
+        logger.info("%s: without SamplingParams its own generation defaults are used: %s", loaded.name, named)
+    return SamplingParams(**taken)
 
 
 def _shown(model: str | None) -> str | None:
     """A model's name; where the package lies is of no interest."""
     return "embedded" if model in (default_model("target"), default_model("draft")) else model
-
-
-def _refuse_unknown(settings: Mapping[str, Any]) -> None:
-    """Raise for the first of these, which LLM does not have; it may be one that belongs elsewhere."""
-    for name, value in settings.items():
-        for owner, place in _ELSEWHERE.items():
-            if name in owner.model_fields:
-                remedy = f"Give it in {place.format(name)}."
-                raise InvalidParameterError(name, value, f"a setting of {owner.__name__}, not of LLM", remedy)
-        raise unknown_setting("LLM", name, value, signature(LLM).parameters.keys() - {"unknown"})
-
-
-def _is_list(value: Any) -> bool:
-    """Bytes are a sequence of integers to Python, and not what anyone means."""
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
-
-
-def _is_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (_is_list(prompts) and len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
-
-
-def _prompt_list(prompts: Any) -> list[Prompt]:
-    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray | memoryview | Mapping):
-        raise InvalidPromptError(
-            "prompts",
-            prompts,
-            "neither a prompt nor a list of prompts",
-            "Give a string, a list of token ids, or a list of either.",
-        )
-    return list(prompts)
-
-
-def _spread(value: Any, items: Sequence[Prompt], name: str) -> list[Any]:
-    """One value an item: the value itself repeated, or a list of the right length."""
-    if not isinstance(value, list | tuple):
-        return [value] * len(items)
-    if len(value) != len(items):
-        raise InvalidParameterError(
-            name, value, f"{len(value)} entries for {len(items)} prompts", "Give one for all, or one for each."
-        )
-    return list(value)
-
-
-def _refused(prompt: Prompt, error: OutriderError) -> RequestOutput:
-    text = prompt if isinstance(prompt, str) else None
-    return RequestOutput(-1, text, (), (), error)
 
 
 def _output(request: Request) -> RequestOutput:

@@ -135,7 +135,7 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
         llm.stream("")
 
 
-@pytest.mark.parametrize("prompts", [5, None, 1.5, True, b"bytes", {"prompt": "x"}])
+@pytest.mark.parametrize("prompts", [5, None, 1.5, True, b"bytes"])
 def test_what_is_neither_a_prompt_nor_a_list_of_prompts(llm: LLM, prompts: Any) -> None:
     with pytest.raises(InvalidPromptError) as caught:
         llm.generate(prompts)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import defaultdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class Engine:
         self.use_noise(KeyedNoise())
         loaded = runner.loaded
         self._grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
-        self._decode = lru_cache(65_536)(self._decode_token)
+        self._decode = lru_cache(65_536)(partial(_decode_token, loaded.tokenizer))  # a method would keep the engine alive
         self._ids = count()
         self._seq_ids = count()
         self._stepping = False
@@ -314,10 +315,6 @@ class Engine:
         if count is not None and 0 <= skip < len(tokens):
             scores += positions(raw_logprobs(logits[skip : len(tokens)]), tokens[skip:], count, self._decode)
 
-    def _decode_token(self, token_id: int) -> str | None:
-        tokenizer = self.runner.loaded.tokenizer
-        return None if tokenizer is None else str(tokenizer.decode([token_id]))
-
     # -- commit --------------------------------------------------------------------------------------------------------
 
     def _commit(self, plan: Schedule, drafts: list[Draft], out: ForwardOutput, verdicts: dict[int, Verdict]) -> None:
@@ -432,6 +429,10 @@ _REMEDIES: dict[type[RequestError], str] = {
     ProcessingError: "See its cause.",
     StepAbortedError: "Send it again.",
 }
+
+
+def _decode_token(tokenizer: Any | None, token_id: int) -> str | None:
+    return None if tokenizer is None else str(tokenizer.decode([token_id]))
 
 
 def completion(seq: Sequence) -> CompletionOutput:

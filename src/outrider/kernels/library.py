@@ -16,12 +16,29 @@ from typing import Any
 
 import torch
 
+from outrider.errors import ForkedProcessError
+
 logger = logging.getLogger(__name__)
 
 FILE = Path(__file__).parent / "native" / "kernels.so"
 #: Names of the instruction sets, best last, and the bytes of their vectors.
 INSTRUCTION_SETS = {"generic": 16, "avx2": 32, "avx512": 64, "avx512bf16": 64}
 _REALS = {torch.float32: "f32", torch.float64: "f64"}
+
+
+#: Processes in which a model was loaded: this one, or those it was forked from.
+_processes: set[int] = set()
+
+
+def check_process() -> None:
+    """Remember that this process runs a model's threads.
+
+    Raises:
+        ForkedProcessError: It was forked from one that did, and would wait forever for threads that did not come along.
+    """
+    _processes.add(os.getpid())
+    if len(_processes) > 1:
+        raise ForkedProcessError
 
 
 class KernelLibrary:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -16,8 +18,19 @@ from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, ModelLoadError, UnsupportedModelError
 from outrider.kernels.weights import quantise_linears
 from outrider.model import hf
+from outrider.model.given import check_given, make_own
 
 logger = logging.getLogger(__name__)
+
+#: What is taken from a generation config, and its name here; the same as vLLM takes.
+_GENERATION_DEFAULTS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,7 @@ class LoadedModel:
         dtype: Of its weights.
         slices_logits: Whether its forward computes the head for chosen rows only.
         long_rope_after: Texts longer than this use other rotary factors for all their tokens; None where none do.
+        generation_defaults: What its generation config says of sampling, by the names of SamplingParams; not validated.
     """
 
     name: str
@@ -47,6 +61,7 @@ class LoadedModel:
     dtype: torch.dtype
     slices_logits: bool
     long_rope_after: int | None = None
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def uses_long_rope(self, num_tokens: int) -> bool:
         """Whether a text of so many tokens uses the long rotary factors."""
@@ -62,7 +77,7 @@ def check_sources(**sources: str | None) -> None:
     Raises:
         InvalidParameterError: No such folder, or a file.
     """
-    for field, source in sources.items():
+    for name, source in sources.items():
         if source is None or os.path.isdir(source):
             continue
         if os.path.isfile(source):
@@ -72,7 +87,7 @@ def check_sources(**sources: str | None) -> None:
         else:
             continue
         remedy = "Give the folder that holds config.json and the weights, or a hub id like owner/name."
-        raise InvalidParameterError(field, source, problem, remedy)
+        raise InvalidParameterError(name, source, problem, remedy)
 
 
 def _may_be_hub_id(source: str) -> bool:
@@ -86,12 +101,16 @@ def _may_be_hub_id(source: str) -> bool:
     return True
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
+def load_model(config: ModelConfig, tokenizer: Any | None = None) -> LoadedModel:
     """Load weights and tokenizer through transformers.
+
+    Args:
+        config: Which checkpoint, and how.
+        tokenizer: Used in place of the checkpoint's own: a folder, a hub id, or a tokenizer of transformers (copied).
 
     Raises:
         ModelLoadError: Not on the hub, unreadable or corrupt.
-        InvalidParameterError: The device cannot be used, or max_model_len exceeds the context.
+        InvalidParameterError: The device cannot be used, max_model_len exceeds the context, or the tokenizer is none.
         UnsupportedModelError: Not a causal decoder.
     """
     from transformers import AutoConfig
@@ -101,29 +120,87 @@ def load_model(config: ModelConfig) -> LoadedModel:
     hf_config = _attempt(
         config.model, "its configuration cannot be read", AutoConfig.from_pretrained, config.model, **source
     )
+    _check_decoder(config.model, hf_config)
+    longest = _max_model_len(config, hf_config)
+    own_tokenizer = _load_tokenizer(config, source) if tokenizer is None else given_tokenizer(tokenizer)
+    return _loaded(config, _load_weights(config, hf_config, source).to(device), own_tokenizer, device, longest)
+
+
+def adopt_model(model: Any, config: ModelConfig, tokenizer: Any | None = None, *, consume: bool = False) -> LoadedModel:
+    """Use a model of transformers that the caller has loaded. It is copied, and stays as it is, unless `consume`.
+
+    Args:
+        model: The module.
+        config: Its `model` is the name to show. A device of None is that of the module.
+        tokenizer: As in `load_model`; None for a model whose prompts are token ids.
+        consume: Whether its weights may be taken without a copy; it is of no use afterwards.
+
+    Raises:
+        InvalidParameterError: The module, the device, the tokenizer or max_model_len cannot be used.
+        ContradictionError: A setting that says how to load a checkpoint.
+        ModelLoadError: It cannot be copied.
+        UnsupportedModelError: Not a causal decoder.
+    """
+    check_given(model, config)
+    _check_decoder(config.model, model.config)
+    device = usable_device(str(model.device) if config.device is None else config.device)
+    longest = _max_model_len(config, model.config)
+    own_tokenizer = None if tokenizer is None else given_tokenizer(tokenizer)
+    # All that may be refused is refused by now: a module that is consumed is changed from here on.
+    return _loaded(config, make_own(model, config, device, consume=consume), own_tokenizer, device, longest)
+
+
+def given_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer that the caller names, or a copy of the one that he gives: ours is used in threads of its own.
+
+    Code that comes with a folder or from the hub is not run.
+
+    Raises:
+        InvalidParameterError: It is no tokenizer, or no such folder.
+        ModelLoadError: Not on the hub, unreadable or corrupt.
+    """
+    from transformers import AutoTokenizer
+
+    if isinstance(tokenizer, str | os.PathLike):
+        source = os.fspath(tokenizer)
+        check_sources(tokenizer=source)
+        return _attempt(source, "its tokenizer cannot be read", AutoTokenizer.from_pretrained, source)
+    if callable(tokenizer) and hasattr(tokenizer, "decode"):
+        return deepcopy(tokenizer)
+    remedy = "Give a tokenizer of transformers, a folder or a hub id."
+    raise InvalidParameterError("tokenizer", tokenizer, "neither a tokenizer nor the name of one", remedy)
+
+
+def _check_decoder(name: str, hf_config: Any) -> None:
     if getattr(hf_config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(config.model, "it is an encoder-decoder", "Use a decoder-only (causal) model.")
-    model = _load_weights(config, hf_config, source).to(device).eval()
-    model.requires_grad_(False)
+        raise UnsupportedModelError(name, "it is an encoder-decoder", "Use a decoder-only (causal) model.")
+
+
+def _loaded(
+    config: ModelConfig, model: Any, tokenizer: Any | None, device: torch.device, max_model_len: int
+) -> LoadedModel:
+    """Prepare a model that is ours, and find out about it."""
+    model.eval().requires_grad_(False)
     if config.quantization is not None:
         quantise_linears(model)
     if model.dtype == torch.float64:
         hf.use_plain_experts(model)
-    text_config = hf_config.get_text_config(decoder=True)
+    text_config = model.config.get_text_config(decoder=True)
     long_rope_after = hf.long_rope_after(model.config)
     if long_rope_after is not None:
         hf.split_rotary_regimes(model, long_rope_after)
     return LoadedModel(
         name=config.model,
         model=model,
-        tokenizer=_load_tokenizer(config, source),
+        tokenizer=tokenizer,
         vocab_size=_vocab_size(model, text_config),
-        max_model_len=_max_model_len(config, text_config),
+        max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(model, text_config),
         device=device,
         dtype=model.dtype,
         slices_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
         long_rope_after=long_rope_after,
+        generation_defaults=_generation_defaults(model),
     )
 
 
@@ -225,8 +302,16 @@ def _eos_token_ids(model: Any, text_config: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _max_model_len(config: ModelConfig, text_config: Any) -> int:
+def _generation_defaults(model: Any) -> dict[str, Any]:
+    """Values that are given; that `do_sample` is not makes nothing greedy, as in vLLM."""
+    config = getattr(model, "generation_config", None)
+    found = {ours: getattr(config, theirs, None) for theirs, ours in _GENERATION_DEFAULTS.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _max_model_len(config: ModelConfig, hf_config: Any) -> int:
     """The checkpoint's context, or less where the caller asks or where rotary factors begin to change with every token."""
+    text_config = hf_config.get_text_config(decoder=True)
     context = getattr(text_config, "max_position_embeddings", None) or 2048
     fixed = hf.fixed_rope_context(text_config)
     if fixed is not None and fixed < context:
