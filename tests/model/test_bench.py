@@ -19,7 +19,7 @@ from outrider.bench.session import Session
 from outrider.bench.settings import BenchSettings
 from outrider.bench.ways import parse_ways
 from outrider.bench.widen import widen
-from outrider.cli.main import app
+from outrider.cli.app import app
 from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError
 from outrider.llm import LLM, default_model
 from outrider.prove.tiny import save_tiny_llama

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outrider.cli.main import app
+from outrider.cli.app import app
 from outrider.cli.options import structure
 from outrider.cli.render import write
 from outrider.errors import InvalidParameterError
@@ -64,7 +64,7 @@ def test_version() -> None:
 
 
 def test_help_loads_no_torch() -> None:
-    code = "import sys, outrider.cli.main; print(sorted({'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)))"
+    code = "import sys, outrider.cli.app; print(sorted({'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "[]"
 
