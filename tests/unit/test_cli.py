@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
+from outrider.cli.endings import ending, warning
 from outrider.cli.options import structure
 from outrider.cli.render import write
 from outrider.errors import InvalidParameterError
 from outrider.llm import default_model
+from outrider.params import CompletionOutput, RequestStats, SamplingParams, TokenOrigin
 
 COLOURS = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
 
@@ -37,9 +40,14 @@ def outrider(*arguments: str, stdin: str = "", **environment: str) -> subprocess
     )
 
 
+def invoked(*arguments: str, stdin: str = "", **environment: str) -> Result:
+    """The same command in this process, where torch is loaded already."""
+    return CliRunner().invoke(app, arguments, input=stdin, env={"COLUMNS": "200", **environment})
+
+
 def inside(*arguments: str, stdin: str = "", **environment: str) -> str:
-    """Standard output of the same command in this process, where torch is loaded already."""
-    result = CliRunner().invoke(app, arguments, input=stdin, env=environment)
+    """Its standard output."""
+    result = invoked(*arguments, stdin=stdin, **environment)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -139,6 +147,44 @@ def test_compare_shows_the_speedup() -> None:
     answer = as_json("-p", "x", "--max-tokens", "4", "--compare")
     assert answer["speedup"] > 0
     assert answer["identical"] is None  # unseeded samples promise the same law, not the same text
+
+
+def test_the_closing_line_says_how_the_text_ended() -> None:
+    cut = invoked("generate", "-p", "def f(", "--max-tokens", "6", "--ignore-eos")
+    assert (cut.exit_code, "cut off at 6 tokens (--max-tokens)" in cut.stderr) == (0, True)
+    stopped = invoked("generate", "-p", "def f(", "-t", "0", "--max-tokens", "200", "--stop", ":\n")
+    assert (stopped.exit_code, "stopped at ':\\n'" in stopped.stderr) == (0, True)
+    ended = invoked("generate", "-p", "x = ", "--regex", "[0-9]{3}", "--max-tokens", "20")
+    assert (ended.exit_code, "stopped at its end" in ended.stderr) == (0, True)
+    several = invoked("generate", "-p", "def f(", "-n", "3", "--max-tokens", "4", "--ignore-eos")
+    assert "3 texts cut off at 4 tokens (--max-tokens)" in several.stderr
+
+
+def test_a_full_context_is_not_blamed_on_max_tokens() -> None:
+    stats = RequestStats()
+    output = CompletionOutput(0, "ab", (1, 2), (TokenOrigin.PLAIN,) * 2, "length", None, stats)
+    assert ending(output, SamplingParams(max_tokens=2)) == "cut off at 2 tokens (--max-tokens)"
+    params = SamplingParams(max_tokens=3)
+    assert ending(output, params) == "cut off at 2 tokens (the model's context is full)"
+    assert warning(output, params).endswith("Give a shorter prompt: the model's context is full.")
+
+
+STRUCTURE = ("generate", "-p", "x = ", "--json-schema", '{"type": "string", "minLength": 60}')
+
+
+@pytest.mark.parametrize("more", [(), ("-n", "2"), ("--json",)])
+def test_a_structure_that_was_cut_off_is_a_failure(more: tuple[str, ...]) -> None:
+    cut = invoked(*STRUCTURE, *more, "--max-tokens", "3")
+    assert cut.exit_code == 1
+    assert cut.stderr.count("the output is incomplete") == (2 if "-n" in more else 1)
+    assert "Raise --max-tokens." in cut.stderr
+    assert cut.stderr.count("prompt 1, sample 2: the output is incomplete") == ("-n" in more)
+
+
+def test_a_structure_that_is_complete_at_the_last_token_is_none() -> None:
+    whole = invoked("generate", "-p", "x = ", "--regex", "[0-9]+", "--max-tokens", "1")
+    assert (whole.exit_code, "cut off at 1 tokens" in whole.stderr) == (0, True)
+    assert "incomplete" not in whole.stderr
 
 
 def test_one_bad_prompt_among_several() -> None:
@@ -258,7 +304,7 @@ def test_chat_goes_on_after_a_question_that_cannot_be_served(tmp_path: Path) -> 
     questions = f"hello\n{'word ' * 3000}\n/reset\nhello\n/exit\n"
     result = outrider("chat", str(model), "--max-tokens", "4", "-t", "0", "--quantization", "int8", stdin=questions)
     assert result.returncode == 0
-    assert result.stderr.count("tokens/s") == 2
+    assert result.stderr.count("tokens/s, cut off at 4 tokens (--max-tokens)") == 2
     assert result.stderr.count("outrider: ") == 1
     answers = [answer for answer in map(str.strip, result.stdout.split("> ")) if answer]
     assert len(answers) == 2

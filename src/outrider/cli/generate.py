@@ -14,7 +14,7 @@ import typer
 from outrider.cli import options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rich.console import Console
 
@@ -106,14 +106,13 @@ def _answer(
     compare: bool,
     no_color: bool,
 ) -> bool:
-    """Write what was asked for in the form that fits it; returns whether every prompt was served."""
+    """Write what was asked for in the form that fits it; returns whether every text is there and whole."""
     if compare and not llm.speculation.enabled:
         notes.print("no proposer: plain decoding beside itself. Give --draft-model, or --proposer suffix.", style="yellow")
     if as_json:
-        return _as_json(llm, prompts, params, compare)
+        return _as_json(llm, prompts, params, notes, compare=compare)
     if len(prompts) == 1 and params.n == 1:
-        _stream(llm, prompts[0], params, notes, no_color=no_color, compare=compare)
-        return True
+        return _stream(llm, prompts[0], params, notes, no_color=no_color, compare=compare)
     return _batch(llm, prompts, params, notes, no_color=no_color, compare=compare)
 
 
@@ -169,10 +168,11 @@ def _standard_input() -> str:
     return text
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no_color: bool, compare: bool) -> None:
+def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no_color: bool, compare: bool) -> bool:
     """One prompt, shown as it is written; closing line on standard error. One that cannot be served raises."""
     from rich.console import Console
 
+    from outrider.cli.endings import ending
     from outrider.cli.render import closing_line, legend, write, write_logprobs
 
     paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
@@ -190,17 +190,19 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no
     paper.print()
     assert final is not None
     write_logprobs(paper, final.logprobs)
-    notes.print(closing_line(len(final.token_ids), seconds, final.stats), style="dim")
+    notes.print(closing_line(len(final.token_ids), seconds, final.stats, ending(final, params)), style="dim")
     if compare:
         plain = _run(llm, [prompt], params, speculation="none")
         _show_comparison(notes, plain, len(final.token_ids) / max(seconds, 1e-9))
         _show_identity(notes, llm, _identical(params, plain.outputs[0].outputs, (final,)))
+    return _all_whole(llm, params, {"": final}, notes)
 
 
 def _batch(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console, *, no_color: bool, compare: bool) -> bool:
-    """Several prompts or samples: a progress bar, then the texts; returns whether every prompt was served."""
+    """Several prompts or samples: a progress bar, then the texts; returns as _answer does."""
     from rich.console import Console
 
+    from outrider.cli.endings import endings
     from outrider.cli.render import closing_line, write, write_logprobs
 
     paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
@@ -211,17 +213,44 @@ def _batch(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console,
         if output.error is not None:
             notes.print(f"prompt {place + 1}: {output.error}", style="red", markup=False)
         for completion in output.outputs:
-            sample = f", sample {completion.index + 1}" if params.n > 1 else ""
-            paper.print(f"── prompt {place + 1}{sample} ──", style="bold" if paper.is_terminal else None)
+            paper.print(f"── {_name(place, completion, params)} ──", style="bold" if paper.is_terminal else None)
             write(paper, _spans_of(llm, completion))
             paper.print()
             write_logprobs(paper, completion.logprobs)
-    notes.print(closing_line(run.num_tokens, run.seconds, llm.stats.finished.freeze()), style="dim")
+    if samples := _samples(run):
+        ended = endings(samples, params)
+        notes.print(closing_line(run.num_tokens, run.seconds, llm.stats.finished.freeze(), ended), style="dim")
     if compare:
         plain = _run(llm, prompts, params, speculation="none")
         _show_comparison(notes, plain, run.tokens_per_second)
-        _show_identity(notes, llm, _identical(params, _samples(plain), _samples(run)))
-    return all(output.error is None for output in run.outputs)
+        _show_identity(notes, llm, _identical(params, _samples(plain), samples))
+    return _all_served(llm, params, run, notes)
+
+
+def _name(place: int, completion: CompletionOutput, params: SamplingParams) -> str:
+    """Of a text among several."""
+    return f"prompt {place + 1}" + (f", sample {completion.index + 1}" if params.n > 1 else "")
+
+
+def _all_served(llm: LLM, params: SamplingParams, run: _Run, notes: Console) -> bool:
+    """Whether every prompt of a run was served with whole texts."""
+    several = len(run.outputs) > 1 or params.n > 1
+    texts = {
+        f"{_name(place, completion, params)}: " if several else "": completion
+        for place, output in enumerate(run.outputs)
+        for completion in output.outputs
+    }
+    return _all_whole(llm, params, texts, notes) and all(output.error is None for output in run.outputs)
+
+
+def _all_whole(llm: LLM, params: SamplingParams, texts: Mapping[str, CompletionOutput], notes: Console) -> bool:
+    """Whether no structure was cut off; a warning for each that was, after the name of the text."""
+    from outrider.cli.endings import is_incomplete, warning
+
+    cut = {name: completion for name, completion in texts.items() if is_incomplete(llm, completion, params)}
+    for name, completion in cut.items():
+        notes.print(f"{name}{warning(completion, params)}", style="yellow")
+    return not cut
 
 
 def _spans_of(llm: LLM, completion: CompletionOutput) -> Iterator[tuple[str, str]]:
@@ -262,8 +291,8 @@ def _run_with_progress(llm: LLM, prompts: list[str], params: SamplingParams, not
         return _run(llm, prompts, params, on_finished=lambda _: progress.advance(task))
 
 
-def _as_json(llm: LLM, prompts: list[str], params: SamplingParams, compare: bool) -> bool:
-    """One object: the completion itself for one prompt and sample, else a list of them; returns as _batch does."""
+def _as_json(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console, *, compare: bool) -> bool:
+    """One object: the completion itself for one prompt and sample, else a list of them; returns as _answer does."""
     if compare:
         _warm_up(llm, prompts, params)
     run = _run(llm, prompts, params)
@@ -277,7 +306,7 @@ def _as_json(llm: LLM, prompts: list[str], params: SamplingParams, compare: bool
         answer["speedup"] = run.tokens_per_second / plain.tokens_per_second
         answer["identical"] = _identical(params, _samples(plain), _samples(run))
     sys.stdout.write(json.dumps(answer, ensure_ascii=False) + "\n")
-    return all(output.error is None for output in run.outputs)
+    return _all_served(llm, params, run, notes)
 
 
 def _output_json(output: RequestOutput, run: _Run) -> dict[str, Any]:

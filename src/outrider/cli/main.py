@@ -1,6 +1,8 @@
 """The entry point of the `outrider` command: exit codes, and errors as one clear line.
 
-Exit codes: 0 done, 1 something failed while running, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 something failed while running, 2 wrong usage, 130 interrupted. A plain text that --max-tokens cuts
+off is done. A text that has to follow a structure (a JSON schema, a regular expression, a grammar) and is cut off before
+the structure is complete has failed: the exit code is 1.
 
 This module imports nothing that takes time: before `main` runs, an interrupt still shows Python's own traceback.
 """
