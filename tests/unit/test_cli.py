@@ -56,6 +56,12 @@ def as_json(*arguments: str, **kwargs: Any) -> Any:
     return json.loads(inside("generate", "--json", *arguments, **kwargs))
 
 
+def sample_json(*arguments: str, **kwargs: Any) -> Any:
+    """The only sample of the only prompt."""
+    ((sample,),) = (request["samples"] for request in as_json(*arguments, **kwargs)["requests"])
+    return sample
+
+
 @pytest.mark.parametrize(
     "arguments", [("--help",), ("generate", "--help"), ("chat", "-h"), ("prove", "--help"), ("bench", "--help")]
 )
@@ -79,32 +85,52 @@ def test_help_loads_no_torch() -> None:
 
 def test_json_is_one_object_with_everything() -> None:
     answer = as_json("-p", "def f(", "--max-tokens", "12", "--seed", "3", "--dtype", "float64")
-    assert len(answer["token_ids"]) == len(answer["origins"]) == 12
-    assert set(answer["origins"]) <= {"plain", "accepted", "recovered", "bonus"}
-    assert answer["finish_reason"] == "length"
-    stats = answer["stats"]
-    assert stats["num_accepted_tokens"] == answer["origins"].count("accepted")
-    assert stats["mean_acceptance_length"] == pytest.approx(1 + stats["num_accepted_tokens"] / stats["num_drafts"])
     assert set(answer["time_shares"]) == {"propose", "forward", "verify", "host"}
-    plain = as_json("-p", "def f(", "--max-tokens", "12", "--seed", "3", "--dtype", "float64", "--proposer", "none")
-    assert plain["text"] == answer["text"]
+    assert answer["tokens_per_second"] > 0
+    ((sample,),) = (request["samples"] for request in answer["requests"])
+    assert len(sample["token_ids"]) == len(sample["origins"]) == 12
+    assert set(sample["origins"]) <= {"plain", "accepted", "recovered", "bonus"}
+    assert sample["finish_reason"] == "length"
+    stats = sample["stats"]
+    assert stats["num_accepted_tokens"] == sample["origins"].count("accepted")
+    assert stats["mean_acceptance_length"] == pytest.approx(1 + stats["num_accepted_tokens"] / stats["num_drafts"])
+    plain = sample_json("-p", "def f(", "--max-tokens", "12", "--seed", "3", "--dtype", "float64", "--proposer", "none")
+    assert plain["text"] == sample["text"]
     assert set(plain["origins"]) == {"plain"}
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("prompts", [["def f("], ["def f(", ""], [""], ["a", "b"]])
+def test_json_has_one_shape(prompts: list[str], samples: int) -> None:
+    given = [part for prompt in prompts for part in ("-p", prompt)]
+    result = invoked("generate", "--json", *given, "-n", str(samples), "--max-tokens", "3")
+    assert result.exit_code == (1 if "" in prompts else 0)
+    answer = json.loads(result.stdout)
+    assert set(answer) == {"requests", "tokens_per_second", "time_shares"}
+    assert [request["prompt"] for request in answer["requests"]] == prompts
+    for request in answer["requests"]:
+        if request["prompt"]:
+            assert set(request) == {"prompt", "samples"}
+            assert [len(sample["token_ids"]) for sample in request["samples"]] == [3] * samples
+        else:
+            assert set(request) == {"prompt", "error"}
+            assert request["error"]["type"] == "InvalidPromptError"
+            assert "prompt=''" in request["error"]["message"]
 
 
 def test_prompts_from_files_and_standard_input(tmp_path: Path) -> None:
     file = tmp_path / "prompt.py"
     file.write_text("class A:\n", "utf-8")
     common = ("--max-tokens", "4", "-t", "0")
-    from_file = as_json("--file", str(file), *common)
-    from_stdin = as_json(*common, stdin="class A:\n")
+    from_file = sample_json("--file", str(file), *common)
+    from_stdin = sample_json(*common, stdin="class A:\n")
     assert from_file["token_ids"] == from_stdin["token_ids"]
-    assert len(as_json("-p", "a", "-p", "b", *common)["outputs"]) == 2
 
 
 def test_text_goes_to_standard_output_without_colours() -> None:
     result = outrider("generate", "-p", "def f(", "--max-tokens", "8", "--seed", "1")
     assert result.returncode == 0
-    answer = as_json("-p", "def f(", "--max-tokens", "8", "--seed", "1")
+    answer = sample_json("-p", "def f(", "--max-tokens", "8", "--seed", "1")
     assert result.stdout == f"def f({answer['text']}\n"
     assert "\x1b" not in result.stdout
     assert "tokens/s" in result.stderr
@@ -128,7 +154,7 @@ def test_colours_only_on_a_terminal_that_wants_them() -> None:
 
 def test_logprobs_are_shown_as_text_too() -> None:
     command = ("-p", "def f(", "--max-tokens", "4", "-t", "0", "--logprobs", "1")
-    entries = as_json(*command)["logprobs"]
+    entries = sample_json(*command)["logprobs"]
     for samples in ("1", "2"):
         shown = inside("generate", *command, "-n", samples).splitlines()
         heads = [place for place, line in enumerate(shown) if line.split() == ["token", "logprob", "rank", "others"]]
@@ -185,6 +211,13 @@ def test_a_structure_that_is_complete_at_the_last_token_is_none() -> None:
     whole = invoked("generate", "-p", "x = ", "--regex", "[0-9]+", "--max-tokens", "1")
     assert (whole.exit_code, "cut off at 1 tokens" in whole.stderr) == (0, True)
     assert "incomplete" not in whole.stderr
+
+
+def test_a_comparison_of_nothing_is_left_out() -> None:
+    result = invoked("generate", "-p", "", "-p", "", "--compare")
+    assert (result.exit_code, "speedup" in result.stderr) == (1, False)
+    result = invoked("generate", "-p", "", "--compare", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["speedup"]) == (1, None)
 
 
 def test_one_bad_prompt_among_several() -> None:
