@@ -249,6 +249,10 @@ def test_the_verb_writes_tables_page_numbers_and_plots(tiny: str, tmp_path: Path
         assert "replay leaves draft models out" in text
         assert "replay/mail" in text
         assert "loops" in text
+        assert found["verdicts"]
+        for verdict in found["verdicts"]:
+            for line in (verdict["text"], verdict["python"], verdict["command"]):
+                assert line is None or line in text
     as_json = CliRunner().invoke(app, [*command[:-2], "--json"])
     assert set(json.loads(as_json.stdout)["cells"]) == set(found["cells"])
 
