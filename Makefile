@@ -1,5 +1,5 @@
 # Two commands, each from nothing on a fresh machine:
-#   make demo    environment, install, then the default pair writes code with and without speculation
+#   make demo    environment, install, then the default pair writes code with and without speculation, and is timed in turns
 #   make test    environment, install, then lint, types and every test
 PYTHON ?= python3
 VENV   ?= .venv
