@@ -12,7 +12,7 @@ import pytest
 from outrider.kernels.library import available_sets
 from tests.mutation.mutants import Mutant
 from tests.mutation.native_mutants import NATIVE_MUTANTS
-from tests.mutation.test_mutants import PACKAGE, assert_caught, plant, run_check
+from tests.mutation.test_mutants import PACKAGE, assert_caught, one_of_each_kind, plant, run_check
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 
@@ -32,7 +32,7 @@ def test_the_real_kernels_pass(check: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("mutant", NATIVE_MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", one_of_each_kind(NATIVE_MUTANTS))
 def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = plant(mutant, tmp_path)
     script = build_script()
