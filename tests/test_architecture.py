@@ -127,7 +127,7 @@ def test_only_the_command_line_prints(path: Path) -> None:
     assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls)
 
 
-@pytest.mark.parametrize("statement", ["import outrider", "import outrider.cli.main"])
+@pytest.mark.parametrize("statement", ["import outrider", "import outrider.cli.app"])
 def test_importing_stays_light(statement: str) -> None:
     code = f"import sys; {statement}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider import LLM, SamplingParams
+from outrider.cli.endings import ending
 from outrider.cli.render import closing_line, coloured, legend
 
 PROMPT = "class Reader:\n    def __init__(self, path):\n"
@@ -26,13 +27,15 @@ def main() -> None:
     )
     console.print(legend())
     text = Text().append(PROMPT, "dim")
+    params = SamplingParams(seed=4, temperature=0.8, max_tokens=120)
     start, last = perf_counter(), None
-    for piece in llm.stream(PROMPT, SamplingParams(seed=4, temperature=0.8, max_tokens=120)):
+    for piece in llm.stream(PROMPT, params):
         text.append_text(coloured(piece.spans))
         last = piece.output or last
     assert last is not None
     console.print(text)
-    console.print(Text(closing_line(len(last.token_ids), perf_counter() - start, last.stats), style="dim"))
+    seconds = perf_counter() - start
+    console.print(Text(closing_line(len(last.token_ids), seconds, last.stats, ending(last, params)), style="dim"))
     console.save_svg(str(Path(__file__).with_name("generate.svg")), title="outrider generate")
 
 

@@ -5,10 +5,10 @@ The public names, loaded on first use so that `import outrider` and `outrider --
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # `typing` is not imported: it would take most of the time that `import outrider` takes
 if TYPE_CHECKING:
+    from typing import Any
+
     from outrider.config import SpeculationConfig
     from outrider.errors import OutriderError
     from outrider.llm import LLM
@@ -61,6 +61,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
+        from importlib import import_module
+
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'outrider' has no attribute {name!r}")
 

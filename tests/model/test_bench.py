@@ -19,7 +19,7 @@ from outrider.bench.session import Session
 from outrider.bench.settings import BenchSettings
 from outrider.bench.ways import parse_ways
 from outrider.bench.widen import widen
-from outrider.cli.main import app
+from outrider.cli.app import app
 from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError
 from outrider.llm import LLM, default_model
 from outrider.prove.tiny import save_tiny_llama
@@ -249,6 +249,10 @@ def test_the_verb_writes_tables_page_numbers_and_plots(tiny: str, tmp_path: Path
         assert "replay leaves draft models out" in text
         assert "replay/mail" in text
         assert "loops" in text
+        assert found["verdicts"]
+        for verdict in found["verdicts"]:
+            for line in (verdict["text"], verdict["python"], verdict["command"]):
+                assert line is None or line in text
     as_json = CliRunner().invoke(app, [*command[:-2], "--json"])
     assert set(json.loads(as_json.stdout)["cells"]) == set(found["cells"])
 

@@ -10,6 +10,38 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """A typed error of the package that catches a bug before a check can judge its claim.
+
+    Attributes:
+        error: Its class.
+        says: What its message holds.
+        reason: Why this error is a catch and not a crash.
+    """
+
+    error: str
+    says: str
+    reason: str
+
+
+KEY_REUSED = Refusal(
+    "NoiseReuseError",
+    "Stream.",
+    "the prover's source of chance refuses a key that is asked for twice: such draws are not independent",
+)
+TOKEN_REFUSED = Refusal(
+    "ProcessingError",
+    "the structure refuses token",
+    "the automaton follows the committed tokens and refuses one that a wrong mask let through",
+)
+PROBE_DIFFERS = Refusal(
+    "UnsupportedModelError",
+    "logits differ from a plain forward pass",
+    "the probe at load compares every backend with a plain forward pass, on a ragged batch and a tree",
+)
+
+
+@dataclass(frozen=True)
 class Mutant:
     """One planted bug.
 
@@ -21,6 +53,7 @@ class Mutant:
         new: What it becomes.
         killer: The check in killers.py that must turn red; empty for a survivor.
         survives: Why no test can tell it from the real code; empty for one that must be killed.
+        refused: The error that catches it; None where the killer's own claim must fail.
     """
 
     name: str
@@ -30,6 +63,7 @@ class Mutant:
     new: str
     killer: str = ""
     survives: str = ""
+    refused: Refusal | None = None
 
 
 MUTANTS = (
@@ -73,6 +107,7 @@ MUTANTS = (
         "return Key(view.seq_id, view.seed, view.sample, Stream.ACCEPT, position",
         "return Key(view.seq_id, view.seed, view.sample, Stream.DRAFT, position",
         "law_block",
+        refused=KEY_REUSED,
     ),
     Mutant(
         "ratio test on drafts that share the target's noise",
@@ -179,6 +214,7 @@ MUTANTS = (
         "allowed = self._grammar.allowed(path, logits.shape[-1])",
         "allowed = self._grammar.allowed((), logits.shape[-1])",
         "law_structure",
+        refused=TOKEN_REFUSED,
     ),
     Mutant(
         "automaton not rolled back after looking along a draft",
@@ -187,6 +223,7 @@ MUTANTS = (
         "                self._matcher.rollback(taken)\n",
         "                pass\n",
         "law_structure",
+        refused=TOKEN_REFUSED,
     ),
     Mutant(
         "parameters applied to the target's first row only",
@@ -200,8 +237,8 @@ MUTANTS = (
         "logprobs of processed logits reported as raw",
         11,
         "engine/engine.py",
-        "            processed = logits.clone() if processed is logits else processed",
-        "            processed = logits",
+        "law = raw_logprobs(raw[rows])",
+        "law = raw_logprobs(processed[rows])",
         "logprobs",
     ),
     Mutant(
@@ -267,6 +304,7 @@ MUTANTS = (
         "Stream.ACCEPT, position, view.round, node)",
         "Stream.ACCEPT, position, view.round)",
         "law_tree",
+        refused=KEY_REUSED,
     ),
     Mutant(
         "text goes on after a stop inside the draft",
@@ -307,6 +345,7 @@ MUTANTS = (
         "return np.asarray(depth) + self.start",
         "return np.arange(len(depth)) + self.start",
         "tree_text",
+        refused=PROBE_DIFFERS,
     ),
     Mutant(
         "a tree row sees its uncles",
@@ -315,6 +354,7 @@ MUTANTS = (
         "seen[row] |= seen[parent]",
         "seen[row, : row + 1] = True",
         "tree_text",
+        refused=PROBE_DIFFERS,
     ),
     Mutant(
         "sampled draft discarded for what it says",
@@ -375,6 +415,7 @@ MUTANTS = (
         "    if reach.window is not None:\n",
         "    if False:\n",
         "window",
+        refused=PROBE_DIFFERS,
     ),
     Mutant(
         "copied block not filled",

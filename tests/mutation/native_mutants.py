@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tests.mutation.mutants import Mutant
+from tests.mutation.mutants import PROBE_DIFFERS, Mutant, Refusal
 
 
-def _mutant(name: str, file: str, old: str, new: str, killer: str) -> Mutant:
-    return Mutant(name, 0, f"kernels/native/{file}", old, new, killer)
+def _mutant(name: str, file: str, old: str, new: str, killer: str, refused: Refusal | None = None) -> Mutant:
+    return Mutant(name, 0, f"kernels/native/{file}", old, new, killer, refused=refused)
 
 
 NATIVE_MUTANTS = (
@@ -16,6 +16,7 @@ NATIVE_MUTANTS = (
         ": other > row) continue;",
         ": 0) continue;",
         "kernels_decoder",
+        PROBE_DIFFERS,
     ),
     _mutant(
         "a tree's row sees its uncles",
@@ -23,6 +24,7 @@ NATIVE_MUTANTS = (
         "s->ancestry ? !s->ancestry[row * s->rows + other] : other > row",
         "other > row",
         "kernels_decoder",
+        PROBE_DIFFERS,
     ),
     _mutant(
         "the window is one too wide",
@@ -30,6 +32,7 @@ NATIVE_MUTANTS = (
         "own - position >= shape->window",
         "own - position > shape->window",
         "kernels_decoder",
+        PROBE_DIFFERS,
     ),
     _mutant(
         "positions of a tree by row",
@@ -58,6 +61,7 @@ NATIVE_MUTANTS = (
         "a * cosines[i] - b * sines[i];",
         "a * cosines[i] + b * sines[i];",
         "kernels_decoder",
+        PROBE_DIFFERS,
     ),
     _mutant(
         "a run forgets the sums before it",

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.cli.main import app
+from outrider.cli.app import app
 from outrider.engine import verifier
 from outrider.errors import EngineAnswerError, InvalidParameterError, MissingExtraError
 from outrider.prove.engines.cells import detectable, judge

@@ -117,10 +117,14 @@ def test_eta_stands_beside_its_limit() -> None:
 
 def test_greedy_text_that_loops_is_marked_and_nothing_else() -> None:
     looping, fine = way("ngram k=3", repeated=0.11), way("ngram k=3", repeated=0.10)
-    assert report.speed_row(cell(), looping)[-1] == "11% loops"
-    assert report.speed_row(cell(), fine)[-1] == "10%"
-    assert report.speed_row(cell(sampling="T=1"), looping)[-1] == "11%"
-    assert report.speed_row(cell(sampling="replay", workload="replay/x"), fine)[-1] == "10% replay"
+
+    def mark(found: WayResult, **changes: Any) -> str:
+        return report.speed_row(CellResult(cell=cell(**changes), ways=[found]), found)[-1]
+
+    assert mark(looping) == "11% loops"
+    assert mark(fine) == "10%"
+    assert mark(looping, sampling="T=1") == "11%"
+    assert mark(fine, sampling="replay", workload="replay/x") == "10% replay"
 
 
 def test_a_text_in_a_loop_is_found_by_its_tokens() -> None:

@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outrider.cli.main import app
+from outrider.cli.app import app
+from outrider.cli.endings import ending, warning
 from outrider.cli.options import structure
 from outrider.cli.render import write
 from outrider.errors import InvalidParameterError
 from outrider.llm import default_model
+from outrider.params import CompletionOutput, RequestStats, SamplingParams, TokenOrigin
 
 COLOURS = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
 
@@ -37,15 +40,26 @@ def outrider(*arguments: str, stdin: str = "", **environment: str) -> subprocess
     )
 
 
+def invoked(*arguments: str, stdin: str = "", **environment: str) -> Result:
+    """The same command in this process, where torch is loaded already."""
+    return CliRunner().invoke(app, arguments, input=stdin, env={"COLUMNS": "200", **environment})
+
+
 def inside(*arguments: str, stdin: str = "", **environment: str) -> str:
-    """Standard output of the same command in this process, where torch is loaded already."""
-    result = CliRunner().invoke(app, arguments, input=stdin, env=environment)
+    """Its standard output."""
+    result = invoked(*arguments, stdin=stdin, **environment)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def as_json(*arguments: str, **kwargs: Any) -> Any:
     return json.loads(inside("generate", "--json", *arguments, **kwargs))
+
+
+def sample_json(*arguments: str, **kwargs: Any) -> Any:
+    """The only sample of the only prompt."""
+    ((sample,),) = (request["samples"] for request in as_json(*arguments, **kwargs)["requests"])
+    return sample
 
 
 @pytest.mark.parametrize(
@@ -64,39 +78,59 @@ def test_version() -> None:
 
 
 def test_help_loads_no_torch() -> None:
-    code = "import sys, outrider.cli.main; print(sorted({'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)))"
+    code = "import sys, outrider.cli.app; print(sorted({'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "[]"
 
 
 def test_json_is_one_object_with_everything() -> None:
     answer = as_json("-p", "def f(", "--max-tokens", "12", "--seed", "3", "--dtype", "float64")
-    assert len(answer["token_ids"]) == len(answer["origins"]) == 12
-    assert set(answer["origins"]) <= {"plain", "accepted", "recovered", "bonus"}
-    assert answer["finish_reason"] == "length"
-    stats = answer["stats"]
-    assert stats["num_accepted_tokens"] == answer["origins"].count("accepted")
-    assert stats["mean_acceptance_length"] == pytest.approx(1 + stats["num_accepted_tokens"] / stats["num_drafts"])
     assert set(answer["time_shares"]) == {"propose", "forward", "verify", "host"}
-    plain = as_json("-p", "def f(", "--max-tokens", "12", "--seed", "3", "--dtype", "float64", "--proposer", "none")
-    assert plain["text"] == answer["text"]
+    assert answer["tokens_per_second"] > 0
+    ((sample,),) = (request["samples"] for request in answer["requests"])
+    assert len(sample["token_ids"]) == len(sample["origins"]) == 12
+    assert set(sample["origins"]) <= {"plain", "accepted", "recovered", "bonus"}
+    assert sample["finish_reason"] == "length"
+    stats = sample["stats"]
+    assert stats["num_accepted_tokens"] == sample["origins"].count("accepted")
+    assert stats["mean_acceptance_length"] == pytest.approx(1 + stats["num_accepted_tokens"] / stats["num_drafts"])
+    plain = sample_json("-p", "def f(", "--max-tokens", "12", "--seed", "3", "--dtype", "float64", "--proposer", "none")
+    assert plain["text"] == sample["text"]
     assert set(plain["origins"]) == {"plain"}
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("prompts", [["def f("], ["def f(", ""], [""], ["a", "b"]])
+def test_json_has_one_shape(prompts: list[str], samples: int) -> None:
+    given = [part for prompt in prompts for part in ("-p", prompt)]
+    result = invoked("generate", "--json", *given, "-n", str(samples), "--max-tokens", "3")
+    assert result.exit_code == (1 if "" in prompts else 0)
+    answer = json.loads(result.stdout)
+    assert set(answer) == {"requests", "tokens_per_second", "time_shares"}
+    assert [request["prompt"] for request in answer["requests"]] == prompts
+    for request in answer["requests"]:
+        if request["prompt"]:
+            assert set(request) == {"prompt", "samples"}
+            assert [len(sample["token_ids"]) for sample in request["samples"]] == [3] * samples
+        else:
+            assert set(request) == {"prompt", "error"}
+            assert request["error"]["type"] == "InvalidPromptError"
+            assert "prompt=''" in request["error"]["message"]
 
 
 def test_prompts_from_files_and_standard_input(tmp_path: Path) -> None:
     file = tmp_path / "prompt.py"
     file.write_text("class A:\n", "utf-8")
     common = ("--max-tokens", "4", "-t", "0")
-    from_file = as_json("--file", str(file), *common)
-    from_stdin = as_json(*common, stdin="class A:\n")
+    from_file = sample_json("--file", str(file), *common)
+    from_stdin = sample_json(*common, stdin="class A:\n")
     assert from_file["token_ids"] == from_stdin["token_ids"]
-    assert len(as_json("-p", "a", "-p", "b", *common)["outputs"]) == 2
 
 
 def test_text_goes_to_standard_output_without_colours() -> None:
     result = outrider("generate", "-p", "def f(", "--max-tokens", "8", "--seed", "1")
     assert result.returncode == 0
-    answer = as_json("-p", "def f(", "--max-tokens", "8", "--seed", "1")
+    answer = sample_json("-p", "def f(", "--max-tokens", "8", "--seed", "1")
     assert result.stdout == f"def f({answer['text']}\n"
     assert "\x1b" not in result.stdout
     assert "tokens/s" in result.stderr
@@ -120,7 +154,7 @@ def test_colours_only_on_a_terminal_that_wants_them() -> None:
 
 def test_logprobs_are_shown_as_text_too() -> None:
     command = ("-p", "def f(", "--max-tokens", "4", "-t", "0", "--logprobs", "1")
-    entries = as_json(*command)["logprobs"]
+    entries = sample_json(*command)["logprobs"]
     for samples in ("1", "2"):
         shown = inside("generate", *command, "-n", samples).splitlines()
         heads = [place for place, line in enumerate(shown) if line.split() == ["token", "logprob", "rank", "others"]]
@@ -139,6 +173,51 @@ def test_compare_shows_the_speedup() -> None:
     answer = as_json("-p", "x", "--max-tokens", "4", "--compare")
     assert answer["speedup"] > 0
     assert answer["identical"] is None  # unseeded samples promise the same law, not the same text
+
+
+def test_the_closing_line_says_how_the_text_ended() -> None:
+    cut = invoked("generate", "-p", "def f(", "--max-tokens", "6", "--ignore-eos")
+    assert (cut.exit_code, "cut off at 6 tokens (--max-tokens)" in cut.stderr) == (0, True)
+    stopped = invoked("generate", "-p", "def f(", "-t", "0", "--max-tokens", "200", "--stop", ":\n")
+    assert (stopped.exit_code, "stopped at ':\\n'" in stopped.stderr) == (0, True)
+    ended = invoked("generate", "-p", "x = ", "--regex", "[0-9]{3}", "--max-tokens", "20")
+    assert (ended.exit_code, "stopped at its end" in ended.stderr) == (0, True)
+    several = invoked("generate", "-p", "def f(", "-n", "3", "--max-tokens", "4", "--ignore-eos")
+    assert "3 texts cut off at 4 tokens (--max-tokens)" in several.stderr
+
+
+def test_a_full_context_is_not_blamed_on_max_tokens() -> None:
+    stats = RequestStats()
+    output = CompletionOutput(0, "ab", (1, 2), (TokenOrigin.PLAIN,) * 2, "length", None, stats)
+    assert ending(output, SamplingParams(max_tokens=2)) == "cut off at 2 tokens (--max-tokens)"
+    params = SamplingParams(max_tokens=3)
+    assert ending(output, params) == "cut off at 2 tokens (the model's context is full)"
+    assert warning(output, params).endswith("Give a shorter prompt: the model's context is full.")
+
+
+STRUCTURE = ("generate", "-p", "x = ", "--json-schema", '{"type": "string", "minLength": 60}')
+
+
+@pytest.mark.parametrize("more", [(), ("-n", "2"), ("--json",)])
+def test_a_structure_that_was_cut_off_is_a_failure(more: tuple[str, ...]) -> None:
+    cut = invoked(*STRUCTURE, *more, "--max-tokens", "3")
+    assert cut.exit_code == 1
+    assert cut.stderr.count("the output is incomplete") == (2 if "-n" in more else 1)
+    assert "Raise --max-tokens." in cut.stderr
+    assert cut.stderr.count("prompt 1, sample 2: the output is incomplete") == ("-n" in more)
+
+
+def test_a_structure_that_is_complete_at_the_last_token_is_none() -> None:
+    whole = invoked("generate", "-p", "x = ", "--regex", "[0-9]+", "--max-tokens", "1")
+    assert (whole.exit_code, "cut off at 1 tokens" in whole.stderr) == (0, True)
+    assert "incomplete" not in whole.stderr
+
+
+def test_a_comparison_of_nothing_is_left_out() -> None:
+    result = invoked("generate", "-p", "", "-p", "", "--compare")
+    assert (result.exit_code, "speedup" in result.stderr) == (1, False)
+    result = invoked("generate", "-p", "", "--compare", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["speedup"]) == (1, None)
 
 
 def test_one_bad_prompt_among_several() -> None:
@@ -258,7 +337,7 @@ def test_chat_goes_on_after_a_question_that_cannot_be_served(tmp_path: Path) -> 
     questions = f"hello\n{'word ' * 3000}\n/reset\nhello\n/exit\n"
     result = outrider("chat", str(model), "--max-tokens", "4", "-t", "0", "--quantization", "int8", stdin=questions)
     assert result.returncode == 0
-    assert result.stderr.count("tokens/s") == 2
+    assert result.stderr.count("tokens/s, cut off at 4 tokens (--max-tokens)") == 2
     assert result.stderr.count("outrider: ") == 1
     answers = [answer for answer in map(str.strip, result.stdout.split("> ")) if answer]
     assert len(answers) == 2

@@ -71,6 +71,11 @@ class Cell(BaseModel):
         return -(-self.num_prompts // self.batch)
 
     @property
+    def group(self) -> str:
+        """What a verdict is about: the load without its workload, in one phrase."""
+        return f"{self.model}, {self.dtype}, {self.sampling}, batch {self.batch}"
+
+    @property
     def load(self) -> str:
         """One phrase for tables."""
         return f"{self.model}, {self.dtype}, {self.workload}, {self.sampling}, batch {self.batch}"

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.figures import LOOPS_ABOVE, Spread
-from outrider.bench.plan import Cell
-from outrider.bench.results import CellResult, Results, WayResult
+from outrider.bench.results import CellResult, Outcome, Results, Verdict, WayResult
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
+VERDICT = "What pays here"
 SPEED = ("way", "tokens/s", "speedup", "with prompt", "first ms", "gaps ms", "GiB", "8-grams")
 DRAFTS = ("way", "tau", "expected", "a pass", "accepted %", "eta", "1/C", "time %")
 LEGEND = (
@@ -43,6 +44,27 @@ def tables(results: Results, cells: Sequence[CellResult]) -> list[Table]:
     return views
 
 
+def conclusion(verdicts: Iterable[Verdict]) -> Text:
+    """For the terminal: what pays, and what to paste."""
+    from rich.text import Text
+
+    styles = {Outcome.PAYS: "bold green", Outcome.UNCLEAR: "bold yellow", Outcome.PLAIN: "bold red", Outcome.LOOPS: "bold"}
+    text = Text(VERDICT, "bold")
+    for verdict in verdicts:
+        text.append(f"\n{verdict.group}: ", "dim")
+        text.append(verdict.text, styles[verdict.outcome])
+        for line in pasted(verdict):
+            text.append(f"\n    {line}", "not bold")
+    return text
+
+
+def pasted(verdict: Verdict) -> list[str]:
+    """The lines that use what is best, where there are any."""
+    if verdict.python is None:
+        return []
+    return [verdict.python, verdict.command or "# outrider generate has no option for this way"]
+
+
 def markdown(results: Results, cells: Sequence[CellResult], command: str, plots: Iterable[str] = ()) -> str:
     """A page for a document.
 
@@ -54,6 +76,10 @@ def markdown(results: Results, cells: Sequence[CellResult], command: str, plots:
     """
     lines = ["# Benchmark", "", f"{machine_line(results)} Made by `{command}`.", "", LEGEND, ""]
     lines += [f"- {note}" for note in results.remarks]
+    lines += ["", f"## {VERDICT}"]
+    for verdict in results.verdicts:
+        lines += ["", f"**{verdict.group}**: {verdict.text}"]
+        lines += ["", *(f"    {line}" for line in pasted(verdict))] if pasted(verdict) else []
     for title, columns, rows in _sections(results, cells):
         lines += ["", f"## {title}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
@@ -80,7 +106,7 @@ def _sections(
     """(title, columns, rows)"""
     yield _costs(results)
     for found in cells:
-        yield _title(found), SPEED, [speed_row(found.cell, way) for way in found.shown]
+        yield _title(found), SPEED, [speed_row(found, way) for way in found.shown]
         if any(way.tau is not None for way in found.shown):
             drafting = [way for way in found.shown if way.tau is not None or way.plain]
             yield f"{found.cell.load}: drafts", DRAFTS, [draft_row(way) for way in drafting]
@@ -102,7 +128,7 @@ def _costs(results: Results) -> tuple[str, tuple[str, ...], list[tuple[str, ...]
     return "What a pass costs by its rows, C(n) = T(n) / T(1)", ("model", "T(1) ms", *(f"n={n}" for n in counts)), rows
 
 
-def speed_row(cell: Cell, way: WayResult) -> tuple[str, ...]:
+def speed_row(found: CellResult, way: WayResult) -> tuple[str, ...]:
     """The columns of SPEED."""
     speed = "?" if way.tokens_per_second is None else _spread(way.tokens_per_second)
     first = way.time_to_first_token
@@ -116,7 +142,7 @@ def speed_row(cell: Cell, way: WayResult) -> tuple[str, ...]:
         "" if first is None else f"{1e3 * first.median:.0f}",
         gaps,
         " + cuda ".join(peaks),
-        f"{way.repeated_8grams:.0%}{_mark(cell, way)}",
+        f"{way.repeated_8grams:.0%}{_mark(found, way)}",
     )
 
 
@@ -136,10 +162,10 @@ def draft_row(way: WayResult) -> tuple[str, ...]:
     )
 
 
-def _mark(cell: Cell, way: WayResult) -> str:
-    if cell.replay:
+def _mark(found: CellResult, way: WayResult) -> str:
+    if found.cell.replay:
         return " replay"
-    return " loops" if way.loops and cell.sampling == "greedy" else ""
+    return " loops" if found.flatters(way) else ""
 
 
 def _number(value: float | None) -> str:

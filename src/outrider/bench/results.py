@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from outrider.bench.figures import Spread
 from outrider.bench.plan import Cell
+from outrider.bench.ways import Recipe
 from outrider.errors import InvalidParameterError
 
 
@@ -77,6 +79,11 @@ class WayResult(BaseModel):
         """Whether it is our own plain decoding."""
         return self.peer is None and self.name == "plain"
 
+    @property
+    def drafted(self) -> bool:
+        """Whether a draft of one of our ways was ever verified."""
+        return self.tau is not None
+
 
 class CellResult(BaseModel):
     """A cell and its ways, in the order they took turns.
@@ -85,6 +92,7 @@ class CellResult(BaseModel):
         cell: What was compared.
         ways: Figures of those who came through.
         dropouts: Who did not, and why.
+        recipes: How to use each of our ways, by name.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -92,6 +100,11 @@ class CellResult(BaseModel):
     cell: Cell
     ways: list[WayResult]
     dropouts: list[str] = []
+    recipes: dict[str, Recipe] = {}
+
+    def flatters(self, way: WayResult) -> bool:
+        """Whether this is greedy text that loops: every proposer guesses it, so that its figures are no headline."""
+        return way.loops and self.cell.sampling == "greedy"
 
     @property
     def shown(self) -> list[WayResult]:
@@ -131,6 +144,40 @@ class ModelResult(BaseModel):
         return {} if base is None else {n: seconds / base for n, seconds in self.row_seconds.items()}
 
 
+class Outcome(StrEnum):
+    """What is to be done about drafts."""
+
+    PAYS = "pays"
+    UNCLEAR = "unclear"
+    PLAIN = "plain"
+    LOOPS = "loops"
+
+
+class Verdict(BaseModel):
+    """What pays in one precision, sampled one way, so many texts at a time.
+
+    Attributes:
+        group: "model, dtype, sampling, batch n".
+        outcome: A way pays; the ranges hold 1; plain decoding is faster; or the text loops and says nothing.
+        way: The best way to draft; None where none drafted text that counts.
+        speedup: Its decoding over plain decoding: the median over workloads, and the range over all rounds.
+        never_drafted: Ways that never found anything to draft.
+        text: All of this in sentences.
+        python, command: How to use what is best, as a line of Python and as a command line; None where there is none.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    group: str
+    outcome: Outcome
+    way: str | None
+    speedup: Spread | None
+    never_drafted: list[str]
+    text: str
+    python: str | None
+    command: str | None
+
+
 class Results(BaseModel):
     """Everything found on one machine with one set of versions.
 
@@ -139,6 +186,7 @@ class Results(BaseModel):
         bandwidth: Bytes a second read from memory.
         models: By "model, dtype".
         cells: By `Cell.key`.
+        verdicts: What pays, by group of cells.
         notes: What was left out, and why.
     """
 
@@ -148,6 +196,7 @@ class Results(BaseModel):
     bandwidth: float | None = None
     models: dict[str, ModelResult] = {}
     cells: dict[str, CellResult] = {}
+    verdicts: list[Verdict] = []
     notes: list[str] = []
 
     def note(self, text: str) -> None:

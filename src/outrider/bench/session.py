@@ -18,6 +18,7 @@ from outrider.bench.run import EncodedTask
 from outrider.bench.settings import BenchSettings, PrecisionName
 from outrider.bench.summary import summarise
 from outrider.bench.tasks import Task
+from outrider.bench.verdict import verdicts
 from outrider.bench.widen import cache_folder, wide_target
 from outrider.errors import InvalidParameterError, InvalidPromptError, MissingExtraError, OtherEngineError
 from outrider.llm import LLM, default_model
@@ -116,6 +117,7 @@ class Session:
                     rounds = list(cell.rounds(tasks[cell.workload]))
                     contestants = self._contestants(cell, llm, peers)
                     results.cells[cell.key] = self._measure(cell, rounds, contestants, model, results.bandwidth)
+                    results.verdicts = verdicts(results.cells.values())
                     store.save(results)
                 self.measured.append(results.cells[cell.key])
 
@@ -215,7 +217,10 @@ class Session:
         warm = interleave([short], contestants, advance, dropped)
         ready = [contestant for contestant in contestants if contestant.name in warm]
         runs = interleave(rounds, ready, advance, dropped)
-        return CellResult(cell=cell, ways=summarise(ready, runs, cell.batch, model, bandwidth), dropouts=dropouts)
+        ways = summarise(ready, runs, cell.batch, model, bandwidth)
+        greedy = cell.sampling == "greedy"
+        recipes = {way.name: way.recipe(cell.model, cell.dtype, greedy=greedy) for way in self.plan.ways_of(cell)}
+        return CellResult(cell=cell, ways=ways, dropouts=dropouts, recipes=recipes)
 
     @contextmanager
     def _one(self, what: str) -> Iterator[None]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from outrider.config import PLAIN, SpeculationConfig
 from outrider.errors import InvalidParameterError
+from outrider.llm import default_model
 from outrider.propose import registry
 
 #: What a run measures unless it is told otherwise, and what a full one does.
@@ -22,6 +27,20 @@ ALL = (
     "suffix-tree:16",
 )
 _FORM = "Use NAME or NAME:LENGTH, like plain, draft_model:3, ngram:5, suffix:16, suffix-tree:16."
+
+
+class Recipe(BaseModel):
+    """How to use a way.
+
+    Attributes:
+        python: A line of Python.
+        command: A command line; None where the command has no option for it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    python: str
+    command: str | None
 
 
 @dataclass(frozen=True)
@@ -44,6 +63,41 @@ class Way:
     def replays(self) -> bool:
         """Whether its drafts are untouched by the processor that forces a recorded text."""
         return self.config.proposer != "draft_model"
+
+    def recipe(self, model: str, dtype: str, *, greedy: bool) -> Recipe:
+        """What to paste in order to decode this way.
+
+        Args:
+            model: Its name in reports. The embedded one is the default and is left out. The wide one stands for a model of
+                the reader's, and so do its name and that of its draft model.
+            dtype: Of the weights; or int8.
+            greedy: Whether the text was.
+        """
+        target = {"embedded": None, "wide": "MODEL"}.get(model, model)
+        draft_model = self.config.draft_model
+        if draft_model == default_model("draft"):
+            draft_model = None if model == "embedded" else "DRAFT"
+        speculation: dict[str, Any] = {"proposer": self.config.proposer, "draft_model": draft_model}
+        if not self.plain:
+            speculation |= {"num_draft_tokens": self.config.num_draft_tokens}
+            speculation |= {"suffix_tree": True} if self.config.suffix_tree else {}
+        speculation = {name: value for name, value in speculation.items() if value is not None}
+        precision = {"dtype": "bfloat16", "quantization": "int8"} if dtype == "int8" else {"dtype": dtype}
+        first = [] if target is None else [target]
+        config = f"SpeculationConfig({', '.join(_arguments(speculation))})"
+        arguments = [*map(_quoted, first), *_arguments(precision), f"speculation={config}"]
+        options = {**precision, **speculation} | ({"temperature": 0} if greedy else {})
+        words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        command = f'{shlex.join(["outrider", "generate", *first, *words])} --prompt "..."'
+        return Recipe(python=f"LLM({', '.join(arguments)})", command=None if self.config.suffix_tree else command)
+
+
+def _arguments(given: dict[str, Any]) -> list[str]:
+    return [f"{name}={_quoted(value)}" for name, value in given.items()]
+
+
+def _quoted(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def parse_ways(names: Sequence[str], draft_model: str | None) -> list[Way]:

@@ -99,7 +99,10 @@ def _progress(console: Console) -> Iterator[Progress]:
 
 def _this_run(session: Session, results: Results) -> Results:
     """Without what earlier runs left in the folder."""
-    return results.model_copy(update={"cells": {found.cell.key: found for found in session.measured}})
+    from outrider.bench.verdict import verdicts
+
+    cells = {found.cell.key: found for found in session.measured}
+    return results.model_copy(update={"cells": cells, "verdicts": verdicts(cells.values())})
 
 
 def _write(results: Results, out: Path | None) -> None:
@@ -130,3 +133,5 @@ def _show(session: Session, results: Results, paper: Any) -> None:
     for note in shown.remarks:
         paper.print(f"note: {note}", style="bold", markup=False)
     paper.print(report.LEGEND, style="dim", markup=False)
+    paper.print()
+    paper.print(report.conclusion(shown.verdicts), soft_wrap=True)  # lines to paste are whole

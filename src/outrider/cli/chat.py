@@ -107,6 +107,7 @@ def _turn(
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, console: Console, notes: Console) -> str:
     """Stream one turn; an interrupt ends it between two steps and keeps what was written so far."""
+    from outrider.cli.endings import ending
     from outrider.cli.render import closing_line, write
 
     start, written = perf_counter(), ""
@@ -118,7 +119,8 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, co
             if piece.output is not None:
                 console.print()
                 spent = perf_counter() - start
-                notes.print(closing_line(len(piece.output.token_ids), spent, piece.output.stats), style="dim")
+                ended = ending(piece.output, params)
+                notes.print(closing_line(len(piece.output.token_ids), spent, piece.output.stats, ended), style="dim")
             elif interrupted():
                 stream.close()  # type: ignore[attr-defined]
                 console.print(" [dim](stopped)[/dim]")

@@ -14,7 +14,7 @@ import typer
 from outrider.cli import options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rich.console import Console
 
@@ -56,7 +56,9 @@ def generate(
     batch_invariant: options.BatchInvariant = False,
     max_num_seqs: Annotated[int, typer.Option(help="Prompts that run at a time.")] = 32,
     compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly, and show the speedup.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of text: requests with their samples.")
+    ] = False,
     no_color: options.NoColor = False,
 ) -> None:
     """Complete prompts from --prompt, --file or standard input."""
@@ -106,15 +108,15 @@ def _answer(
     compare: bool,
     no_color: bool,
 ) -> bool:
-    """Write what was asked for in the form that fits it; returns whether every prompt was served."""
+    """Write what was asked for in the form that fits it; returns whether every text is there and whole."""
     if compare and not llm.speculation.enabled:
         notes.print("no proposer: plain decoding beside itself. Give --draft-model, or --proposer suffix.", style="yellow")
     if as_json:
-        return _as_json(llm, prompts, params, compare)
+        return _as_json(llm, prompts, params, notes, compare=compare)
     if len(prompts) == 1 and params.n == 1:
-        _stream(llm, prompts[0], params, notes, no_color=no_color, compare=compare)
-        return True
-    return _batch(llm, prompts, params, notes, no_color=no_color, compare=compare)
+        return _stream(llm, prompts[0], params, notes, no_color=no_color, compare=compare)
+    given = prompts if len(prompts) > 1 else prompts[0]
+    return _batch(llm, given, params, notes, no_color=no_color, compare=compare)
 
 
 @dataclass(frozen=True)
@@ -169,15 +171,16 @@ def _standard_input() -> str:
     return text
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no_color: bool, compare: bool) -> None:
+def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no_color: bool, compare: bool) -> bool:
     """One prompt, shown as it is written; closing line on standard error. One that cannot be served raises."""
     from rich.console import Console
 
+    from outrider.cli.endings import ending
     from outrider.cli.render import closing_line, legend, write, write_logprobs
 
     paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
     if compare:
-        _warm_up(llm, [prompt], params)
+        _warm_up(llm, prompt, params)
     start, final = perf_counter(), None
     stream = llm.stream(prompt, params)  # a prompt that is refused is not echoed
     if notes.is_terminal and llm.speculation.enabled:
@@ -190,17 +193,21 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no
     paper.print()
     assert final is not None
     write_logprobs(paper, final.logprobs)
-    notes.print(closing_line(len(final.token_ids), seconds, final.stats), style="dim")
+    notes.print(closing_line(len(final.token_ids), seconds, final.stats, ending(final, params)), style="dim")
     if compare:
-        plain = _run(llm, [prompt], params, speculation="none")
+        plain = _run(llm, prompt, params, speculation="none")
         _show_comparison(notes, plain, len(final.token_ids) / max(seconds, 1e-9))
         _show_identity(notes, llm, _identical(params, plain.outputs[0].outputs, (final,)))
+    return _all_whole(llm, params, {"": final}, notes)
 
 
-def _batch(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console, *, no_color: bool, compare: bool) -> bool:
-    """Several prompts or samples: a progress bar, then the texts; returns whether every prompt was served."""
+def _batch(
+    llm: LLM, prompts: str | list[str], params: SamplingParams, notes: Console, *, no_color: bool, compare: bool
+) -> bool:
+    """Several prompts or samples: a progress bar, then the texts; returns as _answer does."""
     from rich.console import Console
 
+    from outrider.cli.endings import endings
     from outrider.cli.render import closing_line, write, write_logprobs
 
     paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
@@ -211,17 +218,44 @@ def _batch(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console,
         if output.error is not None:
             notes.print(f"prompt {place + 1}: {output.error}", style="red", markup=False)
         for completion in output.outputs:
-            sample = f", sample {completion.index + 1}" if params.n > 1 else ""
-            paper.print(f"── prompt {place + 1}{sample} ──", style="bold" if paper.is_terminal else None)
+            paper.print(f"── {_name(place, completion, params)} ──", style="bold" if paper.is_terminal else None)
             write(paper, _spans_of(llm, completion))
             paper.print()
             write_logprobs(paper, completion.logprobs)
-    notes.print(closing_line(run.num_tokens, run.seconds, llm.stats.finished.freeze()), style="dim")
-    if compare:
+    if samples := _samples(run):
+        ended = endings(samples, params)
+        notes.print(closing_line(run.num_tokens, run.seconds, llm.stats.finished.freeze(), ended), style="dim")
+    if compare and samples:
         plain = _run(llm, prompts, params, speculation="none")
         _show_comparison(notes, plain, run.tokens_per_second)
-        _show_identity(notes, llm, _identical(params, _samples(plain), _samples(run)))
-    return all(output.error is None for output in run.outputs)
+        _show_identity(notes, llm, _identical(params, _samples(plain), samples))
+    return _all_served(llm, params, run, notes)
+
+
+def _name(place: int, completion: CompletionOutput, params: SamplingParams) -> str:
+    """Of a text among several."""
+    return f"prompt {place + 1}" + (f", sample {completion.index + 1}" if params.n > 1 else "")
+
+
+def _all_served(llm: LLM, params: SamplingParams, run: _Run, notes: Console) -> bool:
+    """Whether every prompt of a run was served with whole texts."""
+    several = len(run.outputs) > 1 or params.n > 1
+    texts = {
+        f"{_name(place, completion, params)}: " if several else "": completion
+        for place, output in enumerate(run.outputs)
+        for completion in output.outputs
+    }
+    return _all_whole(llm, params, texts, notes) and all(output.error is None for output in run.outputs)
+
+
+def _all_whole(llm: LLM, params: SamplingParams, texts: Mapping[str, CompletionOutput], notes: Console) -> bool:
+    """Whether no structure was cut off; a warning for each that was, after the name of the text."""
+    from outrider.cli.endings import is_incomplete, warning
+
+    cut = {name: completion for name, completion in texts.items() if is_incomplete(llm, completion, params)}
+    for name, completion in cut.items():
+        notes.print(f"{name}{warning(completion, params)}", style="yellow")
+    return not cut
 
 
 def _spans_of(llm: LLM, completion: CompletionOutput) -> Iterator[tuple[str, str]]:
@@ -238,56 +272,57 @@ def _spans_of(llm: LLM, completion: CompletionOutput) -> Iterator[tuple[str, str
         left -= min(left, len(piece))
 
 
-def _run(llm: LLM, prompts: list[str], params: SamplingParams, **kwargs: Any) -> _Run:
-    """Generate for all prompts; a single one that fails raises."""
+def _run(llm: LLM, prompts: str | list[str], params: SamplingParams, **kwargs: Any) -> _Run:
+    """Generate for all prompts; one that fails raises where it is given by itself and not in a list."""
     llm.stats.reset()
     start = perf_counter()
-    outputs = llm.generate(prompts if len(prompts) > 1 else prompts[0], params, **kwargs)
+    outputs = llm.generate(prompts, params, **kwargs)
     return _Run(outputs, perf_counter() - start, llm.stats.shares())
 
 
-def _warm_up(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
+def _warm_up(llm: LLM, prompts: str | list[str], params: SamplingParams) -> None:
     """A few tokens either way, so that a comparison gives the first run no cold start and the second no cached prompt."""
     short = params.replace(max_tokens=4, min_tokens=0)
     _run(llm, prompts, short)
     _run(llm, prompts, short, speculation="none")
 
 
-def _run_with_progress(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console) -> _Run:
+def _run_with_progress(llm: LLM, prompts: str | list[str], params: SamplingParams, notes: Console) -> _Run:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("writing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as progress:
-        task = progress.add_task("", total=len(prompts))
+        task = progress.add_task("", total=1 if isinstance(prompts, str) else len(prompts))
         return _run(llm, prompts, params, on_finished=lambda _: progress.advance(task))
 
 
-def _as_json(llm: LLM, prompts: list[str], params: SamplingParams, compare: bool) -> bool:
-    """One object: the completion itself for one prompt and sample, else a list of them; returns as _batch does."""
+def _as_json(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console, *, compare: bool) -> bool:
+    """One object, of one shape whatever was given; returns as _answer does."""
     if compare:
         _warm_up(llm, prompts, params)
     run = _run(llm, prompts, params)
-    each = [_output_json(output, run) for output in run.outputs]
-    answer: dict[str, Any] = each[0] if len(each) == 1 else {"outputs": each}
-    answer["tokens_per_second"] = run.tokens_per_second
-    answer["time_shares"] = run.shares
+    answer: dict[str, Any] = {
+        "requests": [_request_json(output) for output in run.outputs],
+        "tokens_per_second": run.tokens_per_second,
+        "time_shares": run.shares,
+    }
     if compare:
         plain = _run(llm, prompts, params, speculation="none")
         answer["plain_tokens_per_second"] = plain.tokens_per_second
-        answer["speedup"] = run.tokens_per_second / plain.tokens_per_second
+        answer["speedup"] = run.tokens_per_second / plain.tokens_per_second if plain.num_tokens else None
         answer["identical"] = _identical(params, _samples(plain), _samples(run))
     sys.stdout.write(json.dumps(answer, ensure_ascii=False) + "\n")
-    return all(output.error is None for output in run.outputs)
+    return _all_served(llm, params, run, notes)
 
 
-def _output_json(output: RequestOutput, run: _Run) -> dict[str, Any]:
+def _request_json(output: RequestOutput) -> dict[str, Any]:
+    """A prompt with its samples, or with the error that says why there are none."""
     from outrider.cli.render import completion_json
 
-    head = {"prompt": output.prompt}
     if output.error is not None:
-        return {**head, "error": {"type": type(output.error).__name__, "message": str(output.error)}}
-    samples = [completion_json(completion) for completion in output.outputs]
-    return {**head, **samples[0]} if len(samples) == 1 else {**head, "samples": samples}
+        error = {"type": type(output.error).__name__, "message": str(output.error)}
+        return {"prompt": output.prompt, "error": error}
+    return {"prompt": output.prompt, "samples": [completion_json(completion) for completion in output.outputs]}
 
 
 def _show_comparison(notes: Console, plain: _Run, tokens_per_second: float) -> None:

@@ -73,9 +73,9 @@ def _quoted(token: int, found: Logprob) -> str:
     return repr(token if found.decoded_token is None else found.decoded_token)
 
 
-def closing_line(num_tokens: int, seconds: float, stats: RequestStats) -> str:
-    """tokens/s, mean acceptance length and acceptance rate of one run."""
-    line = f"{num_tokens} tokens in {seconds:.2f} s, {num_tokens / max(seconds, 1e-9):.1f} tokens/s"
+def closing_line(num_tokens: int, seconds: float, stats: RequestStats, ended: str) -> str:
+    """tokens/s, how the text ended, mean acceptance length and acceptance rate of one run."""
+    line = f"{num_tokens} tokens in {seconds:.2f} s, {num_tokens / max(seconds, 1e-9):.1f} tokens/s, {ended}"
     if stats.num_drafts:
         line += f", mean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate {stats.acceptance_rate:.0%}"
     return line

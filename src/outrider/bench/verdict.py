@@ -1,0 +1,133 @@
+"""What pays here, by how much, and how to use it: a sentence for each precision, sampling and batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from outrider.bench.figures import Spread
+from outrider.bench.results import CellResult, Outcome, Verdict
+from outrider.bench.ways import Recipe
+
+_MORE = "Measure more before you choose it: --num-prompts 16 --max-tokens 128."
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A way to draft in all cells of a group that count.
+
+    Attributes:
+        name: Of the way.
+        speedup: Over plain decoding: the median over cells of their medians, and the range over all rounds of all cells.
+        num_rounds: Of all cells.
+        clear: Workloads in which every round was faster than plain decoding.
+    """
+
+    name: str
+    speedup: Spread
+    num_rounds: int
+    clear: tuple[str, ...]
+
+    @property
+    def pays(self) -> bool:
+        """Whether every round was faster than plain decoding, and there were several."""
+        return self.speedup.low > 1.0 and self.num_rounds > 1
+
+
+def verdicts(cells: Iterable[CellResult]) -> list[Verdict]:
+    """One for each model, precision, sampling and batch, in the order of the cells."""
+    groups: defaultdict[str, list[CellResult]] = defaultdict(list)
+    for found in cells:
+        groups[found.cell.group].append(found)
+    return [_verdict(group, found) for group, found in groups.items()]
+
+
+def _verdict(group: str, cells: Sequence[CellResult]) -> Verdict:
+    """Of one group: the way that surely pays and gains most; where there is none, the best of those that do not."""
+    ours = [way for found in cells for way in found.ways if way.peer is None and not way.plain]
+    names = list(dict.fromkeys(way.name for way in ours))
+    silent = [name for name in names if not any(way.drafted for way in ours if way.name == name)]
+    found = [_candidate(name, cells) for name in names if name not in silent]
+    candidates = [candidate for candidate in found if candidate is not None]
+    best = max(candidates, key=lambda c: (c.pays, c.speedup.median), default=None)
+    outcome = _outcome(best, looping=len(silent) < len(names))
+    sentences = [_said(outcome, best, cells), _left_out(cells) if best else "", _silent(silent)]
+    chosen = best.name if best and outcome is not Outcome.PLAIN else "plain"
+    recipe = _recipe(chosen, cells) if outcome is not Outcome.LOOPS else None
+    return Verdict(
+        group=group,
+        outcome=outcome,
+        way=best.name if best else None,
+        speedup=best.speedup if best else None,
+        never_drafted=silent,
+        text=" ".join(sentence for sentence in sentences if sentence),
+        python=recipe.python if recipe else None,
+        command=recipe.command if recipe else None,
+    )
+
+
+def _candidate(name: str, cells: Sequence[CellResult]) -> _Candidate | None:
+    """None where no cell has a figure of this way that counts."""
+    found: list[tuple[CellResult, Spread]] = []
+    for cell in cells:
+        way = next((way for way in cell.ways if way.name == name), None)
+        if way is not None and way.speedup is not None and not cell.flatters(way):
+            found.append((cell, way.speedup))
+    if not found:
+        return None
+    spreads = [speedup for _, speedup in found]
+    whole = Spread(
+        median=median(s.median for s in spreads), low=min(s.low for s in spreads), high=max(s.high for s in spreads)
+    )
+    clear = tuple(cell.cell.workload for cell, s in found if s.low > 1.0 and cell.cell.num_rounds > 1)
+    return _Candidate(name, whole, sum(cell.cell.num_rounds for cell, _ in found), clear)
+
+
+def _outcome(best: _Candidate | None, *, looping: bool) -> Outcome:
+    """
+    Args:
+        best: The best way whose figures count.
+        looping: Whether, where there is none, some way drafted: then its text loops.
+    """
+    if best is None:
+        return Outcome.LOOPS if looping else Outcome.PLAIN
+    if best.pays:
+        return Outcome.PAYS
+    return Outcome.UNCLEAR if best.speedup.median >= 1.0 else Outcome.PLAIN
+
+
+def _said(outcome: Outcome, best: _Candidate | None, cells: Sequence[CellResult]) -> str:
+    if outcome is Outcome.LOOPS:
+        return "No verdict: the greedy text repeats itself, which flatters every way to draft. Measure prompts of your own."
+    if best is None:
+        return "Decode plainly: no way to draft found anything to draft."
+    speed = f"{best.speedup.median:.2f} times as fast as plain decoding"
+    several = len({found.cell.workload for found in cells}) > 1
+    range_ = f"{best.speedup.low:.2f} to {best.speedup.high:.2f} over {best.num_rounds} rounds"
+    range_ += " of all workloads" if several else ""
+    if outcome is Outcome.PAYS:
+        return f"{best.name} pays: it writes {speed} ({range_})."
+    if outcome is Outcome.PLAIN:
+        return f"Decode plainly: the best way to draft, {best.name}, is {speed} ({range_})."
+    if best.num_rounds == 1:
+        return f"Nothing is certain: {best.name} was {speed} in a single round. {_MORE}"
+    only = f" It surely pays in {', '.join(best.clear)} alone." if best.clear else ""
+    found = f"the best way to draft, {best.name}, is {speed}, but its range holds 1 ({range_})"
+    return f"Nothing is certain: {found}.{only} {_MORE}"
+
+
+def _left_out(cells: Sequence[CellResult]) -> str:
+    """Which texts do not count."""
+    looping = [found.cell.workload for found in cells if any(found.flatters(way) for way in found.ways)]
+    return f"Not counted, since the greedy text repeats itself: {', '.join(looping)}." if looping else ""
+
+
+def _silent(names: Sequence[str]) -> str:
+    return f"Never drafted: {', '.join(names)}." if names else ""
+
+
+def _recipe(name: str, cells: Sequence[CellResult]) -> Recipe | None:
+    """None for results that were kept before there were recipes."""
+    return next((found.recipes[name] for found in cells if name in found.recipes), None)

@@ -1,0 +1,212 @@
+"""What a run says in the end, over results that are made up."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from outrider.bench import report
+from outrider.bench.figures import Spread
+from outrider.bench.plan import Cell
+from outrider.bench.results import CellResult, Outcome, Results, Verdict, WayResult
+from outrider.bench.verdict import verdicts
+from outrider.bench.ways import parse_ways
+from outrider.config import SpeculationConfig
+from outrider.llm import default_model
+
+NAMES = ("draft_model:4", "ngram:3", "suffix-tree:16")
+MACHINE = {
+    "cpu": "made up", "instruction_set": "none", "threads": 1, "device": "cpu", "outrider": "0", "torch": "0",
+    "transformers": "0", "python": "0",
+}  # fmt: skip
+
+
+def way(name: str, *speedup: float, drafted: bool = True, repeated: float = 0.0) -> WayResult:
+    """Speedup as median, low, high; none for plain decoding."""
+    spread = Spread(median=10, low=9, high=11)
+    return WayResult(
+        name=name,
+        tokens_per_second=spread,
+        whole_tokens_per_second=spread,
+        speedup=Spread(**dict(zip(("median", "low", "high"), speedup, strict=True))) if speedup else None,
+        num_tokens=96,
+        tau=2.0 if drafted and speedup else None,
+        repeated_8grams=repeated,
+        loops=repeated > 0.1,
+    )
+
+
+def cell(*ways: WayResult, **changes: Any) -> CellResult:
+    fixed: dict[str, Any] = {
+        "model": "/m", "dtype": "float32", "workload": "json", "sampling": "T=1", "batch": 1, "num_prompts": 3,
+        "max_tokens": 32, "ways": tuple(w.name for w in ways), "tasks": "abc",
+    }  # fmt: skip
+    about = Cell(**{**fixed, **changes})
+    recipes = {
+        known.name: known.recipe(about.model, about.dtype, greedy=about.sampling == "greedy")
+        for known in parse_ways(NAMES, "/d")
+    }
+    return CellResult(cell=about, ways=[way("plain"), *ways], recipes=recipes)
+
+
+def only(*cells: CellResult) -> Verdict:
+    (verdict,) = verdicts(cells)
+    return verdict
+
+
+def test_a_clear_gain_names_the_way_the_range_and_what_to_paste() -> None:
+    found = only(cell(way("draft_model k=4", 1.77, 1.42, 2.38), way("ngram k=3", 1.2, 0.9, 1.6)))
+    assert found.outcome is Outcome.PAYS
+    assert found.group == "/m, float32, T=1, batch 1"
+    assert found.text == (
+        "draft_model k=4 pays: it writes 1.77 times as fast as plain decoding (1.42 to 2.38 over 3 rounds)."
+    )
+    assert found.python is not None
+    assert found.python.startswith('LLM("/m", dtype="float32", speculation=SpeculationConfig(')
+    assert "num_draft_tokens=4" in found.python
+    assert found.command is not None
+    assert found.command.startswith("outrider generate /m --dtype float32 ")
+    assert found.command.endswith(' --num-draft-tokens 4 --prompt "..."')
+
+
+def test_what_surely_pays_comes_before_what_may_pay_more() -> None:
+    found = only(cell(way("draft_model k=4", 1.5, 0.9, 2.4), way("ngram k=3", 1.2, 1.1, 1.3)))
+    assert (found.outcome, found.way) == (Outcome.PAYS, "ngram k=3")
+
+
+def test_a_range_that_holds_1_is_no_gain() -> None:
+    found = only(cell(way("draft_model k=4", 1.06, 0.91, 1.2), way("ngram k=3", 0.8, 0.7, 0.9)))
+    assert found.outcome is Outcome.UNCLEAR
+    assert "draft_model k=4, is 1.06 times" in found.text
+    assert "its range holds 1 (0.91 to 1.20 over 3 rounds)" in found.text
+    assert "--num-prompts 16" in found.text
+
+
+def test_a_single_round_proves_nothing() -> None:
+    found = only(cell(way("draft_model k=4", 4.01, 4.01, 4.01), num_prompts=1))
+    assert found.outcome is Outcome.UNCLEAR
+    assert "in a single round" in found.text
+
+
+def test_where_everything_is_slower_the_advice_is_to_decode_plainly() -> None:
+    found = only(
+        cell(way("draft_model k=4", 0.68, 0.65, 0.71), way("ngram k=3", 0.87, 0.82, 0.93), batch=8, num_prompts=16)
+    )
+    assert found.outcome is Outcome.PLAIN
+    assert found.text == (
+        "Decode plainly: the best way to draft, ngram k=3, is 0.87 times as fast as plain decoding (0.82 to 0.93 over "
+        "2 rounds)."
+    )
+    assert found.python is not None
+    assert '"none"' in found.python
+    assert found.command is not None
+    assert " none " in found.command
+
+
+def test_who_never_drafted_is_named() -> None:
+    silent = way("suffix tree k=16", 1.3, 1.2, 1.4, drafted=False)  # whatever its figure is, no draft made it
+    found = only(cell(way("ngram k=3", 1.2, 1.1, 1.3), silent))
+    assert (found.way, found.never_drafted) == ("ngram k=3", ["suffix tree k=16"])
+    assert found.text.endswith("Never drafted: suffix tree k=16.")
+    nobody = only(cell(silent))
+    assert (nobody.outcome, nobody.way) == (Outcome.PLAIN, None)
+    assert nobody.text == "Decode plainly: no way to draft found anything to draft. Never drafted: suffix tree k=16."
+    half = only(cell(silent), cell(way("suffix tree k=16", 1.3, 1.2, 1.4), workload="free_text"))
+    assert half.never_drafted == []
+
+
+def test_greedy_text_that_loops_is_no_headline() -> None:
+    looping = cell(way("ngram k=3", 3.1, 2.9, 3.3, repeated=0.4), sampling="greedy")
+    found = only(looping)
+    assert (found.outcome, found.way, found.python, found.command) == (Outcome.LOOPS, None, None, None)
+    assert "3.1" not in found.text
+    fine = cell(way("ngram k=3", 1.2, 1.1, 1.3), sampling="greedy", workload="free_text")
+    both = only(looping, fine)
+    assert both.speedup == Spread(median=1.2, low=1.1, high=1.3)
+    assert both.text.endswith("Not counted, since the greedy text repeats itself: json.")
+    assert "--temperature 0 " in (both.command or "")
+    sampled = only(cell(way("ngram k=3", 3.1, 2.9, 3.3, repeated=0.4)))
+    assert sampled.outcome is Outcome.PAYS  # only greedy text is drawn into a loop by the model itself
+
+
+def test_workloads_are_taken_together_and_the_clear_ones_named() -> None:
+    found = only(
+        cell(way("ngram k=3", 1.3, 1.1, 1.5)),
+        cell(way("ngram k=3", 0.9, 0.8, 1.1), workload="free_text"),
+        cell(way("ngram k=3", 1.2, 0.9, 1.4), workload="code"),
+    )
+    assert found.speedup == Spread(median=1.2, low=0.8, high=1.5)
+    assert found.outcome is Outcome.UNCLEAR
+    assert "(0.80 to 1.50 over 9 rounds of all workloads). It surely pays in json alone." in found.text
+
+
+def test_every_precision_sampling_and_batch_has_its_own() -> None:
+    gain = way("ngram k=3", 1.3, 1.1, 1.5)
+    found = verdicts([cell(gain), cell(gain, batch=8), cell(gain, dtype="int8"), cell(gain, workload="free_text")])
+    assert [verdict.group for verdict in found] == [
+        "/m, float32, T=1, batch 1", "/m, float32, T=1, batch 8", "/m, int8, T=1, batch 1",
+    ]  # fmt: skip
+
+
+def test_peers_are_no_way_of_ours() -> None:
+    rival = way("rival: k=3", 9.0, 8.0, 10.0).model_copy(update={"peer": "rival"})
+    assert only(cell(way("ngram k=3", 1.3, 1.1, 1.5), rival)).way == "ngram k=3"
+
+
+def test_the_page_the_terminal_and_the_numbers_say_the_same() -> None:
+    cells = [cell(way("ngram k=3", 1.3, 1.1, 1.5)), cell(way("ngram k=3", 0.8, 0.7, 0.9), batch=4, num_prompts=16)]
+    found = Results(machine=MACHINE, cells={c.cell.key: c for c in cells}, verdicts=verdicts(cells))
+    page = report.markdown(found, cells, "outrider bench")
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(report.conclusion(found.verdicts), soft_wrap=True)
+    shown = console.export_text()
+    kept = json.loads(found.model_dump_json())["verdicts"]
+    assert len(kept) == 2
+    for verdict in kept:
+        for said in (verdict["group"], verdict["text"], verdict["python"], verdict["command"]):
+            assert said in page
+            assert said in shown
+    assert Results.model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.parametrize("name", ["plain", *NAMES])
+@pytest.mark.parametrize("model", ["embedded", "wide", "/folder/it's mine"])
+def test_what_is_pasted_is_the_way(name: str, model: str) -> None:
+    draft_model = default_model("draft") if model != "/folder/it's mine" else "/d"
+    chosen = parse_ways([name], draft_model)[-1]
+    recipe = chosen.recipe(model, "int8", greedy=True)
+
+    def llm(*target: str, dtype: str, quantization: str, speculation: SpeculationConfig) -> SpeculationConfig:
+        assert (dtype, quantization) == ("bfloat16", "int8")
+        assert target == {"embedded": (), "wide": ("MODEL",)}.get(model, (model,))
+        return speculation
+
+    config = eval(recipe.python, {"LLM": llm, "SpeculationConfig": SpeculationConfig})
+    named = {"embedded": None, "wide": "DRAFT"}.get(model, "/d") if name == "draft_model:4" else None
+    assert config == chosen.config.replace(draft_model=named)
+    if name == "suffix-tree:16":
+        assert recipe.command is None
+        return
+    assert recipe.command is not None
+    words = shlex.split(recipe.command)
+    assert words[:2] == ["outrider", "generate"]
+    assert words[words.index("--temperature") + 1] == "0"
+    assert "/folder/it's mine" in words or model != "/folder/it's mine"
+    assert ("--draft-model" in words) is (named is not None)
+
+
+def test_a_way_without_a_command_line_says_so() -> None:
+    tree = only(cell(way("suffix tree k=16", 1.3, 1.1, 1.5)))
+    assert report.pasted(tree)[1:] == ["# outrider generate has no option for this way"]
+    assert report.pasted(only(cell(way("ngram k=3", 3.1, 2.9, 3.3, repeated=0.4), sampling="greedy"))) == []
+
+
+def test_results_kept_before_there_were_recipes_have_a_verdict() -> None:
+    old = cell(way("ngram k=3", 1.3, 1.1, 1.5)).model_copy(update={"recipes": {}})
+    found = only(old)
+    assert (found.outcome, found.python, found.command) == (Outcome.PAYS, None, None)

@@ -1,0 +1,78 @@
+"""The commands of the project: what `make` and continuous integration run, leave out and refuse."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from outrider.kernels.library import available_sets
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "outrider"
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """An environment that make takes for installed: a Python that is this one."""
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', "utf-8")
+    python.chmod(0o755)
+    (tmp_path / "venv" / ".installed").touch()
+    return tmp_path / "venv"
+
+
+def dry(target: str, venv: Path) -> str:
+    command = ["make", "--dry-run", target, f"VENV={venv}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def ci(venv: Path, source: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "VENV": str(venv), "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run([ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_continuous_integration_refuses_a_machine_without_kernels(venv: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "src" / "outrider"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("assets", "__pycache__", "kernels.so"))
+    result = ci(venv, copy.parent)
+    assert result.returncode != 0
+    assert "the kernels are not compiled: kernels.so is missing" in result.stderr
+    assert "Install a C compiler" in result.stderr
+    assert "ruff" not in result.stdout  # it did not come to the tests
+
+
+@pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
+def test_with_kernels_it_names_what_is_missing_alone() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    command = [sys.executable, ROOT / ".ci" / "nothing_is_skipped.py"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    missing = [name for name in ("gguf", "llguidance", "matplotlib") if find_spec(name) is None]
+    assert result.returncode == (1 if missing else 0)
+    assert [name for name in missing if f"the package {name} is not installed" in result.stderr] == missing
+    assert "kernels" not in result.stderr
+
+
+def test_the_extra_for_tests_brings_what_they_would_skip_without() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert any(requirement.startswith("gguf") for requirement in extras["dev"])
+    assert "outrider[bench,grammar]" in extras["dev"]
+
+
+def test_what_is_slow_is_left_out_and_what_is_all_is_all(venv: Path) -> None:
+    assert '-m "not slow"' in dry("test", venv)
+    assert "-m pytest" in dry("test-all", venv)
+    assert '"not slow"' not in dry("test-all", venv)
+
+
+def test_measuring_leaves_tracked_files_alone(venv: Path) -> None:
+    (out,) = (line.split("--out ")[1].split()[0] for line in dry("bench", venv).splitlines() if "--out " in line)
+    folder = out.split("/")[0]
+    assert f"/{folder}/" in (ROOT / ".gitignore").read_text("utf-8").splitlines()
