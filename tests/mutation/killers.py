@@ -379,6 +379,15 @@ def kernels_laws() -> None:
     assert torch.allclose(law, other, rtol=1e-9, atol=1e-15)
 
 
+def kernels_exact_laws() -> None:
+    """Laws against their definition, over logits that hypothesis draws."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from tests.unit import test_exact_laws
+
+    test_exact_laws.test_a_law_is_what_its_parameters_mean()
+    test_exact_laws.test_top_k_keeps_the_largest_whatever_the_largest_is()
+
+
 CHECKS = {
     name: check
     for name, check in list(globals().items())

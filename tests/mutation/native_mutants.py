@@ -102,11 +102,18 @@ NATIVE_MUTANTS = (
         "kernels_laws",
     ),
     _mutant(
-        "the last of a range is left behind",
+        "the smallest of a range is left behind",
         "sampling.inc",
-        "(here <= lasts)",
-        "(here < lasts)",
+        "(here >= leasts)",
+        "(here > leasts)",
         "kernels_laws",
+    ),
+    _mutant(
+        "a range below zero holds the zeros, too",
+        "sampling.inc",
+        "bound = NAME(value_of_key)(high);",
+        "bound = (REAL)nextafter((double)NAME(value_of_key)(high - 1), INFINITY);",
+        "kernels_exact_laws",
     ),
     _mutant(
         "min_p scales and does not cut",
