@@ -91,6 +91,27 @@ def test_a_long_value_is_shown_short_and_kept_whole() -> None:
     assert "…" in str(error)
 
 
+class Unspeakable:
+    """It has no text."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def _nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("value", [Unspeakable(), _nested(100_000)], ids=lambda v: type(v).__name__)
+def test_a_value_without_a_text_is_named_by_its_type(value: object) -> None:
+    error = InvalidParameterError("stop", value, "no string", "Use a string.")
+    assert str(error) == f"stop=<{type(value).__name__}>: no string. Use a string."
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
 @pytest.mark.parametrize(
     "error",
     [
