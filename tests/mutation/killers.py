@@ -340,6 +340,10 @@ def kernels_linear() -> None:
         assert torch.allclose(got.double(), want, rtol=8e-3 if dtype is torch.bfloat16 else 1e-4, atol=1e-3)
         for count in (1, 2, 3, 5, 13):
             assert torch.equal(layer(rows[:count]), got[:count])
+        if dtype is torch.int8:  # sums that are beyond float32 before they are scaled
+            large = layer(torch.cat([rows[:5] * 1e36, rows[5:7]])).double()
+            assert torch.allclose(large[:5] / 1e36, want[:5] - layer.bias.double(), rtol=1e-4, atol=1e-3)
+            assert torch.equal(large[5:], got[5:7].double())
 
 
 def kernels_laws() -> None:

@@ -74,6 +74,20 @@ NATIVE_MUTANTS = (
         "kernels_linear",
     ),
     _mutant(
+        "int8 sums of large rows overflow",
+        "linear.inc",
+        "const int ordinary = magnitude <= allowed ||",
+        "const int ordinary = magnitude >= 0 ||",
+        "kernels_linear",
+    ),
+    _mutant(
+        "int8 rows are lowered and not lifted again",
+        "linear.inc",
+        "lifts[r] != 1) sum *= lifts[r];",
+        "lifts[r] != 1) sum *= 1;",
+        "kernels_linear",
+    ),
+    _mutant(
         "top_k by the value of the next",
         "sampling.inc",
         "(double)l->top_k[row], h",
