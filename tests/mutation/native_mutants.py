@@ -20,29 +20,29 @@ NATIVE_MUTANTS = (
     _mutant(
         "a tree's row sees its uncles",
         "attention.inc",
-        "s->ancestry ? !s->ancestry[row * s->rows + other] : other > row",
+        "sequence->ancestry ? !sequence->ancestry[row * sequence->rows + other] : other > row",
         "other > row",
         "kernels_decoder",
     ),
     _mutant(
         "the window is one too wide",
         "attention.inc",
-        "own - position >= shape->window",
-        "own - position > shape->window",
+        "row_position - position >= shape->window",
+        "row_position - position > shape->window",
         "kernels_decoder",
     ),
     _mutant(
         "positions of a tree by row",
         "attention.inc",
-        "position = s->positions[other];",
+        "position = sequence->positions[other];",
         "position = at;",
         "kernels_decoder",
     ),
     _mutant(
         "blocks are taken for consecutive",
         "attention.inc",
-        "s->table[at / s->block_size] *",
-        "(s->table[0] + at / s->block_size) *",
+        "sequence->table[at / sequence->block_size] *",
+        "(sequence->table[0] + at / sequence->block_size) *",
         "kernels_decoder",
     ),
     _mutant(
@@ -90,8 +90,8 @@ NATIVE_MUTANTS = (
     _mutant(
         "top_k by the value of the next",
         "sampling.inc",
-        "(double)l->top_k[row], h",
-        "(double)(l->top_k[row] + 1), h",
+        "(double)call->top_k[row], histogram",
+        "(double)(call->top_k[row] + 1), histogram",
         "kernels_laws",
     ),
     _mutant(
@@ -111,8 +111,8 @@ NATIVE_MUTANTS = (
     _mutant(
         "what is no longer looked at is forgotten",
         "sampling.inc",
-        "gone_sum = *above;",
-        "gone_sum = 0;",
+        "set_aside_sum = *above;",
+        "set_aside_sum = 0;",
         "kernels_laws",
     ),
     _mutant(
@@ -132,7 +132,7 @@ NATIVE_MUTANTS = (
     _mutant(
         "min_p scales and does not cut",
         "sampling.inc",
-        "        kept.edge = rare;\n",
+        "        kept.edge = least_weight;\n",
         "",
         "kernels_laws",
     ),
