@@ -20,6 +20,7 @@ OutriderError
 │   ├── MissingExtraError            a package that drives it is not installed
 │   ├── EngineAnswerError            it answered with an error, or with something that cannot be read
 │   └── UnforkableError              it uses chance in a way whose branches cannot be followed
+├── KernelMismatchError              the compiled kernels come from other sources than the package; carries the constant
 └── NoiseReuseError                  a random key was used twice: a defect, never a user's fault
 """
 
@@ -180,6 +181,25 @@ class EngineAnswerError(OtherEngineError):
 
 class UnforkableError(OtherEngineError):
     """The engine uses random numbers in a way whose branches cannot be followed."""
+
+
+class KernelMismatchError(OutriderError):
+    """The compiled kernels and the package write a constant differently, so they come from different sources.
+
+    Args:
+        constant: Its name.
+        compiled: Its value in the compiled kernels, None where they do not have it.
+        written: Its value in the package, None where it does not have it.
+    """
+
+    def __init__(self, constant: str, compiled: int | None, written: int | None) -> None:
+        self.constant = constant
+        self.compiled = compiled
+        self.written = written
+        super().__init__(
+            f"the compiled kernels come from other sources: {constant} is {compiled} there and {written} in the package. "
+            "Install the package again, or set OUTRIDER_KERNELS=off to use stock operators."
+        )
 
 
 class NoiseReuseError(OutriderError):

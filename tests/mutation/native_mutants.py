@@ -74,6 +74,20 @@ NATIVE_MUTANTS = (
         "kernels_linear",
     ),
     _mutant(
+        "activations of the gate by other numbers",
+        "simd.h",
+        "GATE_SILU = 0, GATE_GELU_TANH = 1",
+        "GATE_SILU = 1, GATE_GELU_TANH = 0",
+        "kernels_linear",
+    ),
+    _mutant(
+        "a field that Python does not know",
+        "decoder.inc",
+        "    REAL *const *states; ",
+        "    int64_t unknown;\n    REAL *const *states; ",
+        "kernels_linear",
+    ),
+    _mutant(
         "int8 sums of large rows overflow",
         "linear.inc",
         "const int ordinary = magnitude <= allowed ||",
