@@ -24,14 +24,41 @@ OutriderError
 │   ├── EngineAnswerError            it answered with an error, or with something that cannot be read
 │   └── UnforkableError              it uses chance in a way whose branches cannot be followed
 ├── EngineStalledError               the engine has work and no step makes progress: a defect
+├── KernelMismatchError              the compiled kernels come from other sources than the package; carries the constant
 └── NoiseReuseError                  a random key was used twice: a defect, never a user's fault
 """
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, Self, SupportsIndex
+
 
 class OutriderError(Exception):
-    """Base of every error raised on purpose."""
+    """Base of every error raised on purpose.
+
+    Every such error can be copied and pickled, so that it comes out of a worker process as it went in: its message, its
+    attributes, its notes and its cause. An attribute that cannot be pickled travels as its short text; a cause that cannot
+    be pickled is left behind.
+    """
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        # Each part is pickled by itself: one that fails, here or where it is read, does not take the others with it.
+        parts = _parts(self, lambda value, substitute: (_pickled(value, protocol), substitute))
+        return _unpickled_error, (type(self), *parts)
+
+    def __copy__(self) -> Self:
+        copied = type(self).__new__(type(self))
+        _restore(copied, *_parts(self, lambda value, substitute: value))
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied  # a cause may lead back to this error
+        _restore(copied, *_parts(self, lambda value, substitute: _deep_copied(value, substitute, memo)))
+        return copied
 
 
 class InputError(OutriderError, ValueError):
@@ -185,10 +212,84 @@ class EngineStalledError(OutriderError):
     """Requests wait and no step makes progress, so that waiting on would never end."""
 
 
+class KernelMismatchError(OutriderError):
+    """The compiled kernels and the package write a constant differently, so they come from different sources.
+
+    Args:
+        constant: Its name.
+        compiled: Its value in the compiled kernels, None where they do not have it.
+        written: Its value in the package, None where it does not have it.
+    """
+
+    def __init__(self, constant: str, compiled: int | None, written: int | None) -> None:
+        self.constant = constant
+        self.compiled = compiled
+        self.written = written
+        super().__init__(
+            f"the compiled kernels come from other sources: {constant} is {compiled} there and {written} in the package. "
+            "Install the package again, or set OUTRIDER_KERNELS=off to use stock operators."
+        )
+
+
 class NoiseReuseError(OutriderError):
     """A random key was asked for twice, which would correlate draws that must be independent."""
 
 
 def _short(value: object, limit: int = 80) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # a value of the caller's own type, or one that holds too many others inside one another
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def _parts(error: OutriderError, carry: Callable[[object, str | None], Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Arguments, attributes and cause of an error, each carried over by a function of it and of its substitute."""
+    args = tuple(carry(value, _short(value)) for value in error.args)
+    attributes = {name: carry(value, _short(value)) for name, value in vars(error).items()}
+    return args, attributes, carry(error.__cause__, None)
+
+
+def _restore(error: OutriderError, args: tuple[Any, ...], attributes: dict[str, Any], cause: BaseException | None) -> None:
+    error.args = args
+    vars(error).update(attributes)
+    if cause is not None:  # assigning None would hide the context of a later raise
+        error.__cause__ = cause
+
+
+def _pickled(value: object, protocol: SupportsIndex) -> bytes | None:
+    try:
+        return pickle.dumps(value, int(protocol))
+    except Exception:  # pickle passes on whatever the value's own methods raise
+        return None
+
+
+def _unpickled(data: bytes | None, substitute: str | None) -> Any:
+    if data is None:
+        return substitute
+    try:
+        return pickle.loads(data)
+    except Exception:  # it may be written where it can be named and read where it cannot
+        return substitute
+
+
+def _unpickled_error(
+    kind: type[OutriderError],
+    args: tuple[tuple[bytes | None, str | None], ...],
+    attributes: dict[str, tuple[bytes | None, str | None]],
+    cause: tuple[bytes | None, str | None],
+) -> OutriderError:
+    error = kind.__new__(kind)
+    values = {name: _unpickled(*part) for name, part in attributes.items()}
+    _restore(error, tuple(_unpickled(*part) for part in args), values, _unpickled(*cause))
+    return error
+
+
+def _deep_copied(value: object, substitute: str | None, memo: dict[int, Any]) -> Any:
+    try:
+        return deepcopy(value, memo)
+    except Exception:  # copy passes on whatever the value's own methods raise
+        return substitute

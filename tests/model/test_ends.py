@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outrider import LLM, SamplingParams, SpeculationConfig, TokenOrigin
+from outrider.engine.admission import MAX_STOP_CHARACTERS
 from outrider.engine.detokenizer import TextStream
+from outrider.errors import InvalidParameterError
 from outrider.llm import default_model
 
 PROMPT = "def read(self):\n    return self."
@@ -135,3 +137,14 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
     shown = push_all(text, ids)
     assert "".join(shown) == "    return Not\n    "
     assert not any(piece.endswith("return ") for piece in shown)
+
+
+def test_more_stop_strings_than_are_reasonable_fail_their_own_request(llm: LLM) -> None:
+    most = SamplingParams(seed=1, max_tokens=3, stop=["\0" * MAX_STOP_CHARACTERS])
+    more = most.replace(stop=["\0" * MAX_STOP_CHARACTERS, "a"])
+    written, refused = llm.generate([PROMPT, PROMPT], [most, more])
+    assert len(written.token_ids) == 3
+    assert isinstance(refused.error, InvalidParameterError)
+    assert (refused.error.field, refused.error.value) == ("stop", more.stop)
+    assert "100,001 characters" in refused.error.problem
+    assert "100,000 characters" in refused.error.remedy

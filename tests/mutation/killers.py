@@ -343,6 +343,10 @@ def kernels_linear() -> None:
         assert torch.allclose(got.double(), want, rtol=8e-3 if dtype is torch.bfloat16 else 1e-4, atol=1e-3)
         for count in (1, 2, 3, 5, 13):
             assert torch.equal(layer(rows[:count]), got[:count])
+        if dtype is torch.int8:  # sums that are beyond float32 before they are scaled
+            large = layer(torch.cat([rows[:5] * 1e36, rows[5:7]])).double()
+            assert torch.allclose(large[:5] / 1e36, want[:5] - layer.bias.double(), rtol=1e-4, atol=1e-3)
+            assert torch.equal(large[5:], got[5:7].double())
 
 
 def kernels_laws() -> None:
@@ -380,6 +384,15 @@ def kernels_laws() -> None:
     p, q, weight = stock, stock.roll(1, 0), torch.linspace(0.1, 1, 48, dtype=torch.float64)
     law, other = both(residual, p, q, weight)
     assert torch.allclose(law, other, rtol=1e-9, atol=1e-15)
+
+
+def kernels_exact_laws() -> None:
+    """Laws against their definition, over logits that hypothesis draws."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from tests.unit import test_exact_laws
+
+    test_exact_laws.test_a_law_is_what_its_parameters_mean()
+    test_exact_laws.test_top_k_keeps_the_largest_whatever_the_largest_is()
 
 
 #: By name.

@@ -132,6 +132,70 @@ def test_int8_is_the_nearest_and_its_product_exact(instruction_set: str, dtype: 
     torch.testing.assert_close(packed(quantised)(rows).double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+def quantised(rows: int, cols: int, dtype: torch.dtype) -> tuple[nn.Linear, Tensor]:
+    """An int8 layer, and its weights as float64 [rows, cols]."""
+    stock = layer(rows, cols, dtype)
+    quantise_linears(stock)
+    if dtype == torch.float64:  # computed in its own precision, with the rounded weights
+        return stock, stock.weight
+    stored = stored_weight(stock)
+    assert stored.scale is not None
+    return stock, stored.data.double() * stored.scale.double()[:, None]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        (torch.float32, [1e36, 1e37, 1e38, 3.4e38]),
+        (torch.bfloat16, [1e36, 1e37, 1e38, 3.3e38]),
+        (torch.float64, [1e38, 1e300, 1e307, 1.7e308]),
+    ],
+)
+@pytest.mark.parametrize("shape", [(50, 64), (33, 1), (40, 2500)])
+def test_int8_products_overflow_only_where_their_result_does(
+    instruction_set: str, shape: tuple[int, int], dtype: torch.dtype, sizes: list[float]
+) -> None:
+    stock, weights = quantised(*shape, dtype)
+    fast = packed(stock)
+    for size in sizes:
+        rows = torch.zeros(5, shape[1], dtype=dtype)
+        rows[0] = torch.linspace(-size, size, shape[1], dtype=torch.float64).to(dtype)
+        rows[1, -1] = size  # one large number alone, others small
+        rows[1, :-1] = 1.0
+        rows[2] = rows[0].flip(0) / 3
+        rows[3] = size * torch.linspace(-1, 1, shape[1], dtype=torch.float64).sin().to(dtype) / shape[1]
+        got, weight = fast(rows), weights.double()
+        want = torch.stack([(row[None].double() / size) @ weight.t() for row in rows])[:, 0]
+        magnitude = torch.stack([(row[None].double().abs() / size) @ weight.abs().t() for row in rows])[:, 0]
+        inside = want.abs() * size < 0.99 * torch.finfo(dtype).max
+        assert got[inside].isfinite().all()
+        error = (got.double() / size - want - stock.bias.double() / size).abs()
+        rounding = TOLERANCE[dtype] * (magnitude + 1 / size)
+        assert (error <= rounding)[inside].all()
+
+
+def test_a_huge_row_leaves_its_neighbours_as_they_are(instruction_set: str) -> None:
+    for cols in (70, 2500):  # in one run, and in several
+        stock, _ = quantised(45, cols, torch.float32)
+        fast, rows = packed(stock), torch.randn(41, cols)
+        rows[::3] *= 3e37
+        rows[7, 3], rows[8, 5] = float("inf"), float("nan")
+        alone = torch.cat([fast(row[None]) for row in rows])
+        assert alone[6].isfinite().all()
+        assert not alone[7:9].isfinite().any()
+        ordinary = [i for i in range(41) if i % 3]
+        bits = alone.view(torch.int32)
+        assert torch.equal(fast(rows[ordinary]).view(torch.int32), bits[ordinary])
+        for count in (2, 5, 6, 12, 13, 41):
+            assert torch.equal(fast(rows[:count]).view(torch.int32), bits[:count])
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(3)
+            assert torch.equal(fast(rows).view(torch.int32), bits)
+        finally:
+            torch.set_num_threads(threads)
+
+
 def test_tied_embeddings_keep_their_weights() -> None:
     embedding, head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
     head.weight = embedding.weight

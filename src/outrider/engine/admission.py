@@ -10,6 +10,9 @@ from outrider.errors import ContradictionError, InvalidParameterError, InvalidPr
 from outrider.model.loader import LoadedModel
 from outrider.params import SamplingParams
 
+#: How many characters the stop strings of a request may have in all: their automaton takes time and memory for each.
+MAX_STOP_CHARACTERS = 100_000
+
 
 def check_request(
     tokens: tuple[int, ...],
@@ -78,6 +81,14 @@ def _check_ends(params: SamplingParams, loaded: LoadedModel) -> None:
         raise ContradictionError("min_tokens", params.min_tokens, "every token is a stop token", "Leave one out.")
     if params.stop and loaded.tokenizer is None:
         raise ContradictionError("stop", params.stop, "the model has no tokenizer", "Use stop_token_ids.")
+    stop_characters = sum(map(len, params.stop))
+    if stop_characters > MAX_STOP_CHARACTERS:
+        raise InvalidParameterError(
+            "stop",
+            params.stop,
+            f"{stop_characters:,} characters are too many",
+            f"Use stop strings of up to {MAX_STOP_CHARACTERS:,} characters in all.",
+        )
 
 
 def _check_token_ids(params: SamplingParams, loaded: LoadedModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.engine.stop_strings import stop_strings
 from outrider.params import TokenOrigin
 
 
@@ -17,7 +18,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Any | None, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
-        self._stop = stop
+        self._stop = stop_strings(stop)
+        self._node = 0  # the automaton's, of the text so far
         self._decoder = _decoder(tokenizer)
         self._token_ids: list[int] = []
         self._marks: list[tuple[int, TokenOrigin]] = []  # (end of text, origin) of each token
@@ -35,14 +37,17 @@ class TextStream:
             origin: Where it came from.
             watch: Whether stop strings count yet.
         """
-        before = len(self.text)
+        before, piece, found = len(self.text), self._decoder(token_id), None
         self._token_ids.append(token_id)
-        self.text += self._decoder(token_id)
-        found = self._find_stop(before) if watch else None
-        if found is not None:
-            self.text = self.text[: found[0]]
+        self.text += piece
+        # Only what this piece completes: a string that stood there before, unwatched, no longer counts.
+        self._node, hit = self._stop.scan(self._node, piece)
+        if watch and hit is not None:
+            start = before + hit.start
+            found = self.text[start : start + hit.length]
+            self.text, self._node, self._was_cut = self.text[:start], 0, True
         self._marks.append((len(self.text), origin))
-        return found[1] if found else None
+        return found
 
     def finish(self) -> None:
         """No more tokens: what was held back is text now; a character that never became whole shows as U+FFFD."""
@@ -55,7 +60,7 @@ class TextStream:
 
     def release(self) -> list[tuple[str, TokenOrigin]]:
         """Text that is certain and was not released before, cut by the origin of its tokens."""
-        end = len(self.text) if self._finished else len(self.text) - self._withheld()
+        end = len(self.text) if self._finished else len(self.text) - self._stop.held_back(self._node)
         spans = []
         while self._released < end:
             mark, origin = self._marks[self._open_mark]
@@ -66,20 +71,6 @@ class TextStream:
             if mark <= self._released:
                 self._open_mark += 1
         return spans
-
-    def _find_stop(self, before: int) -> tuple[int, str] | None:
-        # Only what the new text completes: one that stood there before, unwatched, no longer counts.
-        hits = [(self.text.find(s, max(0, before - len(s) + 1)), s) for s in self._stop]
-        hits = [hit for hit in hits if hit[0] >= 0]
-        if not hits:
-            return None
-        self._was_cut = True
-        return min(hits)
-
-    def _withheld(self) -> int:
-        """Length of the longest tail that a stop string might go on from."""
-        sizes = (n for s in self._stop for n in range(min(len(s) - 1, len(self.text)), 0, -1) if self.text.endswith(s[:n]))
-        return max(sizes, default=0)
 
 
 def _decoder(tokenizer: Any | None) -> Any:

@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.kernels.layout import GATES, PASS_LISTS, DecoderStruct, LayerStruct, PassStruct, WeightKind
 from outrider.kernels.library import KernelLibrary
-from outrider.kernels.packed import LinearStruct, PackedWeights, WeightKind, kind_of
+from outrider.kernels.packed import PackedWeights, kind_of
 
-_I64, _F64, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-#: Activations of the gate, by the kernels' numbers.
-GATES = {"silu": 0, "gelu_tanh": 1}
+_I64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 @dataclass(frozen=True)
@@ -110,55 +109,6 @@ class PassRows:
     block_size: int
 
 
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        ("attention_norm", _POINTER),
-        ("mlp_norm", _POINTER),
-        ("query_norm", _POINTER),
-        ("key_norm", _POINTER),
-        ("qkv", LinearStruct),
-        ("out", LinearStruct),
-        ("gate", LinearStruct),
-        ("up", LinearStruct),
-        ("down", LinearStruct),
-        ("keys", _POINTER),
-        ("values", _POINTER),
-        ("window", _I64),
-        ("chunk", _I64),
-    ]
-
-
-class _Decoder(ctypes.Structure):
-    _fields_ = [
-        *((name, _I64) for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "rotary_dim")),
-        *((name, _I64) for name in ("kv_bf16", "gate", "embed_kind", "embed_packed")),
-        ("epsilon", _F64),
-        ("scale", _F64),
-        ("layers", _POINTER),
-        ("embedding", _POINTER),
-        ("final_norm", _POINTER),
-        ("head", LinearStruct),
-        ("cosines", _POINTER * 2),
-        ("sines", _POINTER * 2),
-    ]
-
-
-_LISTS = (
-    "tokens", "positions", "slots", "long_rows", "first", "start", "tables", "table_at", "ancestry_at", "logit_rows",
-)  # fmt: skip
-
-
-class _Pass(ctypes.Structure):
-    _fields_ = [
-        *((name, _I64) for name in ("rows", "segments", "logits", "block_size")),
-        *((name, _POINTER) for name in _LISTS),
-        ("ancestry", _POINTER),
-        ("out", _POINTER),
-        ("states", _POINTER),
-        ("scratch", _POINTER),
-    ]
-
-
 class DecoderKernel:
     """A decoder's weights, and its forward pass.
 
@@ -187,8 +137,8 @@ class DecoderKernel:
         self.shape, self.head = shape, head
         self._packed, self._embedding = list(layers), embedding
         self._vectors: list[Tensor] = []  # what the structures point into, beside these
-        self._layers = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
-        self._decoder = _Decoder(
+        self._layers = (LayerStruct * len(layers))(*(self._layer(layer) for layer in layers))
+        self._decoder = DecoderStruct(
             num_layers=len(layers),
             hidden=shape.hidden_size,
             intermediate=shape.intermediate_size,
@@ -245,12 +195,12 @@ class DecoderKernel:
         out = torch.empty(num_logits, self.head.width, dtype=self.real)
         aux = {layer % count: torch.empty(num_rows, self.shape.hidden_size, dtype=self.real) for layer in aux_layers}
         states = self._states(aux)
-        lists = [getattr(rows, name) for name in _LISTS]
+        lists = [getattr(rows, name) for name in PASS_LISTS]
         numbers = np.array(list(chain.from_iterable(lists)), np.int64)  # one array for all of them
         begins = accumulate((len(values) for values in lists[:-1]), initial=0)
         base = numbers.ctypes.data
         addresses = (base + 8 * begin for begin in begins)
-        call = _Pass(
+        call = PassStruct(
             num_rows,
             len(rows.start),
             num_logits,
@@ -274,8 +224,8 @@ class DecoderKernel:
         count = len(self._layers) + 1
         return (_POINTER * count)(*(aux[i].data_ptr() if i in aux else None for i in range(count))) if aux else None
 
-    def _layer(self, layer: DecoderLayer) -> _Layer:
-        return _Layer(
+    def _layer(self, layer: DecoderLayer) -> LayerStruct:
+        return LayerStruct(
             self._vector(layer.attention_norm),
             self._vector(layer.mlp_norm),
             self._vector(layer.query_norm),

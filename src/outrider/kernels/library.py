@@ -17,13 +17,11 @@ from typing import Any
 import torch
 
 from outrider.errors import ForkedProcessError
+from outrider.kernels.layout import INSTRUCTION_SETS, REALS, check_layout, panel_width
 
 logger = logging.getLogger(__name__)
 
 FILE = Path(__file__).parent / "native" / "kernels.so"
-#: Names of the instruction sets, best last, and the bytes of their vectors.
-INSTRUCTION_SETS = {"generic": 16, "avx2": 32, "avx512": 64, "avx512bf16": 64}
-_REALS = {torch.float32: "f32", torch.float64: "f64"}
 
 
 #: Processes in which a model was loaded: this one, or those it was forked from.
@@ -58,13 +56,13 @@ class KernelLibrary:
         """A kernel for activations of dtype `real`."""
         found = self._functions.get((name, real))
         if found is None:
-            found = self._functions[name, real] = self._library[f"{name}_{_REALS[real]}_{self.instruction_set}"]
+            found = self._functions[name, real] = self._library[f"{name}_{REALS[real]}_{self.instruction_set}"]
             found.restype = restype
         return found
 
     def panel(self, real: torch.dtype) -> int:
         """Output columns that packed weights keep together."""
-        return 2 * INSTRUCTION_SETS[self.instruction_set] // real.itemsize
+        return panel_width(self.instruction_set, real)
 
     @property
     def num_threads(self) -> int:
@@ -74,7 +72,11 @@ class KernelLibrary:
 
 @cache
 def available_sets() -> tuple[str, ...]:
-    """Instruction sets that this processor runs and kernels are compiled for, best last; empty without kernels."""
+    """Instruction sets that this processor runs and kernels are compiled for, best last; empty without kernels.
+
+    Raises:
+        KernelMismatchError: The library was compiled from other sources.
+    """
     library = _open()
     if library is None:
         return ()
@@ -119,6 +121,7 @@ def _open() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(FILE))
     except OSError:
         return None
+    check_layout(library)
     library.outrider_use_runtime(*_openmp_entries())
     return library
 

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.kernels.layout import LinearStruct, WeightKind
 from outrider.kernels.library import KernelLibrary, kernels_for
-from outrider.kernels.packed import LinearStruct, PackedWeights, WeightKind, kind_of, packed_bytes
+from outrider.kernels.packed import PackedWeights, kind_of, packed_bytes
 from outrider.kernels.weights import StoredWeight, empty_weight, restore_weight, stored_weight
 
 #: Above this many rows MKL's own product is as good.

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from outrider.kernels.layout import LinearStruct, WeightKind
 from outrider.kernels.library import KernelLibrary
 from outrider.kernels.weights import StoredWeight
 
 _I64 = ctypes.c_int64
-
-
-class WeightKind(IntEnum):
-    """How packed weights are stored; the kernels' own numbers."""
-
-    REAL = 0
-    BF16 = 1
-    INT8 = 2
-
-
-class LinearStruct(ctypes.Structure):
-    """The kernels' view of packed weights."""
-
-    _fields_ = [
-        ("kind", _I64),
-        ("rows", _I64),
-        ("cols", _I64),
-        ("data", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-    ]
 
 
 class PackedWeights:

@@ -14,40 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.kernels.layout import DrawCall, ProbsCall, ResidualCall
 from outrider.kernels.library import KernelLibrary, kernel_library
 
-_I64, _POINTER = ctypes.c_int64, ctypes.c_void_p
-
-
-class _Laws(ctypes.Structure):
-    _fields_ = [
-        ("rows", _I64),
-        ("size", _I64),
-        ("logits", _POINTER),
-        ("stride", _I64),
-        *((name, _POINTER) for name in ("temperature", "top_k", "top_p", "min_p", "probs", "scratch", "histograms")),
-        ("threads", _I64),
-    ]
-
-
-class _Draws(ctypes.Structure):
-    _fields_ = [
-        ("rows", _I64),
-        ("size", _I64),
-        ("probs", _POINTER),
-        ("stride", _I64),
-        ("noise", _POINTER),
-        ("tokens", _POINTER),
-        ("threads", _I64),
-    ]
-
-
-class _Debts(ctypes.Structure):
-    _fields_ = [
-        *((name, _I64) for name in ("rows", "size", "together", "target_stride", "draft_stride")),
-        *((name, _POINTER) for name in ("target", "draft", "weight", "mass", "law")),
-        ("threads", _I64),
-    ]
+_I64 = ctypes.c_int64
 
 
 def usable(*tensors: Tensor) -> bool:
@@ -77,7 +47,7 @@ def target_probs(
     reals = np.array([temperature, top_p, min_p], np.float64)
     counts = np.array(top_k, np.int64)
     temperatures, nuclei, floors = (row.ctypes.data for row in reals)
-    call = _Laws(
+    call = ProbsCall(
         num_rows,
         size,
         logits.data_ptr(),
@@ -123,7 +93,7 @@ def _drawn(name: str, probs: Tensor, noise: np.ndarray) -> Tensor:
     probs = probs if probs.stride(-1) == 1 else probs.contiguous()
     tokens = torch.empty(len(probs), dtype=torch.int64)
     bits = np.ascontiguousarray(noise)
-    call = _Draws(*probs.shape, probs.data_ptr(), probs.stride(0), bits.ctypes.data, tokens.data_ptr())
+    call = DrawCall(*probs.shape, probs.data_ptr(), probs.stride(0), bits.ctypes.data, tokens.data_ptr())
     _run(name, probs.dtype, call)
     return tokens
 
@@ -135,7 +105,7 @@ def _owed(target: Tensor, draft: Tensor, weight: Tensor, mass: Tensor | None, la
     strides = target.stride(0), draft.stride(0)
     results = [None if t is None else t.data_ptr() for t in (mass, law)]
     pointers = [t.data_ptr() for t in (target, draft, weight)]
-    _run("owed", target.dtype, _Debts(weight.numel(), size, together, *strides, *pointers, *results))
+    _run("residual", target.dtype, ResidualCall(weight.numel(), size, together, *strides, *pointers, *results))
 
 
 def _in_groups(laws: Tensor) -> Tensor:

@@ -18,6 +18,10 @@ from outrider.errors import ContradictionError, InvalidParameterError, OutriderE
 from outrider.params import StructuredOutputs
 
 _FIELD = "structured_outputs"
+#: The largest structures that the automaton begins with in a fraction of a second. Beyond them its time grows with the
+#: square of the size, and all requests wait for it.
+MAX_CHOICES = 10_000
+MAX_CHARACTERS = 200_000
 
 
 class GrammarError(OutriderError):
@@ -41,7 +45,7 @@ class GrammarState:
             GrammarError: It does not allow it.
         """
         if not self._matcher.consume_token(token_id):
-            raise GrammarError(f"the structure refuses token {token_id}: {self._matcher.get_error()}")
+            raise GrammarError(f"the structure refuses token {token_id}: {_first_line(self._matcher.get_error())}")
 
     def allowed(self, path: tuple[int, ...], vocab_size: int) -> Tensor | None:
         """Tokens [vocab_size] bool that may follow the committed text and `path`; None where the path itself may not.
@@ -53,7 +57,7 @@ class GrammarState:
         try:
             bits = self._matcher.compute_bitmask() if taken == len(path) else None
             if self._matcher.is_error():
-                raise GrammarError(self._matcher.get_error())
+                raise GrammarError(_first_line(self._matcher.get_error()))
         finally:
             if taken and not self._matcher.is_error():
                 self._matcher.rollback(taken)
@@ -86,15 +90,19 @@ class GrammarCompiler:
         Raises:
             UnsupportedParameterError: The extra is not installed.
             ContradictionError: The model has no tokenizer, or no token that ends a text.
-            InvalidParameterError: The structure is malformed.
+            InvalidParameterError: The structure is malformed, or larger than MAX_CHOICES or MAX_CHARACTERS.
         """
+        written = _written(structure)
+        _check_size(structure, written)
         library = _library()
         if self._vocabulary is None:
             self._vocabulary = self._wrap(library)
-        matcher = library.LLMatcher(self._vocabulary, _source(structure, library), log_level=0)
+        try:
+            matcher = library.LLMatcher(self._vocabulary, _source(structure, written, library), log_level=0)
+        except Exception as error:  # the library's readers raise whatever happened to them
+            raise _malformed(structure, error) from error
         if matcher.is_error():
-            reason = matcher.get_error().strip().splitlines()[0]
-            raise InvalidParameterError(_FIELD, _given(structure), f"it is malformed ({reason})", "Correct it.")
+            raise _malformed(structure, matcher.get_error())
         return GrammarState(matcher)
 
     def _wrap(self, library: Any) -> Any:
@@ -120,29 +128,63 @@ def _given(structure: StructuredOutputs) -> object:
     return next(v for v in dict(structure).values() if v not in (None, False, ()))
 
 
+def _written(structure: StructuredOutputs) -> str:
+    """The structure as text, in the language that it was given in; choices one after another."""
+    if structure.json_object:
+        return '{"type": "object"}'
+    if structure.choice:
+        return "".join(structure.choice)
+    if isinstance(structure.json_schema, dict):
+        try:
+            return json.dumps(structure.json_schema)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _malformed(structure, error) from error
+    return structure.json_schema or structure.regex or structure.grammar or ""
+
+
+def _check_size(structure: StructuredOutputs, written: str) -> None:
+    if len(structure.choice) > MAX_CHOICES:
+        raise InvalidParameterError(
+            _FIELD,
+            structure.choice,
+            f"it is too large: {len(structure.choice):,} choices",
+            f"Use up to {MAX_CHOICES:,} choices; a regex or a grammar says many alike in one.",
+        )
+    if len(written) > MAX_CHARACTERS:
+        raise InvalidParameterError(
+            _FIELD,
+            _given(structure),
+            f"it is too large: {len(written):,} characters",
+            f"Use up to {MAX_CHARACTERS:,} characters in all.",
+        )
+
+
+def _malformed(structure: StructuredOutputs, reason: object) -> InvalidParameterError:
+    return InvalidParameterError(_FIELD, _given(structure), f"it is malformed ({_first_line(reason)})", "Correct it.")
+
+
+def _first_line(reason: object, limit: int = 200) -> str:
+    """What an error says, without the states and lists that may follow."""
+    line = next(iter(str(reason).strip().splitlines()), "no reason was given")
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+
+
 @lru_cache(maxsize=64)
 def _from_schema(schema: str, library: Any) -> str:
-    try:
-        grammar: str = library.LLMatcher.grammar_from_json_schema(schema)
-    except ValueError as error:
-        raise InvalidParameterError(_FIELD, schema, f"it is no JSON schema ({error})", "Correct it.") from error
+    grammar: str = library.LLMatcher.grammar_from_json_schema(schema)
     return grammar
 
 
-def _source(structure: StructuredOutputs, library: Any) -> str:
+def _source(structure: StructuredOutputs, written: str, library: Any) -> str:
     """The structure in llguidance's own form."""
-    if structure.json_object:
-        return _from_schema('{"type": "object"}', library)
-    if structure.json_schema is not None:
-        schema = structure.json_schema
-        return _from_schema(schema if isinstance(schema, str) else json.dumps(schema), library)
+    if structure.json_object or structure.json_schema is not None:
+        return _from_schema(written, library)
     if structure.regex is not None:
-        return str(library.LLMatcher.grammar_from_regex(structure.regex))
+        return str(library.LLMatcher.grammar_from_regex(written))
     if structure.choice:
         return "start: " + " | ".join(json.dumps(choice) for choice in structure.choice)
-    assert structure.grammar is not None
-    if "::=" not in structure.grammar:
-        return str(library.LLMatcher.grammar_from_lark(structure.grammar))
+    if "::=" not in written:
+        return str(library.LLMatcher.grammar_from_lark(written))
     from llguidance.gbnf_to_lark import any_to_lark
 
-    return str(library.LLMatcher.grammar_from_lark(any_to_lark(structure.grammar)))
+    return str(library.LLMatcher.grammar_from_lark(any_to_lark(written)))

@@ -1,5 +1,7 @@
 /* What this processor can run. */
-#include <stdint.h>
+#include "constant.h"
+
+#include <stddef.h>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -10,16 +12,30 @@ static int multiplies_bf16(void) { /* by number: older compilers have no name fo
 }
 #endif
 
-/* Bit 0: the generic kernels, which every processor runs; bit 1: AVX2 with FMA; bit 2: AVX-512; bit 3: AVX-512 with bf16. */
+enum { RUNS_GENERIC = 1, RUNS_AVX2 = 2, RUNS_AVX512 = 4, RUNS_AVX512BF16 = 8 };
+
+/* The instruction sets that this processor runs, one bit each. Every processor runs the generic kernels; those for AVX2 need FMA,
+ * too. */
 int64_t outrider_instruction_sets(void) {
-    int64_t sets = 1;
+    int64_t sets = RUNS_GENERIC;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets |= 2;
-    if ((sets & 2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets |= RUNS_AVX2;
+    if ((sets & RUNS_AVX2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        sets |= 4;
-    if ((sets & 4) && multiplies_bf16()) sets |= 8;
+        sets |= RUNS_AVX512;
+    if ((sets & RUNS_AVX512) && multiplies_bf16()) sets |= RUNS_AVX512BF16;
 #endif
     return sets;
+}
+
+const constant *outrider_constants(void) {
+    static const constant list[] = {
+        {"instruction set generic", RUNS_GENERIC},
+        {"instruction set avx2", RUNS_AVX2},
+        {"instruction set avx512", RUNS_AVX512},
+        {"instruction set avx512bf16", RUNS_AVX512BF16},
+        {NULL, 0},
+    };
+    return list;
 }

@@ -1,4 +1,5 @@
 /* All kernels for one instruction set, in float and in double. */
+#include "constant.h"
 #include "simd.h"
 #include "team.h"
 
@@ -9,6 +10,7 @@
 #include "attention.inc"
 #include "decoder.inc"
 #include "sampling.inc"
+#include "layout.inc"
 #include "undefine.inc"
 
 #define REAL double
@@ -18,3 +20,4 @@
 #include "attention.inc"
 #include "decoder.inc"
 #include "sampling.inc"
+#include "layout.inc"

@@ -8,6 +8,7 @@
 #ifndef OUTRIDER_SIMD_H
 #define OUTRIDER_SIMD_H
 
+#include <float.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>

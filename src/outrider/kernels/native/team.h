@@ -1,6 +1,6 @@
 /* The threads that kernels run on: those of the OpenMP runtime that PyTorch has loaded already, never a pool of our own, whose
- * threads would spin against PyTorch's. The runtime's entry points are handed over at load, and how many threads to ask for with every call, so
- * that callers in several threads do not meddle with one another. */
+ * threads would spin against PyTorch's. The runtime's entry points are handed over at load. How many threads to ask for comes
+ * with every call, so that callers in several threads do not meddle with one another. */
 #ifndef OUTRIDER_TEAM_H
 #define OUTRIDER_TEAM_H
 
@@ -10,7 +10,7 @@ void team_run(void (*body)(void *), void *argument, int64_t threads);
 int team_thread(void);
 int team_size(void);
 
-/* Waits for the whole team. `sense` is the thread's own, zero at first. */
+/* Waits for the whole team. Each thread has a `sense` of its own, which is zero at first and turns at every wait. */
 typedef struct {
     volatile int32_t waiting, sense;
 } team_barrier;

@@ -1,0 +1,205 @@
+"""What Python and the kernels' C sources both write down: structures, numbers that stand for names, and widths.
+
+The C sources list their own values (native/layout.inc), and the two are compared when the library is opened. A library that
+was compiled from other sources is found there, before it reads a structure as something else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+
+import torch
+
+from outrider.errors import KernelMismatchError
+
+_I64, _F64, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+#: Names of the instruction sets, best last, and the bytes of their vectors.
+INSTRUCTION_SETS = {"generic": 16, "avx2": 32, "avx512": 64, "avx512bf16": 64}
+#: Dtypes that kernels compute in, by the names that C gives them.
+REALS = {torch.float32: "f32", torch.float64: "f64"}
+#: Activations of a feed-forward's gate.
+GATES = {"silu": 0, "gelu_tanh": 1}
+
+
+class WeightKind(IntEnum):
+    """How packed weights are stored."""
+
+    REAL = 0
+    BF16 = 1
+    INT8 = 2
+
+
+class LinearStruct(ctypes.Structure):
+    """Packed weights."""
+
+    _fields_ = [
+        ("kind", _I64),
+        ("rows", _I64),
+        ("cols", _I64),
+        ("data", _POINTER),
+        ("scale", _POINTER),
+        ("bias", _POINTER),
+    ]
+
+
+class LayerStruct(ctypes.Structure):
+    """A layer of a decoder."""
+
+    _fields_ = [
+        ("attention_norm", _POINTER),
+        ("mlp_norm", _POINTER),
+        ("query_norm", _POINTER),
+        ("key_norm", _POINTER),
+        ("qkv", LinearStruct),
+        ("out", LinearStruct),
+        ("gate", LinearStruct),
+        ("up", LinearStruct),
+        ("down", LinearStruct),
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("window", _I64),
+        ("chunk", _I64),
+    ]
+
+
+class DecoderStruct(ctypes.Structure):
+    """A decoder."""
+
+    _fields_ = [
+        *((name, _I64) for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "rotary_dim")),
+        *((name, _I64) for name in ("kv_bf16", "gate", "embed_kind", "embed_packed")),
+        ("epsilon", _F64),
+        ("scale", _F64),
+        ("layers", _POINTER),
+        ("embedding", _POINTER),
+        ("final_norm", _POINTER),
+        ("head", LinearStruct),
+        ("cosines", _POINTER * 2),
+        ("sines", _POINTER * 2),
+    ]
+
+
+#: Fields of a pass that are lists of whole numbers.
+PASS_LISTS = (
+    "tokens", "positions", "slots", "long_rows", "first", "start", "tables", "table_at", "ancestry_at", "logit_rows",
+)  # fmt: skip
+
+
+class PassStruct(ctypes.Structure):
+    """The rows of one pass through a decoder."""
+
+    _fields_ = [
+        *((name, _I64) for name in ("rows", "segments", "logits", "block_size")),
+        *((name, _POINTER) for name in PASS_LISTS),
+        ("ancestry", _POINTER),
+        ("out", _POINTER),
+        ("states", _POINTER),
+        ("scratch", _POINTER),
+    ]
+
+
+class ProbsCall(ctypes.Structure):
+    """Rows of logits that become probabilities."""
+
+    _fields_ = [
+        ("rows", _I64),
+        ("size", _I64),
+        ("logits", _POINTER),
+        ("stride", _I64),
+        *((name, _POINTER) for name in ("temperature", "top_k", "top_p", "min_p", "probs", "scratch", "histograms")),
+        ("threads", _I64),
+    ]
+
+
+class DrawCall(ctypes.Structure):
+    """Rows of probabilities that a token is drawn from each."""
+
+    _fields_ = [
+        ("rows", _I64),
+        ("size", _I64),
+        ("probs", _POINTER),
+        ("stride", _I64),
+        ("noise", _POINTER),
+        ("tokens", _POINTER),
+        ("threads", _I64),
+    ]
+
+
+class ResidualCall(ctypes.Structure):
+    """Rows of target probabilities that drafts' are subtracted from."""
+
+    _fields_ = [
+        *((name, _I64) for name in ("rows", "size", "together", "target_stride", "draft_stride")),
+        *((name, _POINTER) for name in ("target_probs", "draft_probs", "weight", "mass", "probs")),
+        ("threads", _I64),
+    ]
+
+
+#: Structures by the names that C gives them.
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "linear": LinearStruct,
+    "layer": LayerStruct,
+    "decoder": DecoderStruct,
+    "pass": PassStruct,
+    "probs_call": ProbsCall,
+    "draw_call": DrawCall,
+    "residual_call": ResidualCall,
+}
+
+
+class _Constant(ctypes.Structure):
+    """An entry of a list of C's constants; the last one has no name."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("value", _I64)]
+
+
+def panel_width(instruction_set: str, real: torch.dtype) -> int:
+    """Output columns that packed weights keep together: two vectors."""
+    return 2 * INSTRUCTION_SETS[instruction_set] // real.itemsize
+
+
+def check_layout(library: ctypes.CDLL) -> None:
+    """Compare the library's constants with those written here.
+
+    Raises:
+        KernelMismatchError: They differ; it names the constant.
+    """
+    _compare(library, "outrider_constants", {f"instruction set {name}": 1 << i for i, name in enumerate(INSTRUCTION_SETS)})
+    for instruction_set in INSTRUCTION_SETS:
+        for real, suffix in REALS.items():
+            if hasattr(library, f"decode_{suffix}_{instruction_set}"):  # an old compiler leaves the newest set out
+                _compare(library, f"constants_{suffix}_{instruction_set}", _constants(instruction_set, real))
+
+
+def _constants(instruction_set: str, real: torch.dtype) -> dict[str, int]:
+    constants = {f"weight kind {kind.name}": kind.value for kind in WeightKind}
+    constants |= {f"gate {name}": value for name, value in GATES.items()}
+    constants["panel width"] = panel_width(instruction_set, real)
+    for name, struct in STRUCTS.items():
+        last = struct._fields_[-1][0]
+        constants[f"size of {name}"] = ctypes.sizeof(struct)
+        constants[f"offset of {name}.{last}"] = getattr(struct, last).offset
+    return constants
+
+
+def _compare(library: ctypes.CDLL, symbol: str, written: dict[str, int]) -> None:
+    compiled = _listed(library, symbol)
+    for name in sorted(written.keys() | compiled.keys()):
+        if written.get(name) != compiled.get(name):
+            raise KernelMismatchError(f"{name} in {symbol}", compiled.get(name), written.get(name))
+
+
+def _listed(library: ctypes.CDLL, symbol: str) -> dict[str, int]:
+    """The constants that the library lists, none where it has no such list."""
+    try:
+        function = library[symbol]
+    except AttributeError:
+        return {}
+    function.restype = ctypes.POINTER(_Constant)
+    constants = function()
+    found: dict[str, int] = {}
+    while constants[len(found)].name is not None:
+        found[constants[len(found)].name.decode()] = constants[len(found)].value
+    return found
