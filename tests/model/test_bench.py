@@ -186,7 +186,7 @@ def test_peers_take_turns_and_who_cannot_is_named(tiny: str, tmp_path: Path, mon
         def missing() -> str | None:
             return "lead not installed; run: pip install lead"
 
-    for name in list(PEERS):
+    for name in reversed(list(PEERS)):  # undone backwards, which restores their order
         monkeypatch.delitem(PEERS, name)
     monkeypatch.setitem(PEERS, "rival", _Rival)
     monkeypatch.setitem(PEERS, "absent", Absent)

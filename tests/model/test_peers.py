@@ -38,7 +38,11 @@ def ended(llm):
     return prompt, text
 
 
-@pytest.fixture(scope="module", params=PEERS)
+#: transformers is always there; the others come with the extra `peers`.
+NAMES = [pytest.param(name, marks=() if name == "transformers" else pytest.mark.slow) for name in PEERS]
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def peer(request, tmp_path_factory):
     if (reason := PEERS[request.param].missing()) is not None:
         pytest.skip(reason)

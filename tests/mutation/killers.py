@@ -122,7 +122,8 @@ def logprobs() -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(llm.engine.runner.loaded.name, dtype=torch.float64)
-    law = model(torch.tensor([[*PROMPT, *output.token_ids]])).logits[0].double().log_softmax(-1)
+    with torch.inference_mode():
+        law = model(torch.tensor([[*PROMPT, *output.token_ids]])).logits[0].double().log_softmax(-1)
     for place, (token, entry) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
         assert abs(entry[token].logprob - float(law[len(PROMPT) + place - 1, token])) < 1e-5
 

@@ -301,6 +301,7 @@ def test_llama_cpp_names_the_package_that_is_missing(monkeypatch, name):
         pass
 
 
+@pytest.mark.slow  # with the extra `peers`
 def test_llama_cpp(tmp_path):
     pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")

@@ -78,6 +78,7 @@ def test_halves_of_a_head_become_neighbours():
 # -- what llama.cpp makes of it ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # with the extra `peers`
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_llama_cpp_writes_the_text_of_transformers(family, tmp_path):
     pytest.importorskip("xllamacpp")
@@ -86,6 +87,7 @@ def test_llama_cpp_writes_the_text_of_transformers(family, tmp_path):
     assert llama_cpp_greedy(path, tmp_path, 32) == transformers_greedy(path, 32)
 
 
+@pytest.mark.slow  # with the extra `peers`
 def test_unpermuted_heads_would_be_noticed(llama, tmp_path, monkeypatch):
     pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")

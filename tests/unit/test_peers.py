@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -105,6 +106,23 @@ def test_a_process_that_died_between_two_texts_is_replaced(peer):
     peer._worker._process.kill()
     peer._worker._process.join()
     assert write(peer, 1) == (2, 2)
+
+
+def test_an_interrupt_leaves_a_process_that_is_starting_alone(capfd):
+    worker = Worker("obedient", build_with(Obedient, PeerModels("here", None, "float32", 1, Path())))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    worker._start()
+    signal.signal(signal.SIGINT, before)
+    started = worker._process
+    assert started is not None
+    for _ in range(20):  # a terminal sends Ctrl-C to this process and to that one
+        os.kill(started.pid, signal.SIGINT)
+        time.sleep(0.01)
+    assert worker.ask(PeerRequest(PLAIN, (1,), 1, 0.0, None), 60.0).token_ids
+    assert worker._process is started
+    worker.close()
+    assert capfd.readouterr().err == ""
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_an_engine_that_cannot_be_built():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
@@ -86,7 +87,8 @@ class Worker:
         context = get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(self._build, theirs), name=self._name, daemon=True)
-        self._process.start()
+        with _interrupts_wait():
+            self._process.start()
         theirs.close()  # so that the end of the process is the end of the pipe
 
     def _death(self, request: PeerRequest) -> EngineAnswerError:
@@ -100,6 +102,20 @@ class Worker:
             self._process.kill()
         self.close()
         return EngineAnswerError(self._name, problem, remedy)
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Keep Ctrl-C from this process for a moment, and from one that is started in it until that says what to do."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows: a started process inherits no mask
+        yield
+        return
+    resource_tracker.ensure_running()  # started by the first process otherwise, and then it lifts the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def serve(build: Callable[[], PeerEngine], connection: Connection[Any, Any]) -> None:
