@@ -1,4 +1,4 @@
-/* All kernels for one instruction set, in float and in double. */
+/* This file holds all kernels for one instruction set, first in float and then in double. */
 #include "constant.h"
 #include "simd.h"
 #include "team.h"

@@ -26,7 +26,7 @@
 #define ISA avx512
 #endif
 #define VECTOR_BYTES 64
-#define TILE_ROWS 12 /* rows whose accumulators fit in the registers beside a panel of weights */
+#define TILE_ROWS 12 /* The accumulators of so many rows fit in the registers beside a panel of weights. */
 #elif defined(__AVX2__)
 #define ISA avx2
 #define VECTOR_BYTES 32
@@ -38,7 +38,7 @@
 #endif
 
 #ifndef BF16_DOTS
-#define BF16_DOTS 0 /* whether an instruction multiplies pairs of bf16 */
+#define BF16_DOTS 0 /* Whether an instruction multiplies pairs of bf16. */
 #endif
 
 #define JOIN3_(a, b, c) a##_##b##_##c
@@ -54,7 +54,7 @@
 #endif
 
 enum { WEIGHTS_REAL = 0, WEIGHTS_BF16 = 1, WEIGHTS_INT8 = 2 };
-#define DIGIT_BITS 11 /* of a radix selection */
+#define DIGIT_BITS 11 /* A radix selection looks at so many bits at a time. */
 #define DIGITS (1 << DIGIT_BITS)
 
 enum { GATE_SILU = 0, GATE_GELU_TANH = 1 };
@@ -62,8 +62,8 @@ enum { GATE_SILU = 0, GATE_GELU_TANH = 1 };
 INLINE uint16_t bf16_from_float(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 64u); /* stays not a number */
-    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);               /* to nearest, ties to even */
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 64u); /* It stays what is not a number. */
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16); /* Rounds to the nearest, and from the middle to even. */
 }
 
 INLINE float float_from_bf16(uint16_t value) {

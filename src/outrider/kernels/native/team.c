@@ -10,7 +10,7 @@ static parallel_function parallel;
 static count_function thread_number, thread_count;
 static _Thread_local int in_team;
 
-/* Entry points of an OpenMP runtime; without them there is one thread. */
+/* Takes the entry points of an OpenMP runtime. Without them there is one thread. */
 void outrider_use_runtime(void *parallel_entry, void *number_entry, void *count_entry) {
     parallel = (parallel_function)parallel_entry;
     thread_number = (count_function)number_entry;
@@ -49,7 +49,7 @@ void team_wait(team_barrier *barrier, int32_t *sense) {
         return;
     }
     for (int spins = 0; __atomic_load_n(&barrier->sense, __ATOMIC_ACQUIRE) != turn; spins++) {
-        if (spins > 1000) sched_yield(); /* the one we wait for may need this core */
+        if (spins > 1000) sched_yield(); /* The thread that we wait for may need this core. */
 #if defined(__x86_64__)
         else __builtin_ia32_pause();
 #endif
