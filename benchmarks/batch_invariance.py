@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider import LLM, Ngram, SamplingParams, SpeculationConfig, Suffix
 from outrider.bench.machine import describe
 from outrider.bench.tasks import built_in
 
@@ -31,11 +31,11 @@ PROMPTS = [task.prompt for task in built_in("code_completion")[:8]]
 LENGTH = 32
 WAYS = (
     SpeculationConfig(),
-    SpeculationConfig(proposer="ngram", ngram_min=1, num_draft_tokens=4),
-    SpeculationConfig(proposer="suffix", suffix_min_match=1, suffix_tree=True),
-    SpeculationConfig(proposer="draft_model", num_draft_tokens=3),
-    SpeculationConfig(proposer="draft_model", num_draft_tokens=6),
-    SpeculationConfig(proposer="draft_model", tree=(3, 2)),
+    SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=4),
+    SpeculationConfig(method=Suffix(min_match=1, branches=True)),
+    SpeculationConfig(method="draft_model", num_draft_tokens=3),
+    SpeculationConfig(method="draft_model", num_draft_tokens=6),
+    SpeculationConfig(method="draft_model", tree=(3, 2)),
 )
 console = Console()
 

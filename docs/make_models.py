@@ -29,8 +29,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from outrider.kernels.library import kernel_library
 from outrider.model import hf
-from outrider.model.capabilities import BACKENDS, is_causal, probe, reference
+from outrider.model.factory import BACKENDS
 from outrider.model.loader import LoadedModel
+from outrider.model.probe import is_causal, probe, reference
 
 PAGE = Path(__file__).parent / "models.md"
 SECONDS, BYTES = 8, 12 * 2**30

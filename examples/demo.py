@@ -25,12 +25,13 @@ from rich.text import Text
 from outrider import LLM, SamplingParams, StreamPiece
 from outrider.bench.contestants import interleave, ours
 from outrider.bench.figures import Spread
-from outrider.bench.run import DraftCounts, EncodedTask, Run
+from outrider.bench.run import EncodedTask, Run
 from outrider.bench.ways import Way, parse_ways
 from outrider.bench.widen import wide_target
 from outrider.cli.render import coloured, legend
 from outrider.kernels.library import kernel_library
 from outrider.llm import default_model
+from outrider.stats import RequestStats
 
 PROMPT = "class Reader:\n    def __init__(self, path):\n"
 MAX_TOKENS = 96
@@ -124,13 +125,12 @@ def closing_table(titles: Sequence[str], plain: Sequence[Run], drafted: Sequence
         table.add_column(column, justify="left" if not column else "right")
     for title, runs in zip(titles, (plain, drafted), strict=True):
         speed = spread([run.whole_tokens_per_second for run in runs])
-        counts = DraftCounts()
+        counts = RequestStats()
         for run in runs:
-            counts.add(run.drafts or DraftCounts())
+            counts.add(run.drafts or RequestStats())
         accepted = ("", "")
         if counts.num_drafts:
-            length, rate = 1 + counts.num_accepted / counts.num_drafts, counts.num_accepted / counts.num_draft_tokens
-            accepted = (f"{length:.2f}", f"{rate:.0%}")
+            accepted = (f"{counts.mean_acceptance_length:.2f}", f"{counts.acceptance_rate:.0%}")
         ratio = speedups(plain, runs)
         gain = "1" if runs is plain else f"{ratio.median:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
         table.add_row(title, f"{speed.median:.1f} ({speed.low:.1f}-{speed.high:.1f})", *accepted, gain)

@@ -17,7 +17,7 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 LAYERS = (
     ("errors",),
     ("validation",),
-    ("params", "config"),
+    ("draft", "trace", "stats", "params", "config"),
     ("kernels",),
     ("cache",),
     ("model",),
@@ -32,7 +32,17 @@ LAYERS = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-NO_TORCH = ("cache/blocks.py", "engine/scheduler.py", "engine/sequence.py", "engine/detokenizer.py", "propose/ngram.py")
+NO_TORCH = (
+    "trace.py",
+    "cache/blocks.py",
+    "cache/lease.py",
+    "engine/scheduler.py",
+    "engine/sequence.py",
+    "engine/detokenizer.py",
+    "propose/methods.py",
+    "propose/ngram.py",
+    "propose/suffix.py",
+)
 
 
 def imports(source: str) -> Iterator[tuple[str, bool]]:

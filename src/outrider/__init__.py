@@ -9,26 +9,35 @@ TYPE_CHECKING = False  # `typing` is not imported: it would take most of the tim
 if TYPE_CHECKING:
     from typing import Any
 
-    from outrider.config import SpeculationConfig
     from outrider.errors import OutriderError
     from outrider.llm import LLM
     from outrider.params import (
         CompletionOutput,
         Logprob,
         RequestOutput,
-        RequestStats,
         SamplingParams,
         StreamPiece,
         StructuredOutputs,
         TokenOrigin,
     )
+    from outrider.propose.draft_model import DraftModel
+    from outrider.propose.ngram import Ngram
+    from outrider.propose.speculation import SpeculationConfig
+    from outrider.propose.suffix import Suffix
+    from outrider.stats import RequestStats
+    from outrider.trace import RoundTrace
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "outrider.llm",
-    "SpeculationConfig": "outrider.config",
+    "SpeculationConfig": "outrider.propose.speculation",
+    "DraftModel": "outrider.propose.draft_model",
+    "Ngram": "outrider.propose.ngram",
+    "Suffix": "outrider.propose.suffix",
     "OutriderError": "outrider.errors",
+    "RequestStats": "outrider.stats",
+    "RoundTrace": "outrider.trace",
     **dict.fromkeys(
         (
             "SamplingParams",
@@ -36,7 +45,6 @@ _HOMES = {
             "RequestOutput",
             "CompletionOutput",
             "Logprob",
-            "RequestStats",
             "StreamPiece",
             "TokenOrigin",
         ),
@@ -47,14 +55,18 @@ _HOMES = {
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "DraftModel",
     "Logprob",
+    "Ngram",
     "OutriderError",
     "RequestOutput",
     "RequestStats",
+    "RoundTrace",
     "SamplingParams",
     "SpeculationConfig",
     "StreamPiece",
     "StructuredOutputs",
+    "Suffix",
     "TokenOrigin",
 ]
 

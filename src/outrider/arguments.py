@@ -10,9 +10,9 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
-from outrider.config import SpeculationConfig
 from outrider.errors import InvalidParameterError, InvalidPromptError
 from outrider.params import SamplingParams
+from outrider.propose.speculation import SpeculationConfig
 from outrider.validation import Frozen, unknown_setting
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from inspect import signature
 from os import PathLike, fspath
@@ -26,17 +26,9 @@ from outrider.arguments import (
     split_prompts,
     spread,
 )
-from outrider.config import (
-    PLAIN,
-    AttentionName,
-    CacheConfig,
-    DTypeName,
-    ModelConfig,
-    QuantizationName,
-    SchedulerConfig,
-    SpeculationConfig,
-)
-from outrider.engine.engine import Engine, completion
+from outrider.config import AttentionName, CacheConfig, DTypeName, ModelConfig, QuantizationName, SchedulerConfig
+from outrider.engine.engine import Engine
+from outrider.engine.outputs import completion
 from outrider.engine.proposers import ProposerSet
 from outrider.engine.sequence import Request
 from outrider.engine.stats import EngineStats
@@ -49,17 +41,20 @@ from outrider.errors import (
     OutriderError,
 )
 from outrider.kernels.library import check_process
-from outrider.model.capabilities import make_runner
+from outrider.model.draft_loader import DraftLoader
+from outrider.model.factory import make_runner
 from outrider.model.loader import LoadedModel, adopt_model, check_sources, load_model
-from outrider.model.runner import ModelRunner
+from outrider.model.target import Target
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
-from outrider.propose import registry
-from outrider.propose.base import TargetFacts
+from outrider.propose.draft_model import DraftModel
+from outrider.propose.method import Method
+from outrider.propose.speculation import PLAIN, SpeculationConfig
 from outrider.turns import Turns
 
 logger = logging.getLogger(__name__)
 
-Speculation = SpeculationConfig | str
+#: Any form that SpeculationConfig.of takes.
+Speculation = SpeculationConfig | Method | Mapping[str, Any] | str
 
 
 def default_model(part: str) -> str:
@@ -67,8 +62,24 @@ def default_model(part: str) -> str:
     return str(files("outrider") / "assets" / part)
 
 
+@dataclass(frozen=True)
+class _Options:
+    """What a call asks for beside parameters and speculation.
+
+    Raises:
+        InvalidParameterError: The namespace is no name.
+    """
+
+    namespace: str | None
+    trace: bool = False
+    streaming: bool = False
+
+    def __post_init__(self) -> None:
+        check_namespace(self.namespace)
+
+
 class LLM:
-    """A model ready to write, with or without a proposer that runs ahead of it. The output law is the same.
+    """A model ready to write, with or without a proposer that runs ahead of it. The output distribution is the same.
 
     Several threads may call it, and they take turns: a call of generate or chat keeps the others waiting until it is done,
     a stream only while a piece is computed. Prompts that are to share batches go into one call. A process that is forked
@@ -81,8 +92,9 @@ class LLM:
             it brings is not run. A model that is given loaded has none unless it is given too.
         consume: Take the weights of a model that is given loaded without a copy. It is changed in place, and is of no use
             for anything else from then on.
-        speculation: Who drafts, unless a call says otherwise: a SpeculationConfig or a proposer's name. None drafts with
-            the embedded draft for the embedded pair, and not at all for other models.
+        speculation: Who drafts, unless a call says otherwise: a SpeculationConfig, a flat mapping of the same settings, a
+            method or its name. None drafts with the embedded draft for the embedded pair, and not at all for other models.
+        draft_model: Short for speculation=SpeculationConfig(method=DraftModel(model=...)): local folder or hub id.
         dtype: "auto" (the checkpoint's), "float64", "float32", "bfloat16" or "float16", or PyTorch's own name for one.
         device: A torch device; None takes CUDA where there is one.
         revision: Hub revision.
@@ -111,6 +123,7 @@ class LLM:
         tokenizer: Any | None = None,
         consume: bool = False,
         speculation: Speculation | None = None,
+        draft_model: str | PathLike[str] | None = None,
         dtype: DTypeName | torch.dtype = "auto",
         device: str | torch.device | None = None,
         revision: str | None = None,
@@ -142,23 +155,18 @@ class LLM:
         )
         self._cache_config = CacheConfig(block_size=block_size, num_tokens=kv_cache_tokens, prefix_caching=prefix_caching)
         scheduling = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        self.speculation = self._resolve(
-            speculation or (SpeculationConfig(proposer="draft_model") if model is None else PLAIN)
-        )
-        drafts = self.speculation.proposer == "draft_model"  # a plug-in may mean something else by the name
-        check_sources(draft_model=self.speculation.draft_model if drafts else None)
+        self.speculation = self.resolve(_chosen(speculation, draft_model, embedded=self._embedded))
+        method = self.speculation.method
+        check_sources(draft_model=method.model if isinstance(method, DraftModel) else None)
         loaded = _load(model, self._model_config, tokenizer, consume=consume)
         runner = make_runner(loaded, attention_backend, self._cache_config, max_num_seqs, batch_invariant=batch_invariant)
         self.tokenizer = loaded.tokenizer
         self.default_params = _default_params(loaded)
-        self._turns = Turns(Engine(runner, scheduling))
-        self._proposers: ProposerSet | None = ProposerSet(
-            TargetFacts(loaded.name, loaded.model, loaded.tokenizer, loaded.vocab_size, loaded.max_model_len),
-            max_num_batched_tokens,
-            partial(_load_draft_runner, runner, self._model_config, self._cache_config, max_num_seqs),
-        )
-        # A draft model that cannot be used is better known now than at the first prompt.
-        self.proposers.get(self.speculation)
+        load_runner = DraftLoader(runner, self._model_config, self._cache_config, max_num_seqs)
+        self._proposers: ProposerSet | None = ProposerSet(Target(runner), max_num_batched_tokens, load_runner, method)
+        self._turns = Turns(Engine(runner, scheduling, self._proposers))
+        if method is not None:
+            self.proposers.get(method)  # a draft model that cannot be used is better known now than at the first prompt
 
     def __enter__(self) -> Self:
         return self
@@ -189,9 +197,9 @@ class LLM:
             "attention_backend": runner.backend.name,
             "kernels": runner.backend.instruction_set(loaded.model) or "stock",
             "batch_invariant": config.batch_invariant or None,
-            "speculation": speculation.proposer,
+            "speculation": speculation.name,
             "num_draft_tokens": speculation.num_draft_tokens if speculation.enabled else None,
-            "draft_model": _shown(speculation.draft_model),
+            "draft_model": _shown(speculation.method.model) if isinstance(speculation.method, DraftModel) else None,
         }
         return f"<LLM {' '.join(f'{name}={fact}' for name, fact in facts.items() if fact is not None)}>"
 
@@ -219,6 +227,7 @@ class LLM:
         *,
         speculation: Speculation | Sequence[Speculation | None] | None = None,
         namespace: str | None = None,
+        trace: bool = False,
         on_finished: Callable[[RequestOutput], None] | None = None,
         **unknown: Never,
     ) -> list[RequestOutput]:
@@ -232,6 +241,7 @@ class LLM:
                 the defaults of SamplingParams for the others. Its do_sample decides nothing, as in vLLM.
             speculation: Overrides the LLM's, for all prompts or one each; "none" decodes plainly.
             namespace: Whose prompts these are: caches are shared within a namespace and never beyond it.
+            trace: Whether outputs tell of every round: draft tree, probabilities, coins, verdict, times (`rounds`).
             on_finished: Called with each output as it is done, for progress displays.
 
         Returns:
@@ -244,7 +254,7 @@ class LLM:
         """
         refuse_keywords(self.generate, unknown)
         items, single = split_prompts(prompts)
-        return self._complete(items, single, self._encode, params, speculation, namespace, on_finished)
+        return self._complete(items, single, self._encode, params, speculation, _Options(namespace, trace), on_finished)
 
     def stream(
         self,
@@ -253,18 +263,20 @@ class LLM:
         *,
         speculation: Speculation | None = None,
         namespace: str | None = None,
+        trace: bool = False,
         **unknown: Never,
     ) -> Iterator[StreamPiece]:
-        """Complete one prompt and yield what each step adds. Closing the iterator cancels the request.
+        """Complete one prompt and yield what each step adds. Closing the iterator cancels the request. With `trace` the
+        finished completion tells of every round.
 
         Raises:
             OutriderError: The prompt cannot be served, or the request failed on the way.
             ClosedError: The LLM is closed.
         """
         refuse_keywords(self.stream, unknown)
-        check_namespace(namespace)
+        options = _Options(namespace, trace, streaming=True)
         with self._turns.turn():
-            request = self._submit(*self._encode(prompt), params, speculation, namespace, streaming=True)
+            request = self._submit(*self._encode(prompt), params, speculation, options)
         pieces = self._pieces(request)
         next(pieces)  # started at once: a stream that is dropped unread must still cancel its request
         return cast(Iterator[StreamPiece], pieces)
@@ -276,6 +288,7 @@ class LLM:
         *,
         speculation: Speculation | Sequence[Speculation | None] | None = None,
         namespace: str | None = None,
+        trace: bool = False,
         **unknown: Never,
     ) -> list[RequestOutput]:
         """Complete a conversation, or each of a list of conversations, through the tokenizer's own chat template.
@@ -285,6 +298,7 @@ class LLM:
             params: As in generate.
             speculation: As in generate.
             namespace: As in generate.
+            trace: As in generate.
 
         Returns:
             One output for each conversation. In a list, a conversation that cannot be served has `error` set and the
@@ -298,7 +312,9 @@ class LLM:
         refuse_keywords(self.chat, unknown)
         self._check_template()
         items, single = split_conversations(messages)
-        return self._complete(items, single, self._encode_conversation, params, speculation, namespace, None)
+        return self._complete(
+            items, single, self._encode_conversation, params, speculation, _Options(namespace, trace), None
+        )
 
     def chat_prompt(self, messages: Conversation) -> list[int]:
         """Token ids of one conversation, with the turn handed to the model; raises as chat() does."""
@@ -320,11 +336,10 @@ class LLM:
         encode: Callable[[Any], tuple[str | None, tuple[int, ...]]],
         params: SamplingParams | Sequence[SamplingParams | None] | None,
         speculation: Speculation | Sequence[Speculation | None] | None,
-        namespace: str | None,
+        options: _Options,
         on_finished: Callable[[RequestOutput], None] | None,
     ) -> list[RequestOutput]:
         """Generate from `items`, each of which `encode` turns into its text, if it has one, and its token ids."""
-        check_namespace(namespace)
         settings = (spread(params, len(items), "params"), spread(speculation, len(items), "speculation"))
         outputs: dict[int, RequestOutput] = {}
         pending: dict[int, Request] = {}
@@ -338,7 +353,7 @@ class LLM:
             try:
                 for place, (item, sampling, config) in enumerate(zip(items, *settings, strict=True)):
                     try:
-                        pending[place] = self._submit(*encode(item), sampling, config, namespace)
+                        pending[place] = self._submit(*encode(item), sampling, config, options)
                     except OutriderError as error:
                         settle(place, RequestOutput(-1, item if isinstance(item, str) else None, (), (), error))
                 while pending:
@@ -359,19 +374,22 @@ class LLM:
         token_ids: tuple[int, ...],
         params: SamplingParams | None,
         speculation: Speculation | None,
-        namespace: str | None,
-        *,
-        streaming: bool = False,
+        options: _Options,
     ) -> Request:
         params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError(
                 "params", params, "not a SamplingParams", "Use SamplingParams(temperature=..., ...)."
             )
-        config = self.speculation if speculation is None else self._resolve(speculation)
-        proposer = self.proposers.get(config)
+        config = self.speculation if speculation is None else self.resolve(speculation)
         return self._turns.submit(
-            token_ids, params, config, proposer, prompt=text, streaming=streaming, namespace=namespace
+            token_ids,
+            params,
+            config,
+            prompt=text,
+            streaming=options.streaming,
+            namespace=options.namespace,
+            traced=options.trace,
         )
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
@@ -416,29 +434,19 @@ class LLM:
                 "Use generate with a plain prompt, or a model whose tokenizer has a chat template.",
             )
 
-    def _resolve(self, speculation: Speculation) -> SpeculationConfig:
-        """Fill in what the caller left to us, and refuse names that nobody answers to."""
-        if isinstance(speculation, str):
-            speculation = SpeculationConfig(proposer="none" if speculation == "off" else speculation)
-        if not isinstance(speculation, SpeculationConfig):
-            raise InvalidParameterError(
-                "speculation",
-                speculation,
-                "not a SpeculationConfig",
-                "Use SpeculationConfig(...) or a proposer's name.",
-            )
-        registry.check_name(speculation.proposer)
-        if speculation.proposer == "draft_model" and speculation.draft_model is None:
-            standing = getattr(self, "speculation", None)
-            known = standing.draft_model if standing is not None else None
-            if known is None and self._embedded:
-                known = default_model("draft")
-            if known is None:
-                raise InvalidParameterError(
-                    "draft_model", None, "proposer='draft_model' needs one", "Give a local folder or a hub id."
-                )
-            speculation = speculation.replace(draft_model=known)
-        return speculation
+    def resolve(self, speculation: Speculation) -> SpeculationConfig:
+        """The settings with what the caller left to us: the LLM's own draft model, or the embedded one."""
+        config = SpeculationConfig.of(speculation)
+        if not isinstance(config.method, DraftModel) or config.method.model is not None:
+            return config
+        standing = self.speculation.method if hasattr(self, "speculation") else None
+        if isinstance(standing, DraftModel):
+            left_open = {name: value for name, value in standing if name not in config.method.model_fields_set}
+            return config.replace(method=config.method.replace(**left_open))
+        if self._embedded:
+            return config.replace(method=config.method.replace(model=default_model("draft")))
+        remedy = 'Use LLM(..., draft_model="..."), or SpeculationConfig(method=DraftModel(model="...")).'
+        raise InvalidParameterError("draft_model", None, "method='draft_model' needs one", remedy)
 
     def _pieces(self, request: Request) -> Iterator[StreamPiece | None]:
         """None once, then the pieces. Between two of them other threads have their turns."""
@@ -478,34 +486,6 @@ def _load(model: Any, config: ModelConfig, tokenizer: Any | None, *, consume: bo
     return load_model(config, tokenizer)
 
 
-def _load_draft_runner(
-    target: ModelRunner,
-    settings: ModelConfig,
-    cache: CacheConfig,
-    max_num_seqs: int,
-    model: str,
-    dtype: str | None,
-    *,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> ModelRunner:
-    """Load a draft model with as much KV memory as its target has; what is trusted is said for each checkpoint alone."""
-    check_sources(draft_model=model)
-    config = settings.replace(
-        model=model,
-        dtype=dtype or str(target.loaded.dtype).removeprefix("torch."),
-        device=str(target.loaded.device),
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        attention_backend="auto",
-        max_model_len=None,
-        quantization=None,  # a draft model is small already
-        batch_invariant=False,  # drafts may differ in their bits: they are guesses
-    )
-    capacity = target.blocks.num_blocks * target.blocks.block_size  # whatever fits the target's memory fits the draft's
-    return make_runner(load_model(config), "auto", cache.replace(num_tokens=capacity), max_num_seqs)
-
-
 def _default_params(loaded: LoadedModel) -> SamplingParams:
     """The parameters of requests that bring none: the checkpoint's own where it names some."""
     taken: dict[str, Any] = {}
@@ -520,6 +500,23 @@ def _default_params(loaded: LoadedModel) -> SamplingParams:
         named = ", ".join(f"{name}={value}" for name, value in taken.items())
         logger.info("%s: without SamplingParams its own generation defaults are used: %s", loaded.name, named)
     return SamplingParams(**taken)
+
+
+def _chosen(speculation: Speculation | None, draft_model: str | PathLike[str] | None, *, embedded: bool) -> Speculation:
+    """What LLM's arguments ask for; drafting with the embedded draft where they leave it open for the embedded pair."""
+    if draft_model is None:
+        return speculation or ("draft_model" if embedded else PLAIN)
+    if not isinstance(draft_model, str | PathLike) or not fspath(draft_model):
+        raise InvalidParameterError("draft_model", draft_model, "no path", "Give a local folder or a hub id.")
+    draft_model = fspath(draft_model)
+    if speculation is None:
+        return DraftModel(model=draft_model)
+    config = SpeculationConfig.of(speculation)
+    if not isinstance(config.method, DraftModel):
+        raise ContradictionError(
+            "draft_model", draft_model, f"speculation names method={config.name!r}", "Leave one of them out."
+        )
+    return config.replace(method=config.method.replace(model=draft_model))
 
 
 def _shown(model: str | None) -> str | None:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from outrider.errors import ContradictionError, OutriderError
+from outrider.stats import RequestStats
+from outrider.trace import RoundTrace
 from outrider.validation import Frozen
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -20,7 +22,7 @@ LogprobsMode = Literal["raw", "processed"]
 #: Must be a pure function of the two; called once for every row of a draft, each with the tokens of its own path.
 LogitsProcessor = Callable[[Any, Any], Any]
 
-_NOT_A_LAW = "it searches over whole texts instead of drawing from the model's law"
+_A_SEARCH = "it searches over whole texts instead of drawing from the model's probabilities"
 _BY_PROCESSOR = "there is no setting of that name; transformers' own processor for it runs exactly along every draft path"
 
 
@@ -101,12 +103,12 @@ class SamplingParams(Frozen):
 
     Raises:
         InvalidParameterError: A value is outside its range or a name is unknown.
-        UnsupportedParameterError: A parameter is known but is not exact, or not a law at all.
+        UnsupportedParameterError: A parameter is known but is not exact, or searches instead of drawing.
         ContradictionError: min_tokens exceeds max_tokens; ignore_eos with structured_outputs.
     """
 
     refused: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(["best_of", "use_beam_search", "num_beams", "length_penalty", "early_stopping"], _NOT_A_LAW),
+        **dict.fromkeys(["best_of", "use_beam_search", "num_beams", "length_penalty", "early_stopping"], _A_SEARCH),
         **dict.fromkeys(
             ["no_repeat_ngram_size", "typical_p", "epsilon_cutoff", "eta_cutoff", "encoder_repetition_penalty"],
             _BY_PROCESSOR,
@@ -182,7 +184,7 @@ class SamplingParams(Frozen):
 
     @property
     def greedy(self) -> bool:
-        """Whether the target's law is a point mass, so that no random number is needed."""
+        """Whether the target's choice is certain, so that no random number is needed."""
         return self.temperature == 0.0
 
     @property
@@ -198,45 +200,6 @@ class TokenOrigin(StrEnum):
     ACCEPTED = "accepted"  # a draft token that the target let stand
     RECOVERED = "recovered"  # written by the target in place of a rejected draft token
     BONUS = "bonus"  # the extra token after a fully accepted draft
-
-
-@dataclass(frozen=True)
-class RequestStats:
-    """What speculation did for one completion; definitions as in vLLM.
-
-    Attributes:
-        num_target_passes: Target passes in which this completion committed a token.
-        num_drafts: Of these, the passes that verified a draft of at least one token.
-        num_draft_tokens: Draft tokens verified.
-        num_accepted_tokens: Draft tokens accepted.
-        drafted_per_position: Drafts that reached position i (0-based).
-        accepted_per_position: Drafts whose token at position i was accepted.
-        acceptance_histogram: Number of drafts by how many of their tokens were accepted.
-        num_proposer_faults: Rounds in which the proposer misbehaved and its draft was cut or dropped.
-        num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
-        num_preemptions: How often the sequence lost its KV and was recomputed.
-    """
-
-    num_target_passes: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    drafted_per_position: tuple[int, ...] = ()
-    accepted_per_position: tuple[int, ...] = ()
-    acceptance_histogram: tuple[int, ...] = ()
-    num_proposer_faults: int = 0
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted / drafted, without the bonus token; 0 where nothing was drafted."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """1 + accepted / drafts: tokens a verified draft yields, the target's own included (tau); 1 without drafts."""
-        return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
 
 
 @dataclass(frozen=True)
@@ -271,6 +234,7 @@ class CompletionOutput:
         stop_reason: The stop string or stop token id that ended it, if one did.
         stats: What speculation did.
         logprobs: One entry a token, where `SamplingParams.logprobs` asked for them.
+        rounds: What happened in each verify pass, where a trace was asked for.
     """
 
     index: int
@@ -281,6 +245,7 @@ class CompletionOutput:
     stop_reason: str | int | None
     stats: RequestStats
     logprobs: tuple[PositionLogprobs, ...] | None = None
+    rounds: tuple[RoundTrace, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock
 
-from outrider.config import SpeculationConfig
 from outrider.engine.engine import Engine
+from outrider.engine.interrupts import uninterrupted
 from outrider.engine.sequence import Request
 from outrider.errors import ClosedError
 from outrider.kernels.library import check_process
 from outrider.params import SamplingParams, StreamPiece
-from outrider.propose.base import Proposer
+from outrider.propose.speculation import SpeculationConfig
 
 
 class Turns:
@@ -64,11 +64,11 @@ class Turns:
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
         speculation: SpeculationConfig,
-        proposer: Proposer | None,
         *,
         prompt: str | None,
         streaming: bool,
         namespace: str | None,
+        traced: bool,
     ) -> Request:
         """Queue a prompt; arguments and errors are those of Engine.add_request. It is to be dropped in the end."""
         with self.turn() as engine, self._work():
@@ -76,10 +76,10 @@ class Turns:
                 prompt_token_ids,
                 params,
                 speculation,
-                proposer,
                 prompt=prompt,
                 streaming=streaming,
                 namespace=namespace,
+                traced=traced,
             )
             self._alive[request.request_id] = request
             return request
@@ -127,14 +127,15 @@ class Turns:
 
     def _cancel_dropped(self) -> None:
         """Cancel what was dropped, unless another thread has the engine, or this one is inside a call: they will."""
-        while self._dropped and self._lock.acquire(blocking=False):
-            try:
-                if self._at_work or not self._dropped:
-                    return
-                with self._work():
-                    self._end(self._dropped.popleft())
-            finally:
-                self._lock.release()
+        with uninterrupted():  # the lock is given back, whatever happens
+            while self._dropped and self._lock.acquire(blocking=False):
+                try:
+                    if self._at_work or not self._dropped:
+                        return
+                    with self._work():
+                        self._end(self._dropped.popleft())
+                finally:
+                    self._lock.release()
 
     def _end(self, request: Request) -> None:
         if self._engine is not None:
@@ -142,5 +143,4 @@ class Turns:
         self._alive.pop(request.request_id, None)
         # Whoever still has the request, or one of its sequences, which point back at it, keeps no model alive.
         request.sequences.clear()
-        request.proposer = None
         request.error = None  # nor the frames in which it arose

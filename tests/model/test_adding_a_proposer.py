@@ -10,37 +10,48 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.propose import registry
+from outrider.propose import methods
+from outrider.prove.suite import run_method_suite
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_proposer.md"
 PROMPT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n"
 
 
-@pytest.fixture(scope="module")
-def page() -> dict[str, Any]:
-    """Names defined by the page's first code block, which is one complete proposer."""
+def first_block() -> str:
     block = re.search(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     assert block is not None
-    names: dict[str, Any] = {}
-    exec(block[1], names)
+    return block[1]
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, Any]:
+    """Names defined by the page's first code block, which is one complete method."""
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(first_block(), names)
     return names
 
 
 @pytest.fixture(scope="module")
-def llm(page: dict[str, Any]) -> Iterator[LLM]:
-    registry.register("bigram", page["bigram"])
-    yield LLM(dtype="float64", speculation=SpeculationConfig(proposer="bigram", num_draft_tokens=4))
-    del registry._factories["bigram"]
+def bigram(page: dict[str, Any]) -> Iterator[Any]:
+    yield methods.register(page["Bigram"])
+    del methods._registered["bigram"]
 
 
-def test_it_is_about_fifty_lines(page: dict[str, Any]) -> None:
-    block = re.search(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    assert block is not None
-    assert len(block[1].splitlines()) <= 55
+@pytest.fixture(scope="module")
+def llm(bigram: Any) -> LLM:
+    return LLM(dtype="float64", speculation=SpeculationConfig(method=bigram(shared=True), num_draft_tokens=4))
 
 
-def test_its_drafts_are_accepted(llm: LLM) -> None:
-    stats = llm.generate(PROMPT, SamplingParams(temperature=0.7, max_tokens=60))[0].stats
+def test_it_is_short() -> None:
+    assert len(first_block().splitlines()) <= 75
+
+
+@pytest.mark.parametrize("tree", [(), (3, 2)])
+def test_its_drafts_are_accepted(llm: LLM, bigram: Any, tree: tuple[int, ...]) -> None:
+    how = {"tree": tree} if tree else {"num_draft_tokens": 4}
+    config = SpeculationConfig(method=bigram(), **how)
+    params = SamplingParams(temperature=0.7, max_tokens=60)
+    stats = llm.generate(PROMPT, params, speculation=config)[0].stats
     assert stats.num_accepted_tokens > 0
     assert stats.num_proposer_faults == 0
 
@@ -52,8 +63,50 @@ def test_it_changes_no_token(llm: LLM, params: SamplingParams) -> None:
     assert drafted.token_ids == llm.generate(PROMPT, params, speculation="none")[0].token_ids
 
 
-def test_its_state_ends_with_the_request(llm: LLM) -> None:
-    llm.generate(PROMPT, SamplingParams(max_tokens=5))
-    proposer = llm.proposers.get(llm.speculation)
-    assert proposer is not None
-    assert not proposer.counts  # type: ignore[attr-defined]
+def test_samples_fork_and_state_ends_with_the_request(llm: LLM) -> None:
+    outputs = llm.generate(PROMPT, SamplingParams(n=3, max_tokens=12))[0].outputs
+    assert sum(output.stats.num_proposer_faults for output in outputs) == 0
+    method = llm.speculation.method
+    assert method is not None
+    proposer: Any = llm.proposers.get(method)
+    assert not proposer.own
+    assert proposer.earlier[None]
+
+
+def test_namespaces_are_kept_apart(llm: LLM) -> None:
+    method = llm.speculation.method
+    assert method is not None
+    proposer: Any = llm.proposers.get(method)
+    before = dict(proposer.earlier[None])
+    llm.generate(PROMPT, SamplingParams(max_tokens=5), namespace="somebody")
+    assert proposer.earlier[None] == before
+    assert proposer.earlier["somebody"]
+
+
+def test_the_page_states_its_proof(bigram: Any) -> None:
+    report = run_method_suite({"method": "bigram", "shared": True})
+    assert report.passed, [check for check in report.checks if not check.passed]
+    assert f"{len(report.checks)} checks hold" in PAGE.read_text("utf-8")
+
+
+def test_the_proof_sees_a_law_that_is_not_true(bigram: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's proposer, claiming other probabilities than it drew from."""
+    from dataclasses import replace
+
+    from outrider.propose.growth import Growth
+
+    stock = Growth.draft
+
+    def lying(self: Growth) -> Any:
+        draft = stock(self)
+        if draft.draft_probs is None:
+            return draft
+        blurred = draft.draft_probs * 0.5 + 0.5 / draft.draft_probs.shape[-1]
+        return replace(draft, draft_probs=blurred)
+
+    monkeypatch.setattr(Growth, "draft", lying)
+    report = run_method_suite({"method": "bigram"}, quick=True)
+    assert not report.passed
+    (first, *_) = report.checks
+    assert not first.passed
+    assert first.finding.measured > 1e-4

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.errors import (
     ContradictionError,
     InputError,
@@ -77,18 +77,53 @@ def test_parameters_that_are_no_law_or_have_another_name_are_refused(name: str) 
 
 
 @pytest.mark.parametrize(
-    ("values", "kind"),
+    ("values", "field", "kind"),
     [
-        ({"proposer": "ngram", "draft_model": "x"}, ContradictionError),
-        ({"proposer": "ngram", "ngram_min": 4, "ngram_max": 2}, ContradictionError),
-        ({"num_draft_tokens": 0}, InvalidParameterError),
-        ({"rule": "lossy"}, InvalidParameterError),
-        ({"unknown": 1}, InvalidParameterError),
+        ({"method": "ngram", "model": "x"}, "model", InvalidParameterError),
+        ({"method": "none", "model": "x"}, "model", InvalidParameterError),
+        ({"method": "ngram", "min_match": 4, "max_match": 2}, "min_match", ContradictionError),
+        ({"method": "ngram", "min_match": 0}, "min_match", InvalidParameterError),
+        ({"method": "ngram", "tree": (2, 1)}, "tree", ContradictionError),
+        ({"method": "suffix", "tree": (2, 1)}, "tree", ContradictionError),
+        ({"method": "suffix", "factor": 0.0}, "factor", InvalidParameterError),
+        ({"method": "draft_model", "dtype": "int8"}, "dtype", InvalidParameterError),
+        ({"method": "draft_model", "model": ""}, "model", InvalidParameterError),
+        ({"method": 5}, "method", InvalidParameterError),
+        ({"num_draft_tokens": 0}, "num_draft_tokens", InvalidParameterError),
+        ({"tree": (64, 64)}, "tree", InvalidParameterError),
+        ({"rule": "lossy"}, "rule", InvalidParameterError),
+        ({"unknown": 1}, "unknown", InvalidParameterError),
     ],
 )
-def test_speculation_settings(values: dict[str, Any], kind: type[InputError]) -> None:
-    with pytest.raises(kind):
-        SpeculationConfig(**values)
+def test_speculation_settings(values: dict[str, Any], field: str, kind: type[InputError]) -> None:
+    with pytest.raises(kind) as caught:
+        SpeculationConfig.of(values)
+    assert caught.value.field == field
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("proposer", "ngram", "method='ngram'"),
+        ("draft_model", "x", "method=DraftModel(model='x')"),
+        ("draft_dtype", "float32", "method=DraftModel(model=..., dtype='float32')"),
+        ("ngram_max", 4, "method=Ngram(max_match=4)"),
+        ("ngram_min", 1, "method=Ngram(min_match=1)"),
+        ("suffix_min_match", 1, "method=Suffix(min_match=1)"),
+        ("suffix_factor", 3.0, "method=Suffix(factor=3.0)"),
+        ("suffix_tree", True, "method=Suffix(branches=True)"),
+        ("suffix_shared", True, "method=Suffix(shared=True)"),
+        ("suffix_cache_mib", 8, "method=Suffix(cache_mib=8)"),
+        ("num_speculative_tokens", 3, "num_draft_tokens=3"),
+    ],
+)
+def test_settings_of_other_forms_are_refused_with_the_form_that_works(name: str, value: Any, remedy: str) -> None:
+    for ask in (lambda: SpeculationConfig(**{name: value}), lambda: SpeculationConfig.of({"method": "ngram", name: value})):
+        with pytest.raises(InvalidParameterError) as caught:
+            ask()
+        assert (caught.value.field, caught.value.value) == (name, value)
+        assert f"Use {remedy}" in caught.value.remedy
 
 
 def test_min_tokens_above_max_tokens() -> None:
@@ -182,13 +217,16 @@ def test_lists_of_the_wrong_length(llm: LLM) -> None:
 
 def test_a_seed_and_a_rule_that_breaks_its_promise(llm: LLM) -> None:
     with pytest.raises(ContradictionError) as caught:
-        llm.generate("x", SamplingParams(seed=1), speculation=SpeculationConfig(proposer="ngram", rule="block"))
+        llm.generate("x", SamplingParams(seed=1), speculation=SpeculationConfig(method="ngram", rule="block"))
     assert caught.value.field == "seed"
 
 
-def test_unknown_proposers(llm: LLM) -> None:
-    with pytest.raises(InvalidParameterError, match="ngram"):
+def test_unknown_methods(llm: LLM) -> None:
+    with pytest.raises(InvalidParameterError, match="ngram") as caught:
         llm.generate("x", speculation="psychic")
+    assert (caught.value.field, caught.value.value) == ("method", "psychic")
+    with pytest.raises(InvalidParameterError, match="Did you mean suffix"):
+        llm.generate("x", speculation={"method": "sufix"})
 
 
 @pytest.mark.parametrize(
@@ -215,7 +253,7 @@ def test_engine_settings(settings: dict[str, Any]) -> None:
     [
         ("max_num_sequences", "Did you mean max_num_seqs? LLM knows: attention_backend, "),
         ("unheard_of", "LLM knows: attention_backend, "),
-        ("draft_model", "Give it in LLM(speculation=SpeculationConfig(draft_model=...))."),
+        ("num_draft_tokens", "Give it in LLM(speculation=SpeculationConfig(num_draft_tokens=...))."),
         ("temperature", "Give it in generate(prompts, SamplingParams(temperature=...))."),
     ],
 )
@@ -253,14 +291,14 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_folder_is_named_without_asking_the_hub(name: str) -> None:
     for field in ("model", "draft_model"):
         with pytest.raises(InvalidParameterError, match="no such folder") as caught:
-            LLM(name) if field == "model" else LLM(speculation=SpeculationConfig(proposer="draft_model", draft_model=name))
+            LLM(name) if field == "model" else LLM(speculation=SpeculationConfig(method=DraftModel(model=name)))
         assert (caught.value.field, caught.value.value) == (field, name)
 
 
 @pytest.mark.usefixtures("no_network")
 def test_a_missing_draft_folder_is_named_in_a_request_too(llm: LLM) -> None:
     with pytest.raises(InvalidParameterError, match="no such folder") as caught:
-        llm.generate("x", speculation=SpeculationConfig(proposer="draft_model", draft_model="./nowhere"))
+        llm.generate("x", speculation=SpeculationConfig(method=DraftModel(model="./nowhere")))
     assert caught.value.field == "draft_model"
 
 
@@ -342,7 +380,7 @@ def test_the_remedy_for_a_device_is_one_that_works(
 def test_vocabularies_of_different_size(tmp_path: Path) -> None:
     other = checkpoints.save("llama", tmp_path / "other", layers=1)
     with pytest.raises(VocabularyMismatchError):
-        LLM(speculation=SpeculationConfig(proposer="draft_model", draft_model=other))
+        LLM(speculation=SpeculationConfig(method=DraftModel(model=other)))
 
 
 def test_vocabularies_that_name_tokens_differently(tmp_path: Path) -> None:
@@ -353,7 +391,7 @@ def test_vocabularies_that_name_tokens_differently(tmp_path: Path) -> None:
     vocab[a], vocab[b] = vocab[b], vocab[a]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
     with pytest.raises(VocabularyMismatchError, match="2 differ"):
-        LLM(speculation=SpeculationConfig(proposer="draft_model", draft_model=str(folder)))
+        LLM(speculation=SpeculationConfig(method=DraftModel(model=str(folder))))
 
 
 def test_every_error_is_an_outrider_error(llm: LLM) -> None:

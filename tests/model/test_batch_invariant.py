@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider import LLM, SamplingParams, SpeculationConfig, Suffix
 from outrider.cache.blocks import BlockManager
 from outrider.config import CacheConfig, ModelConfig
 from outrider.errors import ContradictionError, UnsupportedModelError
 from outrider.kernels.library import available_sets
 from outrider.kernels.row_by_row import RowByRow
 from outrider.llm import default_model
-from outrider.model import capabilities
 from outrider.model.batch import Segment
-from outrider.model.capabilities import make_runner, probe_bits
+from outrider.model.factory import BACKENDS, make_runner
 from outrider.model.loader import load_model
+from outrider.model.probe import probe_bits
 from tests.model import checkpoints
 
 DTYPES = ["bfloat16", "float32"]
@@ -83,9 +83,9 @@ def test_texts_are_the_same_in_any_batch_with_any_proposer(dtype: Any) -> None:
     tight = LLM(**settings, max_num_batched_tokens=24, max_num_seqs=5, kv_cache_tokens=120)
     alone = LLM(**settings, speculation="none", prefix_caching=False)
     ways = [
-        SpeculationConfig(proposer="draft_model", num_draft_tokens=4),
-        SpeculationConfig(proposer="draft_model", tree=(2, 2)),
-        SpeculationConfig(proposer="suffix", suffix_min_match=1, suffix_tree=True),
+        SpeculationConfig(method="draft_model", num_draft_tokens=4),
+        SpeculationConfig(method="draft_model", tree=(2, 2)),
+        SpeculationConfig(method=Suffix(min_match=1, branches=True)),
         SpeculationConfig(),
     ]
     head = "class Reader:\n    def "
@@ -109,14 +109,14 @@ def test_a_model_whose_bits_depend_on_the_batch_is_refused(paths: dict[str, str]
             return out * (1 + 1e-3 * args[0].shape[-2]) if func is torch.ops.aten.linear.default else out
 
     monkeypatch.setenv("OUTRIDER_KERNELS", "off")  # ours have no such leak
-    monkeypatch.setattr("outrider.model.attention.row_by_row.RowByRow", Leaky)
+    monkeypatch.setattr("outrider.model.backends.row_by_row.RowByRow", Leaky)
     with pytest.raises(UnsupportedModelError):
         LLM(paths["mistral"], dtype="float32", batch_invariant=True)
 
 
 def test_the_probe_of_bits_tells_paged_from_row_by_row() -> None:
     loaded = load_model(ModelConfig(model=default_model("target"), dtype="float32"))
-    backend = capabilities.BACKENDS["paged"]()
+    backend = BACKENDS["paged"]()
     backend.install(loaded.model)
     with pytest.raises(ValueError, match="bits"):
         probe_bits(loaded, backend)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider import LLM, DraftModel, Ngram, SamplingParams, SpeculationConfig, Suffix
 from outrider.engine.sequence import Request
 from outrider.model.context import ForwardContext
+from outrider.propose.draft_model import DraftModelProposer
 from outrider.prove.cache_truth import CacheAudit
 from tests.model import checkpoints
 
@@ -35,15 +36,15 @@ def alone(paths: tuple[str, str]) -> LLM:
 def speculations(draft: str) -> list[SpeculationConfig]:
     return [
         SpeculationConfig(),
-        SpeculationConfig(proposer="ngram", ngram_min=1, num_draft_tokens=3),
-        SpeculationConfig(proposer="draft_model", draft_model=draft, num_draft_tokens=1),
-        SpeculationConfig(proposer="draft_model", draft_model=draft, num_draft_tokens=5),
-        SpeculationConfig(proposer="draft_model", draft_model=draft, num_draft_tokens=4, draft_sampling="greedy"),
-        SpeculationConfig(proposer="draft_model", draft_model=draft, num_draft_tokens=3, rule="walk"),
-        SpeculationConfig(proposer="draft_model", draft_model=draft, tree=(3, 2, 1)),
-        SpeculationConfig(proposer="draft_model", draft_model=draft, tree=(2, 2), draft_sampling="greedy"),
-        SpeculationConfig(proposer="suffix", suffix_min_match=1),
-        SpeculationConfig(proposer="suffix", suffix_min_match=1, suffix_tree=True, suffix_shared=True),
+        SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=3),
+        SpeculationConfig(method=DraftModel(model=draft), num_draft_tokens=1),
+        SpeculationConfig(method=DraftModel(model=draft), num_draft_tokens=5),
+        SpeculationConfig(method=DraftModel(model=draft), num_draft_tokens=4, draft_sampling="greedy"),
+        SpeculationConfig(method=DraftModel(model=draft), num_draft_tokens=3, rule="walk"),
+        SpeculationConfig(method=DraftModel(model=draft), tree=(3, 2, 1)),
+        SpeculationConfig(method=DraftModel(model=draft), tree=(2, 2), draft_sampling="greedy"),
+        SpeculationConfig(method=Suffix(min_match=1)),
+        SpeculationConfig(method=Suffix(min_match=1, branches=True, shared=True)),
     ]
 
 
@@ -105,11 +106,7 @@ class Arrivals:
             while self.due and self.due[0] <= step:
                 self.due.pop(0)
                 config = self.rng.choice(self.choices)
-                self.requests.append(
-                    self.llm.engine.add_request(
-                        random_prompt(self.rng), random_params(self.rng), config, self.llm.proposers.get(config)
-                    )
-                )
+                self.requests.append(self.llm.engine.add_request(random_prompt(self.rng), random_params(self.rng), config))
             self.llm.engine.step()
             step += 1
             yield
@@ -126,9 +123,9 @@ def test_poisson_arrivals_change_no_text(paths: tuple[str, str], alone: LLM, see
     calls: list[int] = []
     forward = runner.backend.forward
 
-    def counted(loaded: Any, context: ForwardContext, aux_layers: Any) -> Any:
+    def counted(loaded: Any, context: ForwardContext, aux_layers: Any, part: Any = None) -> Any:
         calls.append(context.batch.num_rows)
-        return forward(loaded, context, aux_layers)
+        return forward(loaded, context, aux_layers, part)
 
     runner.backend.forward = counted  # type: ignore[method-assign]
     arrivals = Arrivals(llm, paths[1], 45, seed)
@@ -136,7 +133,7 @@ def test_poisson_arrivals_change_no_text(paths: tuple[str, str], alone: LLM, see
     for _ in arrivals.run():
         assert len(calls) - passes <= 1, "more than one target pass in a step"
         passes = len(calls)
-        runner.blocks.check_integrity([seq.block_table for seq in engine.scheduler.running])
+        runner.blocks.check_integrity([seq.kv.block_table for seq in engine.scheduler.running])
         for proposer in llm.proposers:
             proposer.check_integrity()
     assert sum(calls) == engine.stats.num_rows, "rows that nobody asked for"
@@ -159,8 +156,9 @@ def assert_nothing_is_left(llm: LLM) -> None:
     assert not engine.noise._used  # type: ignore[attr-defined]
     for proposer in llm.proposers:
         proposer.check_integrity()
-        progress = getattr(proposer, "_progress", {})
-        assert not progress
+        if isinstance(proposer, DraftModelProposer):
+            assert not proposer._leases
+            assert proposer.runner.blocks.num_free == proposer.runner.blocks.num_blocks
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
@@ -170,7 +168,7 @@ def test_kv_is_true_after_every_commit(paths: tuple[str, str], count: int) -> No
     for i in range(count):
         config = speculations(paths[1])[1 + i % 3]
         params = random_params(rng).replace(max_tokens=30, n=1)
-        llm.engine.add_request(random_prompt(rng), params, config, llm.proposers.get(config))
+        llm.engine.add_request(random_prompt(rng), params, config)
     audit = CacheAudit(llm.engine)
     audit.run()
     assert audit.num_checked > 5 * count
@@ -179,12 +177,12 @@ def test_kv_is_true_after_every_commit(paths: tuple[str, str], count: int) -> No
 
 def test_the_audit_notices_a_wrong_slot(paths: tuple[str, str]) -> None:
     llm = LLM(paths[0], **SETTINGS)
-    request = llm.engine.add_request((1, 2, 3, 4, 5, 6), SamplingParams(max_tokens=9), SpeculationConfig(), None)
+    request = llm.engine.add_request((1, 2, 3, 4, 5, 6), SamplingParams(max_tokens=9), SpeculationConfig())
     llm.engine.step()
     seq = request.sequences[0]
     audit = CacheAudit(llm.engine)
     assert audit.difference(seq) < 1e-5
-    llm.engine.runner.pool.move([seq.block_table[0] * 4], [seq.block_table[0] * 4 + 2])
+    llm.engine.runner.pool.move([seq.kv.block_table[0] * 4], [seq.kv.block_table[0] * 4 + 2])
     assert audit.difference(seq) > 1e-3
     llm.engine.cancel(request)
 
@@ -201,10 +199,10 @@ def test_text_runs_to_the_end_of_the_context(paths: tuple[str, str]) -> None:
 def test_samples_share_the_prompt_and_copy_on_write(paths: tuple[str, str]) -> None:
     llm = LLM(paths[0], **SETTINGS)
     prompt = tuple(range(10))  # two full blocks and a half
-    request = llm.engine.add_request(prompt, SamplingParams(n=3, seed=1, max_tokens=8), SpeculationConfig(), None)
+    request = llm.engine.add_request(prompt, SamplingParams(n=3, seed=1, max_tokens=8), SpeculationConfig())
     llm.engine.step()
     llm.engine.step()
-    tables = [seq.block_table for seq in request.sequences]
+    tables = [seq.kv.block_table for seq in request.sequences]
     assert len({tuple(t[:2]) for t in tables}) == 1, "full blocks are shared"
     assert len({t[2] for t in tables}) == 3, "the block they write to is not"
     while llm.engine.has_work:

@@ -47,7 +47,7 @@ def test_a_replay_is_followed_to_the_letter(llm: LLM, name: str) -> None:
     assert found.token_ids == (ANSWER,)
     assert (found.num_passes == len(ANSWER)) is way.plain
     assert found.drafts is not None
-    assert len(ANSWER) == (found.num_passes or 0) + found.drafts.num_accepted
+    assert len(ANSWER) == (found.num_passes or 0) + found.drafts.num_accepted_tokens
 
 
 def test_the_clock_adds_up(llm: LLM) -> None:

@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from outrider.bench.figures import Spread
-from outrider.bench.run import DraftCounts, Run
+from outrider.bench.run import Run
 from outrider.llm import default_model
+from outrider.stats import RequestStats
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
@@ -30,7 +31,7 @@ def demo() -> ModuleType:
     return module
 
 
-def run(speed: float, drafts: DraftCounts | None = None) -> Run:
+def run(speed: float, drafts: RequestStats | None = None) -> Run:
     return Run((tuple(range(48)),), 48 / speed, (0.0,), 47, 47 / speed, drafts=drafts)
 
 
@@ -42,7 +43,7 @@ def shown(demo: ModuleType, plain: Sequence[Run], drafted: Sequence[Run]) -> str
 
 def test_one_slow_moment_does_not_make_the_speedup(demo: ModuleType) -> None:
     plain = [run(40), run(20), run(40)]  # in the second round something else was running
-    drafted = [run(80, DraftCounts(num_drafts=10, num_draft_tokens=40, num_accepted=16))] * 3
+    drafted = [run(80, RequestStats(num_drafts=10, num_draft_tokens=40, num_accepted_tokens=16))] * 3
     assert demo.speedups(plain, drafted) == Spread(median=2.0, low=2.0, high=4.0)
     text = shown(demo, plain, drafted)
     assert "2.00x (2.00-4.00)" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider import LLM, SamplingParams, SpeculationConfig, TokenOrigin
+from outrider import LLM, Ngram, SamplingParams, SpeculationConfig, TokenOrigin
 from outrider.engine.admission import MAX_STOP_CHARACTERS
 from outrider.engine.detokenizer import TextStream
 from outrider.errors import InvalidParameterError
@@ -19,7 +19,7 @@ def llm() -> LLM:
 
 
 def speculations() -> list[SpeculationConfig | str]:
-    return ["none", SpeculationConfig(proposer="ngram", ngram_min=1), SpeculationConfig(proposer="draft_model")]
+    return ["none", SpeculationConfig(method=Ngram(min_match=1)), SpeculationConfig(method="draft_model")]
 
 
 @pytest.mark.parametrize("seed", range(3))

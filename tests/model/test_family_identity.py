@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider import LLM, Ngram, SamplingParams, SpeculationConfig
 from outrider.errors import UnsupportedModelError
 from outrider.model import context, hf
-from outrider.model.attention import paged
-from outrider.model.attention.fused import FAMILIES
+from outrider.model.backends import paged
+from outrider.model.backends.fused import FAMILIES
 from outrider.model.batch import Segment
 from outrider.model.runner import ModelRunner
 from tests.model import checkpoints
 
 PROMPT = [(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(23)]  # longer than window and chunk
-NGRAM = SpeculationConfig(proposer="ngram", ngram_min=1, num_draft_tokens=4)
+NGRAM = SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=4)
 TREE = (-1, 0, 0, 1, 2, 2, 4)  # two branches, with uncles
 
 
@@ -96,7 +96,7 @@ def test_tree_rows_equal_plain_paths(path: str, backend: str, monkeypatch: pytes
 
     context_visible = context.visible
     monkeypatch.setattr(context, "visible", sees_everything)
-    monkeypatch.setattr("outrider.model.attention.gather.visible", sees_everything)
+    monkeypatch.setattr("outrider.model.backends.gather.visible", sees_everything)
     assert tree_error(runner) > 1e-3
 
 

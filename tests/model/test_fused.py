@@ -14,10 +14,11 @@ from outrider import LLM, SamplingParams
 from outrider.cache.blocks import BlockManager
 from outrider.config import CacheConfig, ModelConfig
 from outrider.kernels.library import available_sets
-from outrider.model.attention.fused import FAMILIES
+from outrider.model.backends.fused import FAMILIES
 from outrider.model.batch import Segment
-from outrider.model.capabilities import make_runner, reference
+from outrider.model.factory import make_runner
 from outrider.model.loader import load_model
+from outrider.model.probe import reference
 from outrider.model.runner import ModelRunner
 from outrider.prove.tiny import raise_norms
 from tests.model import checkpoints
@@ -156,7 +157,7 @@ def test_dynamic_factors_stay_those_of_the_context(tmp_path: Path, monkeypatch: 
         bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    monkeypatch.setattr("outrider.model.attention.fused._FIRST_POSITIONS", 16)
+    monkeypatch.setattr("outrider.model.backends.fused._FIRST_POSITIONS", 16)
     runner = runner_of(str(tmp_path), "float64")
     table, found = runner.blocks.allocate(10), []
     for start in range(0, 40, 10):

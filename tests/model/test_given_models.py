@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.errors import ContradictionError, InvalidParameterError, ModelLoadError, UnsupportedModelError
 from outrider.kernels.library import available_sets
 from outrider.llm import default_model
@@ -237,7 +237,7 @@ def test_a_tokenizer_is_given_beside_the_model(expected: tuple[int, ...]) -> Non
         llm = LLM(model=model, tokenizer=given, kv_cache_tokens=512)
         assert llm.generate(PROMPT, PARAMS)[0].token_ids == expected
         assert llm.tokenizer is not tokenizer
-    drafting = SpeculationConfig(proposer="draft_model", draft_model=default_model("draft"))
+    drafting = SpeculationConfig(method=DraftModel(model=default_model("draft")))
     llm = LLM(model=model, tokenizer=tokenizer, speculation=drafting, kv_cache_tokens=512)
     output = llm.generate(PROMPT, PARAMS)[0]
     assert output.token_ids == expected

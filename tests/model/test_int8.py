@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig, Suffix
 from outrider.errors import InvalidParameterError
 from outrider.llm import default_model
 from outrider.model.batch import Segment
@@ -49,8 +49,8 @@ def test_speculation_writes_what_the_rounded_model_writes() -> None:
     params = [SamplingParams(seed=seed, max_tokens=24, temperature=seed % 2) for seed in range(3)]
     want = [o.token_ids for o in llm.generate(prompts, params, speculation="none")]
     for way in (
-        SpeculationConfig(proposer="draft_model", draft_model=default_model("draft"), num_draft_tokens=4),
-        SpeculationConfig(proposer="suffix", suffix_min_match=1),
+        SpeculationConfig(method=DraftModel(model=default_model("draft")), num_draft_tokens=4),
+        SpeculationConfig(method=Suffix(min_match=1)),
     ):
         assert [o.token_ids for o in llm.generate(prompts, params, speculation=way)] == want
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
+from outrider.cache.lease import KVLease
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Schedule, Scheduler
 from outrider.engine.sequence import Sequence, Status
@@ -29,7 +30,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder: Path = tmp_path_factory.mktemp("pair")
     target = checkpoints.save("llama", folder / "target", seed=1, layers=2)
     draft = checkpoints.save("llama", folder / "draft", seed=1, layers=1)
-    speculation = SpeculationConfig(proposer="draft_model", draft_model=draft, num_draft_tokens=3)
+    speculation = SpeculationConfig(method=DraftModel(model=draft), num_draft_tokens=3)
     return LLM(target, dtype="float64", block_size=4, max_num_seqs=2, kv_cache_tokens=160, speculation=speculation)
 
 
@@ -57,14 +58,16 @@ def interrupting(method: Callable[..., Any], when: Callable[..., bool]) -> Calla
     return interrupted
 
 
-@pytest.mark.parametrize("method", ["_extend", "_publish", "_retire"])
+@pytest.mark.parametrize(("owner", "method"), [(Engine, "_extend"), (KVLease, "publish"), (Engine, "_retire")])
 def test_an_interrupt_while_a_finishing_step_commits_loses_no_seat(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, method: str
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
 ) -> None:
-    def finished(engine: Engine, seq: Sequence, *_: Any) -> bool:
-        return seq.status is Status.FINISHED
+    def finished(*given: Any) -> bool:
+        """Whether it is about a finished sequence, given itself or by its lease."""
+        known = [*llm.engine.scheduler.running, *(one for one in given if isinstance(one, Sequence))]
+        return any(seq.status is Status.FINISHED and (seq in given or seq.kv in given) for seq in known)
 
-    monkeypatch.setattr(Engine, method, interrupting(getattr(Engine, method), finished))
+    monkeypatch.setattr(owner, method, interrupting(getattr(owner, method), finished))
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, SHORT)
     gc.collect()
@@ -76,7 +79,11 @@ def test_an_interrupt_while_a_finishing_step_commits_loses_no_seat(
 def test_an_interrupted_step_ends_the_streams_it_served_and_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     served = llm.stream(PROMPTS[0], LONG)
     next(served)
-    monkeypatch.setattr(Engine, "_publish", interrupting(Engine._publish, lambda *_: True))
+
+    def of_the_target(lease: KVLease, *_: Any) -> bool:
+        return any(seq.kv is lease for seq in llm.engine.scheduler.running)
+
+    monkeypatch.setattr(KVLease, "publish", interrupting(KVLease.publish, of_the_target))
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS[1], SHORT)
     with pytest.raises(StepAbortedError, match="KeyboardInterrupt"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils import logging as hf_logging
 
-from outrider import LLM, SpeculationConfig
+from outrider import LLM, DraftModel, SpeculationConfig
 from outrider.errors import ModelLoadError
 from outrider.kernels.library import available_sets
 from outrider.llm import default_model
@@ -58,7 +58,7 @@ def test_models_of_ones_own_are_named(tmp_path: Path) -> None:
     (tmp_path / "mine").symlink_to(default_model("target"))
     llm = LLM(
         str(tmp_path / "mine"),
-        speculation=SpeculationConfig(proposer="draft_model", draft_model=str(tmp_path / "mine"), tree=(2, 1)),
+        speculation=SpeculationConfig(method=DraftModel(model=str(tmp_path / "mine")), tree=(2, 1)),
         kv_cache_tokens=512,
     )
     assert f"<LLM model={tmp_path}/mine " in repr(llm)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider import LLM, DraftModel, Ngram, SamplingParams, SpeculationConfig
 from outrider.prove.cache_truth import CacheAudit
 from tests.model import checkpoints
 from tests.model.checkpoints import LONG_AFTER, VOCAB_SIZE
@@ -33,9 +33,9 @@ def stock(paths: tuple[str, str]) -> list[tuple[int, ...]]:
 def ways(draft: str) -> list[SpeculationConfig]:
     return [
         SpeculationConfig(),
-        SpeculationConfig(proposer="ngram", ngram_min=1, num_draft_tokens=6),
-        SpeculationConfig(proposer="draft_model", draft_model=draft, num_draft_tokens=5),
-        SpeculationConfig(proposer="draft_model", draft_model=draft, tree=(2, 2, 1)),
+        SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=6),
+        SpeculationConfig(method=DraftModel(model=draft), num_draft_tokens=5),
+        SpeculationConfig(method=DraftModel(model=draft), tree=(2, 2, 1)),
     ]
 
 
@@ -56,7 +56,7 @@ def test_memory_is_true_on_either_side_and_samples_cross_alone(paths: tuple[str,
     config = ways(paths[1])[2]
     params = SamplingParams(seed=3, max_tokens=26, n=2)
     for prompt in PROMPTS:
-        llm.engine.add_request(tuple(prompt), params, config, llm.proposers.get(config))
+        llm.engine.add_request(tuple(prompt), params, config)
     audit = CacheAudit(llm.engine)
     audit.run()
     assert audit.num_checked > 20

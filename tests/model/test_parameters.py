@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, NoRepeatNGramLogitsProcessor
 
-from outrider import LLM, SamplingParams, SpeculationConfig, StructuredOutputs
+from outrider import LLM, Ngram, SamplingParams, SpeculationConfig, StructuredOutputs, Suffix
 from outrider.errors import (
     ContradictionError,
     InvalidParameterError,
@@ -28,10 +28,10 @@ from outrider.llm import default_model
 DOCS = Path(__file__).parents[2] / "docs" / "parameters.md"
 PROMPTS = ["def parse(line):\n", "for name in names:\n    for name in names:\n    for", '{"name": "']
 SPECULATIONS = [
-    SpeculationConfig(proposer="draft_model", num_draft_tokens=4),
-    SpeculationConfig(proposer="draft_model", tree=(3, 2)),
-    SpeculationConfig(proposer="ngram", ngram_min=1, num_draft_tokens=4),
-    SpeculationConfig(proposer="suffix", suffix_min_match=1, suffix_tree=True),
+    SpeculationConfig(method="draft_model", num_draft_tokens=4),
+    SpeculationConfig(method="draft_model", tree=(3, 2)),
+    SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=4),
+    SpeculationConfig(method=Suffix(min_match=1, branches=True)),
 ]
 SCHEMA = {
     "type": "object",

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.errors import ForwardError, NonFiniteLogitsError
+from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
+from outrider.draft import Draft, Law, ScratchRows
+from outrider.engine import drafting
+from outrider.engine.drafter import Drafter
+from outrider.engine.sequence import Sequence as EngineSequence
+from outrider.errors import ForwardError, NonFiniteLogitsError, ProposerError
+from outrider.model.backends.base import PassOutput
 from outrider.model.context import ForwardContext
-from outrider.propose import registry
-from outrider.propose.base import CommittedRows, DraftNoise, Proposer, ProposeRequest, ProposerSequence, Requirements
-from outrider.propose.draft import Draft, Law
+from outrider.propose.base import (
+    DraftNoise,
+    ObservedRows,
+    Proposer,
+    ProposeRequest,
+    ProposerSequence,
+    Requirements,
+    RowStatus,
+)
 from outrider.propose.draft_model import DraftModelProposer
+from outrider.propose.method import Method, ProposerContext
 from tests.model import checkpoints
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [5, 6], [7, 7, 7, 7, 7]]
@@ -36,6 +49,11 @@ def changed(draft: Draft, row: int, **values: Any) -> Draft:
     return Draft(tuple(tokens), tuple(parents), draft.laws, probs)
 
 
+def beside(draft: Draft, tokens: tuple[int, ...], parents: tuple[int, ...]) -> Draft:
+    """`draft` with scratch rows."""
+    return Draft(draft.token_ids, draft.parents, draft.laws, draft.draft_probs, scratch=ScratchRows(tokens, parents))
+
+
 ROW_FAULTS: dict[str, Callable[[Draft, int], Any]] = {
     "token outside": lambda d, j: changed(d, j, token=V),
     "negative token": lambda d, j: changed(d, j, token=-1),
@@ -53,6 +71,10 @@ WHOLE_FAULTS: dict[str, Callable[[Draft, int], Any]] = {
     "law of wrong shape": lambda d, j: Draft(d.token_ids, d.parents, (Law.SAMPLED,) * len(d), torch.ones(1, 2)),
     "law missing": lambda d, j: Draft(d.token_ids, d.parents, (Law.SAMPLED,) * len(d)),
     "beyond budget": lambda d, j: Draft.chain((*d.token_ids, 1, 1, 1, 1), Law.OPAQUE),
+    "scratch token outside": lambda d, j: beside(d, (V,), (-1,)),
+    "scratch after itself": lambda d, j: beside(d, (1,), (len(d),)),
+    "scratch lengths differ": lambda d, j: beside(d, (1, 1), (-1,)),
+    "scratch beyond budget": lambda d, j: beside(d, (1,) * 7, (-1,) * 7),
 }
 
 
@@ -71,6 +93,8 @@ class Spoiler(Proposer):
 class Raiser(Proposer):
     """Raises in one of its methods."""
 
+    requires = Requirements()
+
     def __init__(self, verb: str) -> None:
         self.verb = verb
 
@@ -81,11 +105,14 @@ class Raiser(Proposer):
     def begin(self, sequence: ProposerSequence) -> None:
         self._maybe("begin")
 
+    def fork(self, parent: ProposerSequence, child: ProposerSequence) -> None:
+        self._maybe("fork")
+
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> list[Draft]:
         self._maybe("propose")
-        return [] if self.verb == "too few" else [Draft.chain([1, 2], Law.OPAQUE) for _ in requests]
+        return [] if self.verb == "too few" else [Draft.chain([1, 2][: r.budget], Law.OPAQUE) for r in requests]
 
-    def observe(self, rows: Sequence[CommittedRows]) -> None:
+    def observe(self, rows: Sequence[ObservedRows]) -> None:
         self._maybe("observe")
 
     def finish(self, sequence: ProposerSequence) -> None:
@@ -97,23 +124,44 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder: Path = tmp_path_factory.mktemp("pair")
     target = checkpoints.save("llama", folder / "target", seed=1, layers=2)
     draft = checkpoints.save("llama", folder / "draft", seed=1, layers=1)
-    speculation = SpeculationConfig(proposer="draft_model", draft_model=draft, num_draft_tokens=3)
+    speculation = SpeculationConfig(method=DraftModel(model=draft), num_draft_tokens=3)
     return LLM(target, dtype="float64", block_size=4, speculation=speculation)
 
 
+#: What a planted method builds, by its tag.
+PLANTED: dict[int, Proposer] = {}
+TAGS = count()
+
+
+class Planted(Method):
+    """A method that builds a proposer object of the test. Another tag is another proposer."""
+
+    name: ClassVar[str] = "planted"
+
+    tag: int
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return PLANTED[self.tag]
+
+
 @pytest.fixture
-def with_proposer(llm: LLM) -> Iterator[Callable[[Proposer], SpeculationConfig]]:
-    """Registers a proposer object under a name of its own."""
-    names = []
+def with_proposer() -> Iterator[Callable[[Proposer], SpeculationConfig]]:
+    """Makes settings that a proposer object drafts with."""
 
-    def register(proposer: Proposer) -> SpeculationConfig:
-        names.append(f"planted_{len(registry._factories)}")
-        registry.register(names[-1], lambda context: proposer)
-        return SpeculationConfig(proposer=names[-1], num_draft_tokens=3, options={"id": id(proposer)})
+    def plant(proposer: Proposer) -> SpeculationConfig:
+        tag = next(TAGS)
+        PLANTED[tag] = proposer
+        return SpeculationConfig(method=Planted(tag=tag), num_draft_tokens=3)
 
-    yield register
-    for name in names:
-        del registry._factories[name]
+    yield plant
+    PLANTED.clear()
+
+
+def draft_model_of(llm: LLM) -> DraftModelProposer:
+    assert llm.speculation.method is not None
+    proposer = llm.engine.proposers.get(llm.speculation.method)
+    assert isinstance(proposer, DraftModelProposer)
+    return proposer
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
@@ -125,8 +173,7 @@ UNSEEDED = SamplingParams(max_tokens=16)
 @pytest.mark.parametrize("row", [0, 1, 2])
 @pytest.mark.parametrize("fault", [*ROW_FAULTS, *WHOLE_FAULTS])
 def test_spoilt_drafts_change_nothing(llm: LLM, with_proposer: Any, fault: str, row: int) -> None:
-    inner = llm.proposers.get(llm.speculation)
-    assert isinstance(inner, DraftModelProposer)
+    inner = draft_model_of(llm)
     config = with_proposer(Spoiler(inner, {**ROW_FAULTS, **WHOLE_FAULTS}[fault], row))
     for params in (GREEDY, SEEDED):
         want = [o.token_ids for o in llm.generate(PROMPTS, params, speculation="none")]
@@ -149,8 +196,7 @@ TREE_FAULTS: dict[str, Callable[[Draft, int], Any]] = {
 @pytest.mark.parametrize("row", [0, 3, 5])
 @pytest.mark.parametrize("fault", TREE_FAULTS)
 def test_spoilt_trees_change_nothing(llm: LLM, with_proposer: Any, fault: str, row: int) -> None:
-    inner = llm.proposers.get(llm.speculation)
-    assert isinstance(inner, DraftModelProposer)
+    inner = draft_model_of(llm)
     config = with_proposer(Spoiler(inner, TREE_FAULTS[fault], row)).replace(tree=(2, 2), num_draft_tokens=6)
     for params in (GREEDY, SEEDED):
         want = [o.token_ids for o in llm.generate(PROMPTS, params, speculation="none")]
@@ -161,72 +207,182 @@ def test_spoilt_trees_change_nothing(llm: LLM, with_proposer: Any, fault: str, r
     inner.check_integrity()
 
 
-@pytest.mark.parametrize("verb", ["begin", "propose", "observe", "finish", "too few"])
+@pytest.mark.parametrize("verb", ["begin", "fork", "propose", "observe", "finish", "too few"])
 def test_a_raising_proposer_changes_nothing(llm: LLM, with_proposer: Any, verb: str) -> None:
     config = with_proposer(Raiser(verb))
-    for params in (GREEDY, SEEDED):
-        want = [o.token_ids for o in llm.generate(PROMPTS, params, speculation="none")]
+    for params in (GREEDY, SEEDED, GREEDY.replace(n=2), SEEDED.replace(n=2)):
+        want = [[s.token_ids for s in o.outputs] for o in llm.generate(PROMPTS, params, speculation="none")]
         mixed = llm.generate(PROMPTS, params, speculation=[config, llm.speculation, config])
-        assert [o.token_ids for o in mixed] == want
-        assert mixed[1].stats.num_proposer_faults == 0, "a neighbour's proposer is not to blame"
+        assert [[s.token_ids for s in o.outputs] for o in mixed] == want
+        faults = [sum(s.stats.num_proposer_faults for s in o.outputs) for o in mixed]
+        assert faults[1] == 0, "a neighbour's proposer is not to blame"
+        assert (min(faults[0], faults[2]) > 0) == (verb != "fork" or params.n == 2)
     llm.engine.runner.blocks.check_integrity([])
 
 
-def test_after_a_fault_drafts_count_as_opaque(llm: LLM, with_proposer: Any) -> None:
-    from outrider.engine import drafting
+class Watch:
+    """Every draft that passed the check, and whose it was."""
 
-    inner = llm.proposers.get(llm.speculation)
-    assert isinstance(inner, DraftModelProposer)
-    seen: list[Draft] = []
-    original = drafting._checked
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[Drafter, Draft]] = []
+        original = drafting._checked
 
-    def record(*args: Any) -> Draft:
-        seen.append(original(*args))
-        return seen[-1]
+        def record(asked: Any, *args: Any) -> Draft:
+            draft = original(asked, *args)
+            self.seen.append((asked.drafter, draft))
+            return draft
 
-    config = with_proposer(Spoiler(inner, ROW_FAULTS["law is nan"], 1))
-    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafting, "_checked", record)
-        llm.generate(PROMPTS[0], UNSEEDED, speculation=config)
-    assert seen[0].candidate_laws == {Law.SAMPLED}
+
+    def of(self, drafter: Drafter) -> list[Draft]:
+        return [draft for whose, draft in self.seen if whose is drafter]
+
+
+def test_after_a_fault_drafts_count_as_opaque(llm: LLM, with_proposer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_proposer(Spoiler(draft_model_of(llm), ROW_FAULTS["law is nan"], 1))
+    watch = Watch(monkeypatch)
+    llm.generate(PROMPTS[0], UNSEEDED, speculation=config)
+    seen = [draft for _, draft in watch.seen]
+    assert set(seen[0].laws) == {Law.SAMPLED}
     assert len(seen[0]) == 1
-    assert all(draft.candidate_laws <= {Law.OPAQUE} for draft in seen[1:])
+    assert any(map(len, seen[1:]))
+    assert all(set(draft.laws) <= {Law.OPAQUE} for draft in seen[1:])
+
+
+@pytest.mark.parametrize("way", ["in turns", "one behind the other", "the other way round"])
+def test_a_fault_demotes_only_the_method_that_made_it(
+    llm: LLM, with_proposer: Any, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    bad = with_proposer(Spoiler(draft_model_of(llm), ROW_FAULTS["law is nan"], 1))
+    assert isinstance(llm.speculation.method, DraftModel)
+    good = bad.replace(method=llm.speculation.method.replace(dtype="float64"))  # of its own: with memory of its own
+
+    def planner(seq: EngineSequence) -> tuple[SpeculationConfig, ...]:
+        if way == "in turns":
+            return (bad,) if seq.view.round % 2 == 0 else (good,)
+        return (bad, good) if way == "one behind the other" else (good, bad)
+
+    want = llm.generate(PROMPTS[0], SEEDED, speculation="none")[0].token_ids
+    monkeypatch.setattr(llm.engine.scheduler, "planner", planner)
+    assert llm.generate(PROMPTS[0], SEEDED, speculation=bad)[0].token_ids == want
+    watch = Watch(monkeypatch)
+    request = llm.engine.add_request(tuple(PROMPTS[0]), UNSEEDED.replace(max_tokens=40), bad)
+    while llm.engine.has_work:
+        llm.engine.step()
+    faulty, sound = request.sequences[0].drafters
+    assert (faulty.method, sound.method) == (bad.method, good.method)
+    assert (faulty.demoted, sound.demoted) == (True, False)
+    assert (faulty.num_faults > 1, sound.num_faults) == (True, 0)
+    assert request.sequences[0].stats.num_proposer_faults == faulty.num_faults
+    theirs = [draft for draft in watch.of(faulty) if len(draft)]
+    ours = [draft for draft in watch.of(sound) if len(draft)]
+    assert set(theirs[0].laws) == {Law.SAMPLED}
+    assert len(theirs) > 2
+    assert all(set(draft.laws) == {Law.OPAQUE} for draft in theirs[1:])
+    assert len(ours) > 2
+    assert all(set(draft.laws) == {Law.SAMPLED} for draft in ours), "who did no wrong is still believed"
+    llm.engine.check_integrity()
+
+
+class Unbuildable(Method):
+    """A method that has no proposer."""
+
+    name: ClassVar[str] = "unbuildable"
+
+    def build(self, context: ProposerContext) -> Proposer:
+        raise RuntimeError("planted in build")
+
+
+def test_a_method_that_cannot_be_built_is_refused_at_once_and_harmless_in_a_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = SpeculationConfig(method=Unbuildable())
+    with pytest.raises(ProposerError, match=r"unbuildable.*planted in build"):
+        llm.generate(PROMPTS[0], SEEDED, speculation=broken)
+    want = [o.token_ids for o in llm.generate(PROMPTS, SEEDED, speculation="none")]
+    monkeypatch.setattr(llm.engine.scheduler, "planner", lambda seq: (broken, llm.speculation))
+    got = llm.generate(PROMPTS, SEEDED)
+    assert [o.token_ids for o in got] == want
+    assert all(o.stats.num_proposer_faults == 1 for o in got), "asked for once a sequence"
+    assert all(o.stats.num_drafts > 0 for o in got), "the next in turn drafts instead"
+    llm.engine.check_integrity()
 
 
 class Recorder(Proposer):
     """Asks for features and keeps every row it is shown."""
 
-    requires = Requirements(aux_layers=(0, 1, 2), target_top_k=3)
-
-    def __init__(self) -> None:
-        self.rows: dict[int, dict[int, tuple[int, dict[int, torch.Tensor], torch.Tensor]]] = {}
+    def __init__(self, *, every_row: bool) -> None:
+        self.requires = Requirements(aux_layers=(0, 1, 2), target_top_k=3, every_row=every_row)
+        self.rows: dict[int, dict[int, tuple[int, dict[int, torch.Tensor], torch.Tensor | None]]] = {}
+        self.rejected: list[tuple[tuple[int, ...], dict[int, torch.Tensor], torch.Tensor]] = []
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> list[Draft]:
         return [Draft.chain([t % V for t in r.sequence.token_ids[-2:]], Law.DETERMINISTIC) for r in requests]
 
-    def observe(self, rows: Sequence[CommittedRows]) -> None:
+    def observe(self, rows: Sequence[ObservedRows]) -> None:
         for part in rows:
             assert part.target_top_k is not None
-            for i, position in enumerate(part.positions):
+            tops = dict(zip(part.target_top_k.rows, part.target_top_k.token_ids, strict=True))
+            for i in range(len(part)):
                 features = {layer: states[i] for layer, states in part.aux_hidden_states.items()}
-                seen = self.rows.setdefault(part.sequence.seq_id, {})
-                seen[position] = (part.token_ids[i], features, part.target_top_k[0][i])
+                if part.statuses[i] in (RowStatus.TEXT, RowStatus.ACCEPTED):
+                    seen = self.rows.setdefault(part.sequence.seq_id, {})
+                    seen[part.positions[i]] = (part.token_ids[i], features, tops.get(i))
+                else:
+                    self.rejected.append((self._text_of(part, i), features, tops[i]))
+
+    def _text_of(self, part: ObservedRows, row: int) -> tuple[int, ...]:
+        """The text that a row ends: what was computed before, then its ancestors among the rows, then itself."""
+        line: list[int] = []
+        while row >= 0:
+            line.insert(0, part.token_ids[row])
+            first = part.positions[row]
+            row = part.parents[row]
+        return (*part.sequence.token_ids[:first], *line)
+
+
+def stock_rows(llm: LLM, text: Sequence[int]) -> Any:
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(llm.engine.runner.loaded.name, dtype=torch.float64)
+        return model(torch.tensor([list(text)]), use_cache=False, output_hidden_states=True)
 
 
 def test_observe_brings_every_committed_row(llm: LLM, with_proposer: Any) -> None:
-    recorder = Recorder()
+    recorder = Recorder(every_row=True)
     output = llm.generate(PROMPTS[0], GREEDY, speculation=with_proposer(recorder))[0]
     text = [*PROMPTS[0], *output.token_ids]
     (rows,) = recorder.rows.values()
     assert sorted(rows) == list(range(len(text) - 1)), "all but the last token, which has no row yet"
-    with torch.inference_mode():
-        model = AutoModelForCausalLM.from_pretrained(llm.engine.runner.loaded.name, dtype=torch.float64)
-        plain = model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
+    plain = stock_rows(llm, text)
     for position, (token, features, top) in rows.items():
         assert token == text[position]
+        assert top is not None
         assert top.tolist() == plain.logits[0, position].topk(3).indices.tolist()
+        assert set(features) == {0, 1, 2}
         for layer, state in features.items():
             torch.testing.assert_close(state, plain.hidden_states[layer][0, position], rtol=1e-4, atol=1e-5)
+
+
+def test_observe_brings_rejected_rows_with_what_they_follow(llm: LLM, with_proposer: Any) -> None:
+    recorder = Recorder(every_row=True)
+    llm.generate(PROMPTS[0], GREEDY, speculation=with_proposer(recorder))
+    assert len(recorder.rejected) > 5
+    for text, features, top in recorder.rejected:
+        plain = stock_rows(llm, text)
+        assert top.tolist() == plain.logits[0, -1].topk(3).indices.tolist()
+        for layer, state in features.items():
+            torch.testing.assert_close(state, plain.hidden_states[layer][0, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_who_does_not_need_every_row_costs_no_cached_one(llm: LLM, with_proposer: Any) -> None:
+    prompt = [(3 * i) % V for i in range(11)]
+    for every_row, cached in ((False, 0), (False, 8), (True, 0)):
+        recorder = Recorder(every_row=every_row)
+        output = llm.generate(prompt, GREEDY, speculation=with_proposer(recorder))[0]
+        assert output.stats.num_cached_tokens == cached
+        (rows,) = recorder.rows.values()
+        assert sorted(rows) == list(range(cached, len(prompt) + 15))
+        assert all(top is not None for position, (_, _, top) in rows.items() if position >= 10 or every_row)
 
 
 def poison(llm: LLM, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,10 +390,10 @@ def poison(llm: LLM, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = llm.engine.runner.backend
     stock = backend.forward
 
-    def forward(loaded: Any, context: ForwardContext, aux_layers: Any) -> Any:
-        logits, aux = stock(loaded, context, aux_layers)
-        logits[torch.from_numpy(context.batch.tokens[context.batch.wanted] == token)] = float("nan")
-        return logits, aux
+    def forward(loaded: Any, context: ForwardContext, aux_layers: Any, part: Any = None) -> PassOutput:
+        out = stock(loaded, context, aux_layers, part)
+        out.logits[torch.from_numpy(context.batch.tokens[context.batch.wanted] == token)] = float("nan")
+        return out
 
     monkeypatch.setattr(backend, "forward", forward)
 

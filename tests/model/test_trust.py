@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.config import CacheConfig, ModelConfig
-from outrider.llm import _load_draft_runner, default_model
+from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
+from outrider.llm import default_model
+from outrider.propose.draft_model import DraftModelProposer
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
 
@@ -41,7 +41,7 @@ def test_a_draft_model_is_not_trusted_with_its_target(tmp_path: Path) -> None:
     target, draft = with_code("target", tmp_path / "target"), with_code("draft", tmp_path / "draft")
     llm = LLM(target, trust_remote_code=True, kv_cache_tokens=512)
     assert (target / "ran").exists()
-    speculation = SpeculationConfig(proposer="draft_model", draft_model=str(draft))
+    speculation = SpeculationConfig(method=DraftModel(model=str(draft)))
     drafted = llm.generate("def f(", PARAMS, speculation=speculation)[0]
     assert drafted.stats.num_draft_tokens > 0
     assert not (draft / "ran").exists()
@@ -51,7 +51,10 @@ def test_a_draft_model_is_not_trusted_with_its_target(tmp_path: Path) -> None:
 def test_a_draft_model_may_be_trusted_for_itself(tmp_path: Path, trusted: bool) -> None:
     draft = with_code("draft", tmp_path / f"draft_{trusted}")
     llm = LLM(kv_cache_tokens=512, speculation="none")
-    settings = ModelConfig(model=default_model("target"))
-    runner = _load_draft_runner(llm.engine.runner, settings, CacheConfig(), 4, str(draft), None, trust_remote_code=trusted)
+    method = DraftModel(model=str(draft), trust_remote_code=trusted)
+    drafted = llm.generate("def f(", PARAMS, speculation=SpeculationConfig(method=method))[0]
+    assert drafted.stats.num_draft_tokens > 0
     assert (draft / "ran").exists() is trusted
-    assert type(runner.loaded.model).__name__ == ("Brought" if trusted else "LlamaForCausalLM")
+    proposer = llm.engine.proposers.get(method)
+    assert isinstance(proposer, DraftModelProposer)
+    assert type(proposer.runner.loaded.model).__name__ == ("Brought" if trusted else "LlamaForCausalLM")

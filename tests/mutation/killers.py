@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from outrider.propose.draft import Draft, Law
 
 from outrider.config import SpeculationConfig
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose import registry
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.propose.draft import Draft, Law
 from outrider.prove.engine_law import SETTINGS, STRUCTURE_SETTINGS, EngineProof, Setting
 from outrider.prove.reference import ReferenceRule
 from outrider.prove.rules_law import prove_verifier

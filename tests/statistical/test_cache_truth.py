@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.prove.cache_truth import CacheAudit
 from outrider.prove.tiny import raise_engine_norms, save_tiny_llama
 
@@ -19,7 +19,7 @@ def paths(tmp_path_factory):
 
 
 def _llm(paths, **settings):
-    config = SpeculationConfig(proposer="draft_model", draft_model=paths[1], num_draft_tokens=3)
+    config = SpeculationConfig(method=DraftModel(model=paths[1]), num_draft_tokens=3)
     llm = LLM(paths[0], dtype="float64", speculation=config, block_size=2, **settings)
     raise_engine_norms(llm)
     return llm
@@ -28,7 +28,7 @@ def _llm(paths, **settings):
 def _submit(llm, count, params):
     config = llm.speculation
     prompts = [tuple((i + j * j) % 7 for j in range(3 + i)) for i in range(count)]
-    return [llm.engine.add_request(p, params, config, llm.proposers.get(config)) for p in prompts]
+    return [llm.engine.add_request(p, params, config) for p in prompts]
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
@@ -61,7 +61,7 @@ def test_control_an_overwritten_slot_is_seen(paths):
         llm.engine.step()
     audit, size = CacheAudit(llm.engine), llm.engine.runner.blocks.block_size
     assert audit.difference(seq) <= BOUND
-    slots = [seq.block_table[i // size] * size + i % size for i in (0, seq.num_computed - 1)]
+    slots = [seq.kv.block_table[i // size] * size + i % size for i in (0, seq.kv.num_computed - 1)]
     with torch.inference_mode():
         llm.engine.runner.pool.move(slots[:1], slots[1:])
     assert audit.difference(seq) > 1e-3

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.engine import drafting, verifier
+from outrider.draft import Draft, Law
+from outrider.engine import drafting, engine
 from outrider.propose.base import DraftNoise
+from outrider.propose.suffix import SuffixProposer
 from outrider.prove.engine_law import BOUND, PARAMETER_SETTINGS, SETTINGS, STRUCTURE_SETTINGS, EngineProof
 from outrider.prove.tiny import save_tiny_llama
+from outrider.verify import verifier
 
 BY_NAME = {setting.name: setting for setting in (*SETTINGS, *PARAMETER_SETTINGS)}
 STRUCTURED = {setting.name: setting for setting in STRUCTURE_SETTINGS}
@@ -46,6 +49,19 @@ def test_joint_law_of_four_tokens(proof, name):
     assert proof.prove(BY_NAME[name], 4).measured <= BOUND
 
 
+def test_every_setting_has_a_name_of_its_own():
+    assert len(BY_NAME) == len(SETTINGS) + len(PARAMETER_SETTINGS)
+    assert len(STRUCTURED) == len(STRUCTURE_SETTINGS)
+
+
+@pytest.mark.parametrize("name", [s.name for s in SETTINGS if "suffix" in s.name])
+def test_suffix_settings_draft_and_accept(proof, name):
+    """Or their laws would be those of plain decoding, and prove nothing."""
+    before = proof.llm.stats.finished.freeze().num_accepted_tokens
+    proof.prove(BY_NAME[name], 3)
+    assert proof.llm.stats.finished.freeze().num_accepted_tokens > before
+
+
 def test_control_wrong_residual(proof, monkeypatch):
     monkeypatch.setattr(verifier, "residual", lambda p, q, weight: p)
     assert proof.prove(BY_NAME["block"], 3).measured > 1e-4
@@ -73,9 +89,9 @@ def test_control_draft_dropped_for_what_it_says(proof, monkeypatch):
 
 
 def test_control_target_noise_shared_with_the_recovered_token(proof, monkeypatch):
-    real = verifier._next_key
-    monkeypatch.setattr(verifier, "rule_for", lambda d, n, coupled: verifier.Rule.TOKEN if len(d) else verifier.Rule.WALK)
-    monkeypatch.setattr(verifier, "_next_key", lambda c, node, owed: real(c, node, owed=False))
+    real = verifier.CandidateKeys.next
+    monkeypatch.setattr(engine, "rule_for", lambda d, n, coupled: verifier.Rule.TOKEN if len(d) else verifier.Rule.WALK)
+    monkeypatch.setattr(verifier.CandidateKeys, "next", lambda keys, depth, owed: real(keys, depth, owed=False))
     assert proof.prove(BY_NAME["coupled"], 3).measured > 1e-4
 
 
@@ -83,9 +99,22 @@ def test_control_sampled_draft_lost_and_still_believed(proof, monkeypatch):
     """A draft kept or lost by its content is not forgiven by calling it sampled."""
     real = DraftNoise.categorical
 
-    def picky(self, probs, sequences, offsets, branches=None):
-        tokens = real(self, probs, sequences, offsets, branches)
+    def picky(self, probs, requests, offsets, branches=None):
+        tokens = real(self, probs, requests, offsets, branches)
         return torch.where(tokens == 2, probs.argmax(-1), tokens)
 
     monkeypatch.setattr(DraftNoise, "categorical", picky)
     assert proof.prove(BY_NAME["token"], 3).measured > 1e-4
+
+
+@pytest.mark.parametrize("name", ["suffix", "suffix, branches", "suffix, shared texts"])
+def test_control_a_lookup_that_claims_to_have_been_drawn(proof, monkeypatch, name):
+    real = SuffixProposer.propose
+
+    def claimed(self, requests, noise):
+        drafts = real(self, requests, noise)
+        probs = [torch.full((len(d), 3), 1 / 3, dtype=torch.float64) for d in drafts]
+        return [Draft(d.token_ids, d.parents, (Law.SAMPLED,) * len(d), p) for d, p in zip(drafts, probs, strict=True)]
+
+    monkeypatch.setattr(SuffixProposer, "propose", claimed)
+    assert proof.prove(BY_NAME[name], 3).measured > 1e-4

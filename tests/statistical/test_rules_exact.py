@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.engine import verifier
-from outrider.prove import reference, rules_law, tree_law, tree_reference
+from outrider.prove import reference, rules_law, tree_law, tree_reference, written
 from outrider.prove.reference import ReferenceRule
 from outrider.prove.tree_reference import TreeRule
-from outrider.verify import rules
+from outrider.verify import rules, verifier
 
 RULES = list(ReferenceRule)
 RATIO_RULES = (ReferenceRule.TOKEN, ReferenceRule.BLOCK)
@@ -93,7 +92,7 @@ def test_a_residual_that_is_the_target_itself_shows(monkeypatch):
 
 
 def test_stopping_at_the_first_block_coin_shows(monkeypatch):
-    monkeypatch.setattr(verifier, "rule_for", lambda d, n, coupled: verifier.Rule.TOKEN if len(d) else verifier.Rule.WALK)
+    monkeypatch.setattr(written, "rule_for", lambda d, n, coupled: verifier.Rule.TOKEN if len(d) else verifier.Rule.WALK)
     monkeypatch.setattr(verifier, "token_acceptance", lambda p, q, x: rules.block_acceptance(p, q, x)[0])
     assert _red(ReferenceRule.BLOCK)
 
@@ -115,9 +114,9 @@ def test_a_ratio_test_on_coupled_drafts_shows(monkeypatch):
     """Guesses share the target's noise; drawing the recovered token with it too is biased under u * q < p."""
     real = verifier.rule_for
     rule = verifier.Rule.TOKEN
-    monkeypatch.setattr(verifier, "rule_for", lambda d, n, coupled: rule if len(d) else real(d, n, coupled=coupled))
-    key = verifier._next_key
-    monkeypatch.setattr(verifier, "_next_key", lambda c, node, owed: key(c, node, owed=False))
+    monkeypatch.setattr(written, "rule_for", lambda d, n, coupled: rule if len(d) else real(d, n, coupled=coupled))
+    key = verifier.CandidateKeys.next
+    monkeypatch.setattr(verifier.CandidateKeys, "next", lambda keys, depth, owed: key(keys, depth, owed=False))
     assert _red(ReferenceRule.COUPLED)
 
 

@@ -15,9 +15,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.cli.app import app
-from outrider.engine import verifier
 from outrider.errors import EngineAnswerError, InvalidParameterError, MissingExtraError
 from outrider.prove.engines.cells import detectable, judge
 from outrider.prove.engines.completions import Answer, CompletionsClient
@@ -26,6 +25,7 @@ from outrider.prove.engines.openai_server import Reported, ServerProof, WeightsL
 from outrider.prove.engines.registry import ServerOptions, open_engine
 from outrider.prove.runner import run_proofs
 from outrider.prove.tiny import save_tiny_llama
+from outrider.verify import verifier
 
 LETTERS = "abcdef"
 PROMPT = (0, 1, 2, 3, 4)
@@ -63,7 +63,7 @@ class Served:
             assert prompt == PROMPT
             assert not plain
             return self.texts.pop()
-        more = {"speculation": SpeculationConfig(proposer="none")} if plain else {}
+        more = {"speculation": SpeculationConfig(method="none")} if plain else {}
         return self.llm.generate(prompt, SamplingParams(**params), **more)[0].token_ids
 
     def _answer(self, prompt, ids):
@@ -137,7 +137,7 @@ def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     target = save_tiny_llama(folder / "target", 1, vocab_size=len(LETTERS))
     draft = save_tiny_llama(folder / "draft", 2, vocab_size=len(LETTERS))
-    speculation = SpeculationConfig(proposer="draft_model", draft_model=draft, num_draft_tokens=2)
+    speculation = SpeculationConfig(method=DraftModel(model=draft), num_draft_tokens=2)
     yield LLM(target, dtype="float64", device="cpu", speculation=speculation, max_num_seqs=64), target
     torch.set_num_threads(threads)
 

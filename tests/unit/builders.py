@@ -1,38 +1,58 @@
-"""Small requests and sequences without a model, for tests of the bookkeeping."""
+"""Small requests, sequences and methods without a model, for tests of the bookkeeping."""
 
 from __future__ import annotations
 
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
-from outrider.config import PLAIN, SpeculationConfig
+from outrider.cache.blocks import BlockManager
+from outrider.cache.lease import KVLease
 from outrider.engine.detokenizer import TextStream
 from outrider.engine.sequence import Request, Sequence
 from outrider.params import SamplingParams
 from outrider.propose.base import Proposer
+from outrider.propose.method import Method, ProposerContext
+from outrider.propose.speculation import PLAIN, SpeculationConfig
 
 _ids = count()
 
-DRAFTING = SpeculationConfig(proposer="stub", num_draft_tokens=5)
+
+class Planted(Method):
+    """A method of the tests. Its tag is its identity: another tag, another proposer."""
+
+    name: ClassVar[str] = "planted"
+
+    tag: int = 0
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return Proposer()
+
+
+DRAFTING = SpeculationConfig(method=Planted(), num_draft_tokens=5)
 
 
 def make_request(
     prompt: int | list[int],
     *,
-    proposer: Proposer | None = None,
-    speculation: SpeculationConfig | None = None,
+    blocks: BlockManager | None = None,
+    speculation: SpeculationConfig = PLAIN,
     max_model_len: int = 1000,
     eos: frozenset[int] = frozenset(),
+    namespace: str | None = None,
+    long_rope_after: int | None = None,
     **params: Any,
 ) -> Request:
-    """A request of so many (or these) prompt tokens, with its sequences."""
+    """A request of so many (or these) prompt tokens, with its sequences, whose KV is to lie in `blocks`."""
     tokens = list(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt
-    config = speculation or (DRAFTING if proposer is not None else PLAIN)
+    memory = BlockManager(64, 4) if blocks is None else blocks
     sampling = SamplingParams(**params)
     seed = 1 if sampling.seed is None else sampling.seed
-    request = Request(next(_ids), None, tuple(tokens), sampling, config, proposer, seed, eos)
+    request = Request(next(_ids), None, tuple(tokens), sampling, speculation, seed, eos, namespace=namespace)
     for index in range(sampling.n):
-        request.sequences.append(Sequence(next(_ids), request, index, TextStream(None, ()), max_model_len))
+        kv = KVLease(memory, namespace, long_rope_after)
+        text = TextStream(None, ())
+        seq = Sequence(next(_ids), request, index, text, max_model_len, kv, long_rope_after=long_rope_after)
+        request.sequences.append(seq)
     return request
 
 

@@ -14,10 +14,7 @@ from outrider.bench.figures import (
     repeated_8grams,
     row_cost_ratio,
 )
-from outrider.bench.run import DraftCounts
-from outrider.params import TokenOrigin
-
-ACCEPTED, RECOVERED, BONUS, PLAIN = TokenOrigin.ACCEPTED, TokenOrigin.RECOVERED, TokenOrigin.BONUS, TokenOrigin.PLAIN
+from outrider.stats import RequestStats
 
 
 @pytest.mark.parametrize(("acceptance", "length"), [(0.0, 4), (0.3, 1), (0.6, 3), (0.9, 7), (1.0, 5)])
@@ -26,30 +23,23 @@ def test_expected_tokens_is_the_sum_of_the_chances(acceptance: float, length: in
 
 
 def test_expected_tokens_agrees_with_drafts_that_are_drawn() -> None:
-    rng, counts, written = random.Random(3), DraftCounts(), 0
+    rng, counts, written = random.Random(3), RequestStats(), 0
     for _ in range(4000):
         stood = next((i for i in range(3) if rng.random() >= 0.7), 3)
-        counts.observe([ACCEPTED] * stood + [BONUS if stood == 3 else RECOVERED])
+        counts.observe_draft(3, 3, stood, rejected=stood < 3)
         written += stood + 1
-    measured = sum(counts.accepted) / sum(counts.tried)
+    measured = sum(counts.accepted_per_position) / sum(counts.tried_per_position)
     assert measured == pytest.approx(0.7, abs=0.02)
     assert expected_tokens(measured, 3) == pytest.approx(written / 4000, rel=0.02)
 
 
 def test_conditional_acceptance_counts_only_positions_whose_fate_was_decided() -> None:
-    counts = DraftCounts()
-    counts.observe([ACCEPTED, ACCEPTED, RECOVERED])  # the third was refused
-    counts.observe([ACCEPTED, BONUS])  # a draft of one
-    counts.observe([RECOVERED])
-    counts.observe([PLAIN])  # no draft at all
-    assert (counts.accepted, counts.tried) == ([2, 1, 0], [3, 1, 1])
+    counts = RequestStats()
+    counts.observe_draft(3, 3, 2, rejected=True)  # the third was refused
+    counts.observe_draft(1, 1, 1, rejected=False)  # a draft of one
+    counts.observe_draft(2, 2, 0, rejected=True)
+    assert (counts.accepted_per_position, counts.tried_per_position) == ([2, 1, 0], [3, 1, 1])
     assert conditional_acceptance([2, 1, 0, 0], [3, 1, 1, 0]) == [pytest.approx(2 / 3), 1.0, 0.0, None]
-
-
-def test_counts_of_different_depths_add_up() -> None:
-    total = DraftCounts(1, 2, 2, 1, [1, 0], [1, 1])
-    total.add(DraftCounts(2, 3, 3, 2, [2], [2]))
-    assert total == DraftCounts(3, 5, 5, 3, [3, 0], [3, 1])
 
 
 @pytest.mark.parametrize(

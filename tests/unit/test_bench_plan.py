@@ -12,6 +12,8 @@ from outrider.bench.settings import BenchSettings
 from outrider.bench.tasks import WORKLOADS
 from outrider.bench.ways import parse_ways
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
+from outrider.propose.draft_model import DraftModel
+from outrider.propose.suffix import Suffix
 
 
 def plan(draft_model: str | None = "draft", **settings: Any) -> Plan:
@@ -76,8 +78,8 @@ def test_rounds_take_every_prompt_and_begin_again() -> None:
 def test_ways_by_name() -> None:
     ways = {way.name: way.config for way in parse_ways(["suffix-tree", "draft_model:4", "ngram:7", "plain"], "d")}
     assert next(iter(ways)) == "plain"
-    assert ways["suffix tree k=16"].suffix_tree
-    assert ways["draft_model k=4"].draft_model == "d"
+    assert ways["suffix tree k=16"].method == Suffix(branches=True)
+    assert ways["draft_model k=4"].method == DraftModel(model="d")
     assert ways["ngram k=7"].num_draft_tokens == 7
     assert len(parse_ways(["ngram:3", "ngram:3"], None)) == 2
 

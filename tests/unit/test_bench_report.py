@@ -16,9 +16,10 @@ from outrider.bench.contestants import Contestant, interleave
 from outrider.bench.figures import Spread
 from outrider.bench.plan import Cell
 from outrider.bench.results import CellResult, ModelResult, Results, Store, WayResult
-from outrider.bench.run import DraftCounts, EncodedTask, Run
+from outrider.bench.run import EncodedTask, Run
 from outrider.bench.summary import summarise
 from outrider.errors import EngineAnswerError, InvalidParameterError
+from outrider.stats import RequestStats
 
 MACHINE = {
     "cpu": "made up", "instruction_set": "none", "threads": 1, "device": "cpu", "outrider": "0", "torch": "0",
@@ -28,7 +29,7 @@ MODEL = ModelResult(row_seconds={1: 0.1, 2: 0.12, 4: 0.2}, weight_bytes=500, num
 TASKS = [[EncodedTask(f"t{i}", (1, 2), 8)] for i in range(3)]
 
 
-def run(speed: float, *, drafts: DraftCounts | None = None, tokens: Sequence[int] = range(21)) -> Run:
+def run(speed: float, *, drafts: RequestStats | None = None, tokens: Sequence[int] = range(21)) -> Run:
     """A text of 21 tokens, 20 of them decoded at `speed` after a second of prompt."""
     seconds = 20 / speed
     return Run((tuple(tokens),), 1 + seconds, (1.0,), 20, seconds, (seconds / 20,) * 20, 21, drafts, {"forward": 1.0})
@@ -100,9 +101,10 @@ def test_speedups_are_ratios_within_a_round() -> None:
 
 
 def test_eta_stands_beside_its_limit() -> None:
-    counts = DraftCounts(
-        num_drafts=10, num_draft_tokens=30, num_positions=30, num_accepted=15, accepted=[10, 5], tried=[10, 10]
-    )
+    counts = RequestStats(
+        num_drafts=10, num_draft_tokens=30, num_accepted_tokens=15, drafted_per_position=[10, 10, 10],
+        accepted_per_position=[10, 5, 0], tried_per_position=[10, 10],
+    )  # fmt: skip
     runs = {"plain": [run(10)], "b": [run(18, drafts=counts)]}
     contestants = [Contestant(name, lambda _: run(1)) for name in runs]
     found = summarise(contestants, runs, 1, MODEL, None)[1]

@@ -10,15 +10,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import outrider
 from outrider.bench import report
 from outrider.bench.figures import Spread
 from outrider.bench.plan import Cell
 from outrider.bench.results import CellResult, Outcome, Results, Verdict, WayResult
 from outrider.bench.verdict import verdicts
 from outrider.bench.ways import parse_ways
-from outrider.config import SpeculationConfig
+from outrider.cli.options import method_settings
 from outrider.llm import default_model
+from outrider.propose.draft_model import DraftModel
+from outrider.propose.speculation import PLAIN, SpeculationConfig
 
+#: What a line of Python that is pasted may name beside LLM.
+PASTED = ("SpeculationConfig", "DraftModel", "Ngram", "Suffix")
 NAMES = ("draft_model:4", "ngram:3", "suffix-tree:16")
 MACHINE = {
     "cpu": "made up", "instruction_set": "none", "threads": 1, "device": "cpu", "outrider": "0", "torch": "0",
@@ -181,28 +186,28 @@ def test_what_is_pasted_is_the_way(name: str, model: str) -> None:
     chosen = parse_ways([name], draft_model)[-1]
     recipe = chosen.recipe(model, "int8", greedy=True)
 
-    def llm(*target: str, dtype: str, quantization: str, speculation: SpeculationConfig) -> SpeculationConfig:
+    def llm(*target: str, dtype: str, quantization: str, speculation: SpeculationConfig | str) -> SpeculationConfig:
         assert (dtype, quantization) == ("bfloat16", "int8")
         assert target == {"embedded": (), "wide": ("MODEL",)}.get(model, (model,))
-        return speculation
+        return SpeculationConfig.of(speculation)
 
-    config = eval(recipe.python, {"LLM": llm, "SpeculationConfig": SpeculationConfig})
+    config = eval(recipe.python, {"LLM": llm} | {name: getattr(outrider, name) for name in PASTED})
     named = {"embedded": None, "wide": "DRAFT"}.get(model, "/d") if name == "draft_model:4" else None
-    assert config == chosen.config.replace(draft_model=named)
-    if name == "suffix-tree:16":
-        assert recipe.command is None
-        return
-    assert recipe.command is not None
+    if isinstance(chosen.config.method, DraftModel):
+        assert config == chosen.config.replace(method=DraftModel(model=named))
+    else:
+        assert config == (chosen.config if chosen.config.enabled else PLAIN)
     words = shlex.split(recipe.command)
     assert words[:2] == ["outrider", "generate"]
     assert words[words.index("--temperature") + 1] == "0"
     assert "/folder/it's mine" in words or model != "/folder/it's mine"
     assert ("--draft-model" in words) is (named is not None)
+    if "--method" in words and config.method is not None:  # as the command reads it
+        assert SpeculationConfig.of(method_settings(words[words.index("--method") + 1])).method == config.method
 
 
-def test_a_way_without_a_command_line_says_so() -> None:
-    tree = only(cell(way("suffix tree k=16", 1.3, 1.1, 1.5)))
-    assert report.pasted(tree)[1:] == ["# outrider generate has no option for this way"]
+def test_where_nothing_is_recommended_there_is_nothing_to_paste() -> None:
+    assert len(report.pasted(only(cell(way("suffix tree k=16", 1.3, 1.1, 1.5))))) == 2
     assert report.pasted(only(cell(way("ngram k=3", 3.1, 2.9, 3.3, repeated=0.4), sampling="greedy"))) == []
 
 

@@ -24,7 +24,8 @@ from outrider.cli.options import structure
 from outrider.cli.render import write
 from outrider.errors import InvalidParameterError
 from outrider.llm import default_model
-from outrider.params import CompletionOutput, RequestStats, SamplingParams, TokenOrigin
+from outrider.params import CompletionOutput, SamplingParams, TokenOrigin
+from outrider.stats import RequestStats
 
 COLOURS = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
 
@@ -94,7 +95,7 @@ def test_json_is_one_object_with_everything() -> None:
     stats = sample["stats"]
     assert stats["num_accepted_tokens"] == sample["origins"].count("accepted")
     assert stats["mean_acceptance_length"] == pytest.approx(1 + stats["num_accepted_tokens"] / stats["num_drafts"])
-    plain = sample_json("-p", "def f(", "--max-tokens", "12", "--seed", "3", "--dtype", "float64", "--proposer", "none")
+    plain = sample_json("-p", "def f(", "--max-tokens", "12", "--seed", "3", "--dtype", "float64", "--method", "none")
     assert plain["text"] == sample["text"]
     assert set(plain["origins"]) == {"plain"}
 
@@ -231,8 +232,8 @@ def test_one_bad_prompt_among_several() -> None:
     ("arguments", "code", "says"),
     [
         (("generate", "-p", "x", "--temperature", "-1"), 2, "temperature=-1.0"),
-        (("generate", "-p", "x", "--proposer", "psychic"), 2, "Known: "),
-        (("generate", "-p", "x", "--proposer", "ngram", "--draft-model", "y"), 2, "draft_model"),
+        (("generate", "-p", "x", "--method", "psychic"), 2, "Known: "),
+        (("generate", "-p", "x", "--method", "ngram", "--draft-model", "y"), 2, "draft_model"),
         (("generate", "-p", "x", "--seed", "1", "--rule", "block"), 2, "seed"),
         (("generate", "-p", "x", "--frobnicate"), 2, "No such option"),
         (("generate", "-p", "x", "-k", "0"), 2, "num_draft_tokens=0"),

@@ -7,12 +7,12 @@ from typing import Any
 import pydantic
 import pytest
 
-from outrider.config import PLAIN, CacheConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from outrider.config import CacheConfig, ModelConfig, SchedulerConfig
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.validation import Frozen
 
 NEEDED: dict[type[Frozen], dict[str, Any]] = {ModelConfig: {"model": "m"}}
-KINDS = [ModelConfig, CacheConfig, SchedulerConfig, SpeculationConfig]
+KINDS = [ModelConfig, CacheConfig, SchedulerConfig]
 
 
 def make(kind: type[Frozen], **values: Any) -> Frozen:
@@ -31,13 +31,6 @@ def make(kind: type[Frozen], **values: Any) -> Frozen:
         (CacheConfig, "num_tokens", 1),
         (CacheConfig, "num_tokens", None),
         (SchedulerConfig, "max_num_seqs", 1),
-        (SpeculationConfig, "num_draft_tokens", 1),
-        (SpeculationConfig, "num_draft_tokens", 512),
-        *[(SpeculationConfig, "rule", name) for name in ("auto", "walk", "token", "block", "coupled")],
-        (SpeculationConfig, "draft_sampling", "greedy"),
-        (SpeculationConfig, "ngram_max", 2),
-        (SpeculationConfig, "ngram_min", 5),
-        (SpeculationConfig, "options", {"a": [1]}),
     ],
 )
 def test_both_ends_of_every_range_are_allowed(kind: type[Frozen], field: str, value: Any) -> None:
@@ -64,18 +57,6 @@ def test_both_ends_of_every_range_are_allowed(kind: type[Frozen], field: str, va
         (SchedulerConfig, "max_num_seqs", 0),
         (SchedulerConfig, "max_num_seqs", True),
         (SchedulerConfig, "max_num_batched_tokens", 0),
-        (SpeculationConfig, "proposer", ""),
-        (SpeculationConfig, "proposer", None),
-        (SpeculationConfig, "draft_model", ""),
-        (SpeculationConfig, "draft_dtype", "int8"),
-        (SpeculationConfig, "num_draft_tokens", 0),
-        (SpeculationConfig, "num_draft_tokens", 513),
-        (SpeculationConfig, "num_draft_tokens", 2.5),
-        (SpeculationConfig, "rule", "typical"),
-        (SpeculationConfig, "draft_sampling", "beam"),
-        (SpeculationConfig, "ngram_max", 0),
-        (SpeculationConfig, "ngram_min", 0),
-        (SpeculationConfig, "options", ["a"]),
     ],
 )
 def test_a_value_outside_is_refused_by_field_value_and_remedy(kind: type[Frozen], field: str, value: Any) -> None:
@@ -94,11 +75,13 @@ def test_an_unknown_key_is_refused_and_the_known_ones_listed(kind: type[Frozen])
         assert name in caught.value.remedy
 
 
-@pytest.mark.parametrize(("name", "near"), [("num_draft_token", "num_draft_tokens"), ("rules", "rule"), ("xyzzy", None)])
+@pytest.mark.parametrize(
+    ("name", "near"), [("block_sizes", "block_size"), ("prefix_cache", "prefix_caching"), ("xyzzy", None)]
+)
 def test_the_nearest_known_key_is_offered_where_one_is_near(name: str, near: str | None) -> None:
     with pytest.raises(InvalidParameterError) as caught:
-        SpeculationConfig(**{name: 1})
-    offered = f"Did you mean {near}? SpeculationConfig knows: " if near else "SpeculationConfig knows: "
+        CacheConfig(**{name: 1})
+    offered = f"Did you mean {near}? CacheConfig knows: " if near else "CacheConfig knows: "
     assert caught.value.remedy.startswith(offered)
 
 
@@ -139,39 +122,10 @@ def test_every_running_sequence_can_have_a_row() -> None:
     assert (caught.value.field, caught.value.value) == ("max_num_batched_tokens", 7)
 
 
-@pytest.mark.parametrize("proposer", ["none", "ngram"])
-def test_a_draft_model_that_nobody_would_load_is_a_contradiction(proposer: str) -> None:
-    with pytest.raises(ContradictionError) as caught:
-        SpeculationConfig(proposer=proposer, draft_model="m")
-    assert caught.value.field == "draft_model"
-    assert proposer in caught.value.problem
-    assert SpeculationConfig(proposer="plugin", draft_model="m").draft_model == "m"
-
-
-def test_ngram_lengths_must_not_cross() -> None:
-    assert SpeculationConfig(ngram_min=3, ngram_max=3).ngram_min == 3
-    with pytest.raises(ContradictionError) as caught:
-        SpeculationConfig(ngram_min=4, ngram_max=3)
-    assert (caught.value.field, caught.value.value) == ("ngram_min", 4)
-
-
-def test_plain_is_off_and_everything_else_is_on() -> None:
-    assert not PLAIN.enabled
-    assert not SpeculationConfig().enabled
-    assert SpeculationConfig(proposer="ngram").enabled
-
-
 def test_replace_validates() -> None:
-    config = SpeculationConfig(proposer="draft_model", draft_model="m")
-    assert config.replace(num_draft_tokens=7).draft_model == "m"
+    config = ModelConfig(model="m", batch_invariant=True)
+    assert config.replace(max_model_len=7) == ModelConfig(model="m", batch_invariant=True, max_model_len=7)
     with pytest.raises(ContradictionError):
-        config.replace(proposer="ngram")
+        config.replace(attention_backend="paged")
     with pytest.raises(InvalidParameterError):
         config.replace(lenght=3)
-
-
-def test_options_do_not_alias_the_callers_dict() -> None:
-    given = {"a": 1}
-    config = SpeculationConfig(proposer="plugin", options=given)
-    given["a"] = 2
-    assert config.options == {"a": 1}

@@ -1,4 +1,4 @@
-"""Drafts: shape, depths, and cutting."""
+"""Drafts: shape, depths, cutting, rows beside them, and drafts that go on behind others."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.propose.draft import EMPTY, Draft, Law
+from outrider.draft import EMPTY, Draft, Law, ScratchRows, depths_of
 
 TREE = Draft((5, 6, 7, 5, 8), (-1, -1, 0, 1, 2), (Law.DETERMINISTIC,) * 5)
 
 
 @st.composite
 def trees(draw: st.DrawFn) -> Draft:
-    size = draw(st.integers(0, 8))
-    parents = tuple(draw(st.integers(-1, node - 1)) for node in range(size))
-    tokens = tuple(draw(st.integers(0, 2)) for _ in range(size))
+    """Trees of up to 8 nodes with up to 4 scratch rows."""
+    size, extra = draw(st.integers(0, 8)), draw(st.integers(0, 4))
+    parents = tuple(draw(st.integers(-1, row - 1)) for row in range(size + extra))
+    tokens = tuple(draw(st.integers(0, 2)) for _ in range(size + extra))
     laws = tuple(draw(st.sampled_from(list(Law))) for _ in range(size))
-    return Draft(tokens, parents, laws)
+    scratch = ScratchRows(tokens[size:], parents[size:])
+    return Draft(tokens[:size], parents[:size], laws, scratch=scratch)
 
 
 def test_a_chain_hangs_each_token_on_the_one_before() -> None:
@@ -37,10 +39,11 @@ def test_tokens_of_a_chain_become_plain_integers() -> None:
 
 
 def test_the_empty_draft() -> None:
-    assert len(EMPTY) == EMPTY.depth == 0
-    assert EMPTY.depths == []
+    assert len(EMPTY) == EMPTY.depth == EMPTY.num_rows == 0
+    assert EMPTY.depths == EMPTY.paths == []
     assert EMPTY.is_chain
-    assert EMPTY.candidate_laws == set()
+    assert EMPTY.rows_are_chain
+    assert EMPTY.deepest == -1
     assert EMPTY.child(-1, 0) is None
     assert Draft.chain([], Law.SAMPLED) == EMPTY
     assert EMPTY.opaque() == EMPTY
@@ -65,23 +68,47 @@ def test_a_node_is_one_deeper_than_its_parent(draft: Draft) -> None:
 @given(trees(), st.integers(0, 2))
 def test_a_child_is_the_first_candidate_that_carries_the_token(draft: Draft, token: int) -> None:
     for node in range(-1, len(draft)):
-        fitting = [
-            i
-            for i in range(len(draft))
-            if draft.parents[i] == node and draft.token_ids[i] == token and draft.laws[i] is not Law.SCRATCH
-        ]
+        children = [i for i in range(len(draft)) if draft.parents[i] == node]
+        fitting = [i for i in children if draft.token_ids[i] == token]
+        assert draft.children(node) == children
         assert draft.child(node, token) == (fitting[0] if fitting else None)
 
 
-def test_scratch_rows_are_no_candidates() -> None:
-    draft = Draft((5, 5), (-1, -1), (Law.SCRATCH, Law.OPAQUE))
-    assert draft.child(-1, 5) == 1
-    assert Draft((5,), (-1,), (Law.SCRATCH,)).child(-1, 5) is None
+def test_scratch_rows_are_no_nodes() -> None:
+    draft = Draft((5,), (-1,), (Law.OPAQUE,), scratch=ScratchRows((5, 6), (-1, 0)))
+    assert (len(draft), draft.num_rows) == (1, 3)
+    assert draft.child(-1, 5) == 0
+    assert draft.child(0, 6) is None
+    assert (draft.is_chain, draft.rows_are_chain, draft.depth, draft.deepest) == (True, False, 1, 0)
+    alone = Draft(scratch=ScratchRows((5,), (-1,)))
+    assert (len(alone), alone.num_rows, alone.deepest) == (0, 1, -1)
+    assert alone.child(-1, 5) is None
 
 
-def test_one_law_for_all_or_none() -> None:
-    assert TREE.candidate_laws == {Law.DETERMINISTIC}
-    assert Draft((1, 2, 3), (-1, 0, 0), (Law.SAMPLED, Law.OPAQUE, Law.SCRATCH)).candidate_laws == {Law.SAMPLED, Law.OPAQUE}
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(trees())
+def test_rows_are_the_nodes_and_then_the_scratch_rows(draft: Draft) -> None:
+    assert draft.num_rows == len(draft) + len(draft.scratch)
+    assert draft.row_token_ids == (*draft.token_ids, *draft.scratch.token_ids)
+    assert draft.row_parents == (*draft.parents, *draft.scratch.parents)
+    assert depths_of(draft.row_parents)[: len(draft)] == draft.depths
+    assert draft.rows_are_chain == (draft.is_chain and len(draft.scratch) == 0)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(trees())
+def test_a_path_leads_from_the_root_to_its_node(draft: Draft) -> None:
+    for node, path in enumerate(draft.paths):
+        parent = draft.parents[node]
+        assert path == (*(draft.paths[parent] if parent >= 0 else ()), draft.token_ids[node])
+        assert len(path) == draft.depths[node]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(trees())
+def test_the_deepest_node_is_the_first_of_those_that_are_farthest(draft: Draft) -> None:
+    farthest = [node for node, depth in enumerate(draft.depths) if depth == draft.depth]
+    assert draft.deepest == (farthest[0] if farthest else -1)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -95,6 +122,18 @@ def test_the_first_nodes_are_a_whole_draft(draft: Draft, count: int) -> None:
     assert cut.draft_probs is not None
     assert torch.equal(cut.draft_probs, draft.draft_probs[:size])
     assert cut.depths == draft.depths[:size]
+    assert len(cut.scratch) == 0, "scratch rows may follow nodes that are cut"
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(trees(), st.integers(0, 4))
+def test_the_first_scratch_rows_leave_the_nodes_as_they_are(draft: Draft, count: int) -> None:
+    draft = dataclasses.replace(draft, draft_probs=torch.rand(len(draft), 3), expected_accepted=1.5)
+    cut = draft.with_scratch(count)
+    assert cut.draft_probs is draft.draft_probs
+    assert (cut.token_ids, cut.parents, cut.laws) == (draft.token_ids, draft.parents, draft.laws)
+    assert cut.expected_accepted == 1.5
+    assert cut.scratch == ScratchRows(draft.scratch.token_ids[:count], draft.scratch.parents[:count])
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -103,8 +142,96 @@ def test_an_opaque_draft_claims_nothing_and_guesses_the_same(draft: Draft) -> No
     opaque = dataclasses.replace(draft, draft_probs=torch.rand(len(draft), 3)).opaque()
     assert (opaque.token_ids, opaque.parents) == (draft.token_ids, draft.parents)
     assert opaque.draft_probs is None
-    assert [law is Law.SCRATCH for law in opaque.laws] == [law is Law.SCRATCH for law in draft.laws]
-    assert set(opaque.laws) <= {Law.SCRATCH, Law.OPAQUE}
+    assert opaque.scratch == draft.scratch
+    assert opaque.laws == (Law.OPAQUE,) * len(draft)
+
+
+# -- going on behind another draft -------------------------------------------------------------------------------------
+
+
+def test_a_draft_goes_on_behind_the_deepest_node() -> None:
+    head = Draft((5, 6, 7), (-1, -1, 1), (Law.SAMPLED,) * 3, torch.full((3, 4), 0.25), 1.5, ScratchRows((1, 2), (2, 3)))
+    tail = Draft((8, 9), (-1, 0), (Law.OPAQUE,) * 2, scratch=ScratchRows((3, 4, 5), (-1, 1, 2)))
+    joined = head.extended(tail)
+    assert joined.token_ids == (5, 6, 7, 8, 9)
+    assert joined.parents == (-1, -1, 1, 2, 3), "the tail's root is node 2, the deepest of the head"
+    assert joined.laws == (Law.SAMPLED,) * 3 + (Law.OPAQUE,) * 2
+    assert joined.scratch.token_ids == (1, 2, 3, 4, 5)
+    assert joined.scratch.parents == (2, 5, 2, 4, 7), "row 5 is the first scratch row now, and row 7 the third"
+    assert joined.draft_probs is not None
+    assert joined.draft_probs.tolist() == [[0.25] * 4] * 3 + [[0.0] * 4] * 2
+    assert joined.expected_accepted is None, "nobody has said what to expect of both"
+
+
+def test_nothing_to_go_on_with_or_from_changes_nothing() -> None:
+    assert TREE.extended(EMPTY) is TREE
+    assert EMPTY.extended(TREE) is TREE
+    scratch = Draft(scratch=ScratchRows((7,), (-1,)))
+    assert TREE.extended(scratch).scratch == ScratchRows((7,), (4,)), "scratch rows follow the deepest node too"
+    before = scratch.extended(Draft.chain([1, 2], Law.OPAQUE))
+    assert (before.parents, before.scratch.parents) == ((-1, 0), (-1,))
+
+
+def _labels(draft: Draft) -> list[tuple[int, ...]]:
+    """Tokens from the root to each row."""
+    labels: list[tuple[int, ...]] = []
+    for token, parent in zip(draft.row_token_ids, draft.row_parents, strict=True):
+        labels.append((*(labels[parent] if parent >= 0 else ()), token))
+    return labels
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(trees(), trees(), st.booleans(), st.booleans())
+def test_every_row_of_both_parts_keeps_its_path(head: Draft, tail: Draft, head_probs: bool, tail_probs: bool) -> None:
+    if head_probs:
+        head = dataclasses.replace(head, draft_probs=torch.rand(len(head), 3))
+    if tail_probs:
+        tail = dataclasses.replace(tail, draft_probs=torch.rand(len(tail), 3, dtype=torch.float64))
+    joined = head.extended(tail)
+    size, both = len(head), len(head) + len(tail)
+    root = _labels(head)[head.deepest] if size else ()
+    own, other, found = _labels(head), [(*root, *label) for label in _labels(tail)], _labels(joined)
+    assert found[:size] == own[:size]
+    assert found[size:both] == other[: len(tail)]
+    assert found[both:] == own[size:] + other[len(tail) :]
+    assert joined.laws == head.laws + tail.laws
+    assert all(-1 <= parent < row for row, parent in enumerate(joined.row_parents)), "parents come first"
+    assert depths_of(joined.row_parents) == [len(label) for label in found]
+    if len(tail):
+        assert joined.depth == head.depth + tail.depth
+    if not head.num_rows or not tail.num_rows:
+        return  # one of them as it is
+    if not (head_probs or tail_probs):
+        assert joined.draft_probs is None
+        return
+    zeros = [torch.zeros(len(draft), 3) for draft in (head, tail)]
+    parts = [
+        zero if draft.draft_probs is None else draft.draft_probs for draft, zero in zip((head, tail), zeros, strict=True)
+    ]
+    assert joined.draft_probs is not None
+    assert joined.draft_probs.shape == (both, 3)
+    assert torch.allclose(joined.draft_probs, torch.cat([part.to(joined.draft_probs) for part in parts]))
+
+
+@pytest.mark.parametrize("head", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("tail", [torch.bfloat16, torch.float32, torch.float64])
+def test_going_on_rounds_nobodys_probabilities(head: torch.dtype, tail: torch.dtype) -> None:
+    third = torch.tensor([[1.0, 2.0]], dtype=torch.float64) / 3
+    one, other = (Draft.chain([1], Law.SAMPLED, third.to(dtype)) for dtype in (head, tail))
+    joined = one.extended(other)
+    assert joined.draft_probs is not None
+    for row, part in zip(joined.draft_probs, (one, other), strict=True):
+        assert part.draft_probs is not None
+        assert torch.equal(row.double(), part.draft_probs[0].double()), "what its token was drawn from, to the bit"
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(trees(), trees(), trees())
+def test_going_on_twice_is_going_on_with_both(one: Draft, two: Draft, three: Draft) -> None:
+    joined = one.extended(two).extended(three)
+    assert joined.row_token_ids[: len(joined)] == one.token_ids + two.token_ids + three.token_ids
+    assert joined.scratch.token_ids == one.scratch.token_ids + two.scratch.token_ids + three.scratch.token_ids
+    assert _labels(joined) == _labels(one.extended(two.extended(three)))
 
 
 def test_drafts_are_frozen() -> None:

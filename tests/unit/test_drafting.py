@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.drafting import propose_all, sound_prefix
-from outrider.engine.scheduler import ScheduledSequence
+from outrider.draft import EMPTY, Draft, Law, ScratchRows, depths_of
+from outrider.engine.drafter import Drafter
+from outrider.engine.drafting import Part, StepDraft, propose_all, sound_prefix
+from outrider.engine.scheduler import ScheduledSequence, Turn
 from outrider.engine.sequence import Sequence as EngineSequence
-from outrider.engine.verifier import rule_for
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.propose.draft import EMPTY, Draft, Law
 from outrider.verify.noise import KeyedNoise
-from tests.unit.builders import make_sequence
+from outrider.verify.verifier import rule_for
+from tests.unit.builders import Planted, make_sequence
 
 VOCAB = 4
 
@@ -45,7 +48,8 @@ def with_row(row: int, values: Sequence[float]) -> torch.Tensor:
         sampled(),
         Draft.chain([3, 0], Law.DETERMINISTIC),
         Draft.chain([3, 0], Law.COUPLED),
-        Draft((1, 2, 1), (-1, -1, 0), (Law.OPAQUE, Law.SCRATCH, Law.DETERMINISTIC)),
+        Draft((1, 1), (-1, 0), (Law.OPAQUE, Law.DETERMINISTIC), scratch=ScratchRows((2, 3, 0), (-1, 1, 3))),
+        Draft(scratch=ScratchRows((2, 2), (-1, 0))),
         Draft((1, 2), (-1, 0), (Law.SAMPLED, Law.OPAQUE), torch.tensor([[0.0, 1.0, 0.0, 0.0], [float("nan")] * 4])),
         sampled(probs=with_row(1, [0.2501, 0.2501, 0.2501, 0.2501])),  # rounding over a large vocabulary
     ],
@@ -75,7 +79,7 @@ def test_random_trees_with_honest_laws_pass(size: int, data: st.DataObject) -> N
 def test_siblings_of_unlike_laws_are_believed_no_law() -> None:
     probs = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.25, 0.25]])
     found, problem = sound_prefix(Draft((0, 1), (-1, -1), (Law.SAMPLED,) * 2, probs), 6, 9, 3)
-    assert found.candidate_laws == {Law.OPAQUE}
+    assert set(found.laws) == {Law.OPAQUE}
     assert problem is not None
 
 
@@ -171,6 +175,139 @@ def test_nodes_beyond_the_budget_are_cut_and_counted(budget: int) -> None:
     assert problem == f"node {budget}: more than {budget} nodes"
 
 
+# -- one faulty scratch row --------------------------------------------------------------------------------------------
+
+BESIDE = Draft((0, 1), (-1, 0), (Law.OPAQUE,) * 2, scratch=ScratchRows((2, 1, 0), (1, 2, -1)))
+
+SCRATCH_FAULTS: dict[str, Callable[[int], ScratchRows]] = {
+    "token past the vocabulary": lambda j: _scratch(j, token=VOCAB),
+    "negative token": lambda j: _scratch(j, token=-1),
+    "float token": lambda j: _scratch(j, token=1.0),
+    "bool token": lambda j: _scratch(j, token=True),
+    "no token": lambda j: _scratch(j, token=None),
+    "tensor token": lambda j: _scratch(j, token=torch.tensor(1)),
+    "numpy token": lambda j: _scratch(j, token=np.int64(1)),
+    "parent is itself": lambda j: _scratch(j, parent=len(BESIDE) + j),
+    "parent comes later": lambda j: _scratch(j, parent=len(BESIDE) + 3),
+    "parent below the root": lambda j: _scratch(j, parent=-2),
+    "float parent": lambda j: _scratch(j, parent=0.0),
+    "text parent": lambda j: _scratch(j, parent="0"),
+    "bool parent": lambda j: _scratch(j, parent=False),
+    "no parent": lambda j: _scratch(j, parent=None),
+}
+
+
+def _scratch(row: int, **values: Any) -> ScratchRows:
+    tokens: list[Any] = list(BESIDE.scratch.token_ids)
+    parents: list[Any] = list(BESIDE.scratch.parents)
+    tokens[row], parents[row] = values.get("token", tokens[row]), values.get("parent", parents[row])
+    return ScratchRows(tuple(tokens), tuple(parents))
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize("fault", SCRATCH_FAULTS)
+def test_a_faulty_scratch_row_keeps_the_nodes_and_the_rows_before_it(fault: str, row: int) -> None:
+    draft = dataclasses.replace(BESIDE, scratch=SCRATCH_FAULTS[fault](row))
+    found, problem = sound_prefix(draft, 9, 9, VOCAB)
+    assert problem is not None
+    assert problem.startswith(f"scratch row {row}: ")
+    assert (found.token_ids, found.parents, found.laws) == (BESIDE.token_ids, BESIDE.parents, BESIDE.laws)
+    assert found.scratch == BESIDE.with_scratch(row).scratch
+    assert found.num_rows == len(found.row_token_ids) == len(depths_of(found.row_parents))
+
+
+@pytest.mark.parametrize("budget", [2, 3, 4])
+def test_scratch_rows_share_the_budget_with_the_nodes(budget: int) -> None:
+    found, problem = sound_prefix(BESIDE, budget, 9, VOCAB)
+    assert found == BESIDE.with_scratch(budget - 2)
+    assert problem == f"scratch row {budget - 2}: more than {budget} rows"
+    assert sound_prefix(BESIDE, 5, 9, VOCAB) == (BESIDE, None)
+
+
+def test_scratch_rows_deeper_than_a_text_may_go_are_cut() -> None:
+    assert depths_of(BESIDE.row_parents) == [1, 2, 3, 4, 1]
+    for depth, kept in ((2, 0), (3, 1)):
+        found, problem = sound_prefix(BESIDE, 9, depth, VOCAB)
+        assert found == BESIDE.with_scratch(kept)
+        assert problem == f"scratch row {kept}: deeper than {depth}"
+    assert sound_prefix(BESIDE, 9, 4, VOCAB) == (BESIDE, None)
+
+
+def test_a_faulty_node_costs_the_scratch_rows_too() -> None:
+    draft = dataclasses.replace(BESIDE, token_ids=(0, 99))
+    found, problem = sound_prefix(draft, 9, 9, VOCAB)
+    assert found == BESIDE.first(1)
+    assert problem is not None
+    assert problem.startswith("node 1: ")
+
+
+def test_scratch_rows_of_two_lengths_are_none() -> None:
+    found, problem = sound_prefix(dataclasses.replace(BESIDE, scratch=ScratchRows((1, 2), (0,))), 9, 9, VOCAB)
+    assert found == BESIDE.with_scratch(0)
+    assert problem
+
+
+@pytest.mark.parametrize(
+    "scratch", [ScratchRows((VOCAB,), (-1,)), ScratchRows((1,), (7,)), ScratchRows((1, 1, 1, 1), (-1,) * 4)]
+)
+def test_scratch_rows_beside_misdrawn_siblings_are_looked_at_too(scratch: ScratchRows) -> None:
+    draft = Draft((0, 0), (-1, -1), (Law.SAMPLED,) * 2, torch.full((2, VOCAB), 1 / VOCAB), scratch=scratch)
+    found, problem = sound_prefix(draft, 5, 9, VOCAB)
+    assert set(found.laws) == {Law.OPAQUE}
+    assert problem is not None
+    again, further = sound_prefix(found, 5, 9, VOCAB)
+    assert (again, further) == (found, None), "what is left is sound"
+
+
+# -- lists in the place of tuples --------------------------------------------------------------------------------------
+
+LISTS: dict[str, Any] = {
+    "nodes": Draft([0, 1], [-1, 0], [Law.OPAQUE] * 2),  # type: ignore[arg-type]
+    "nodes before scratch rows": Draft([0, 1], [-1, 0], [Law.OPAQUE] * 2, scratch=ScratchRows((2,), (1,))),  # type: ignore[arg-type]
+    "scratch rows": Draft((0,), (-1,), (Law.OPAQUE,), scratch=ScratchRows([2], [0])),  # type: ignore[arg-type]
+    "a faulty node": Draft([0, 99], [-1, 0], [Law.OPAQUE] * 2),  # type: ignore[arg-type]
+    "a faulty scratch row": Draft((0,), (-1,), (Law.OPAQUE,), scratch=ScratchRows([2, 99], [0, 0])),  # type: ignore[arg-type]
+    "a tensor of scratch rows": Draft((0,), (-1,), (Law.OPAQUE,), scratch=ScratchRows(torch.tensor([2]), (0,))),  # type: ignore[arg-type]
+    "another scratch": Draft((0,), (-1,), (Law.OPAQUE,), scratch=None),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("what", LISTS)
+def test_whatever_comes_through_is_safe_to_look_at(what: str) -> None:
+    """The step puts rows of all sequences together, so that what raises there costs every sequence."""
+    item = scheduled(Stub(lambda requests: [LISTS[what]]))
+    (draft,) = ask(item)
+    assert len(draft.row_token_ids) == len(draft.row_parents) == draft.num_rows
+    assert {type(token) for token in draft.row_token_ids} <= {int}
+    assert draft.extended(GOOD).num_rows == draft.num_rows + len(GOOD)
+    assert draft.is_chain, "lists make no branches"
+    rule_for(draft, "auto")
+
+
+UNCLAIMED: dict[str, Any] = {
+    "of another vocabulary": torch.full((2, VOCAB + 1), 0.2),
+    "of too few rows": torch.full((1, VOCAB), 0.25),
+    "in a list": [[0.25] * VOCAB] * 2,
+    "in an array": np.full((2, VOCAB), 0.25),
+    "in words": "half",
+}
+
+
+@pytest.mark.parametrize("law", [Law.DETERMINISTIC, Law.COUPLED, Law.OPAQUE])
+@pytest.mark.parametrize("what", UNCLAIMED)
+def test_probabilities_that_no_token_was_drawn_from_harm_nobody(what: str, law: Law) -> None:
+    """They may be of any kind, since no rule reads them; nor do they stand in the way of those that count."""
+    odd = Draft.chain([0, 1], law, UNCLAIMED[what])
+    one, other = (Stub(lambda requests, answer=answer: [answer]) for answer in (odd, sampled((1, 2))))
+    for first, second in ((one, other), (other, one)):
+        (draft,) = ask(scheduled(first, second))
+        assert len(draft) == 4
+        drawn = [node for node, kind in enumerate(draft.laws) if kind is Law.SAMPLED]
+        assert draft.draft_probs is not None
+        assert draft.draft_probs.shape == (4, VOCAB)
+        assert draft.draft_probs[drawn].tolist() == [[0.25] * VOCAB] * 2
+
+
 # -- answers that are no drafts ----------------------------------------------------------------------------------------
 
 NONSENSE: dict[str, Any] = {
@@ -218,17 +355,44 @@ class Stub(Proposer):
         return self.answer(requests)
 
 
-def scheduled(proposer: Proposer | None, budget: int = 5) -> ScheduledSequence:
-    return ScheduledSequence(make_sequence(3, proposer=proposer), 1, budget, budget)
+def turn(budget: int = 5, max_depth: int | None = None, **how: Any) -> Turn:
+    depth = budget if max_depth is None else max_depth
+    return Turn(how.get("method", Planted()), how.get("tree", ()), how.get("greedy", False), budget, depth)
 
 
-def ask(*items: ScheduledSequence) -> list[Draft]:
-    return propose_all(items, KeyedNoise(), VOCAB)
+@dataclass
+class Asked:
+    """A scheduled sequence and who drafts for it in each turn."""
+
+    item: ScheduledSequence
+    drafters: list[Drafter | None]
 
 
-def faults(item: ScheduledSequence) -> tuple[int, bool]:
-    seq: EngineSequence = item.seq
-    return seq.stats.num_proposer_faults, seq.demoted
+def scheduled(*proposers: Proposer | None, budget: int = 5) -> Asked:
+    """One turn for each proposer; None stands for one that cannot be had."""
+    seq = make_sequence(3)
+    for index, proposer in enumerate(proposers):
+        if proposer is not None:
+            seq.drafters.append(Drafter(index, Planted(tag=index), proposer))
+    known = iter(seq.drafters)
+    who = [None if proposer is None else next(known) for proposer in proposers]
+    return Asked(ScheduledSequence(seq, 1, tuple(turn(budget) for _ in proposers)), who)
+
+
+def steps(*asked: Asked) -> list[StepDraft]:
+    return propose_all([a.item for a in asked], [a.drafters for a in asked], KeyedNoise(), VOCAB)
+
+
+def ask(*asked: Asked) -> list[Draft]:
+    return [step.draft for step in steps(*asked)]
+
+
+def faults(asked: Asked) -> tuple[int, bool]:
+    """Faults of a sequence, and whether its only drafter is no longer believed."""
+    seq: EngineSequence = asked.item.seq
+    (drafter,) = seq.drafters
+    assert drafter.num_faults == seq.stats.num_proposer_faults
+    return seq.stats.num_proposer_faults, drafter.demoted
 
 
 GOOD = Draft.chain([1, 2], Law.DETERMINISTIC)
@@ -275,15 +439,24 @@ def test_a_call_that_fails_costs_all_its_sequences_one_round(answer: Callable[..
 def test_each_proposer_is_asked_once_and_answers_in_order() -> None:
     one = Stub(lambda requests: [Draft.chain([r.budget], Law.OPAQUE) for r in requests])
     other = Stub(lambda requests: [GOOD] * len(requests))
-    items = [scheduled(one, 1), scheduled(other, 2), scheduled(None, 0), scheduled(one, 3)]
+    items = [scheduled(one, budget=1), scheduled(other, budget=2), scheduled(), scheduled(one, budget=3)]
     assert ask(*items) == [Draft.chain([1], Law.OPAQUE), GOOD, EMPTY, Draft.chain([3], Law.OPAQUE)]
     assert (one.calls, other.calls) == ([[1, 3]], [[2]])
 
 
-def test_a_sequence_without_budget_is_not_asked_for() -> None:
+def test_a_sequence_without_a_turn_is_not_asked_for() -> None:
     proposer = Stub(lambda requests: [GOOD] * len(requests))
-    assert ask(scheduled(proposer, 0)) == [EMPTY]
+    asked = scheduled(proposer)
+    asked.item.turns = ()
+    assert ask(asked) == [EMPTY]
     assert proposer.calls == []
+
+
+def test_a_proposer_that_cannot_be_had_drafts_nothing_and_is_no_fault() -> None:
+    proposer = Stub(lambda requests: [GOOD] * len(requests))
+    asked = scheduled(None)
+    assert ask(asked, scheduled(proposer)) == [EMPTY, GOOD]
+    assert asked.item.seq.stats.num_proposer_faults == 0
 
 
 def test_an_empty_draft_is_no_fault() -> None:
@@ -306,5 +479,104 @@ def test_a_fault_is_logged_with_proposer_request_and_problem(caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         ask(item)
     assert len(caplog.records) == 1
-    for part in ("Stub", str(item.seq.request.request_id), "99"):
+    for part in ("planted", str(item.item.seq.request.request_id), "99"):
         assert part in caplog.text
+
+
+# -- several turns -----------------------------------------------------------------------------------------------------
+
+
+def test_each_turn_goes_on_behind_the_deepest_token_of_the_one_before() -> None:
+    tree = Draft((1, 2, 3), (-1, -1, 1), (Law.OPAQUE,) * 3, scratch=ScratchRows((0,), (-1,)))
+    one = Stub(lambda requests: [tree] * len(requests))
+    seen: list[ProposeRequest] = []
+
+    def second(requests: Sequence[ProposeRequest]) -> list[Draft]:
+        seen.extend(requests)
+        return [dataclasses.replace(GOOD, scratch=ScratchRows((3,), (1,)))] * len(requests)
+
+    asked = scheduled(one, Stub(second), Stub(lambda requests: [GOOD]))
+    (step,) = steps(asked)
+    assert step.draft.token_ids == (1, 2, 3, 1, 2, 1, 2)
+    assert step.draft.parents == (-1, -1, 1, 2, 3, 4, 5)
+    assert step.draft.scratch == ScratchRows((0, 3), (-1, 4))
+    assert step.parts == [
+        Part(asked.drafters[0], (0, 3), (0, 1)),  # type: ignore[arg-type]
+        Part(asked.drafters[1], (3, 5), (1, 2)),  # type: ignore[arg-type]
+        Part(asked.drafters[2], (5, 7), (2, 2)),  # type: ignore[arg-type]
+    ]
+    (request,) = seen
+    assert (request.path, request.length, request.last_token_id, request.drafter) == ((2, 3), 5, 3, 1)
+
+
+def test_a_request_says_what_its_turn_says() -> None:
+    seen: list[ProposeRequest] = []
+
+    def answer(requests: Sequence[ProposeRequest]) -> list[Draft]:
+        seen.extend(requests)
+        return [EMPTY] * len(requests)
+
+    asked = scheduled(Stub(answer), Stub(answer))
+    asked.item.rule = "coupled"
+    asked.item.turns = (turn(4, 3, tree=(2, 1), greedy=True), turn(2, 1))
+    steps(asked)
+    first, second = seen
+    assert (first.budget, first.max_depth, first.tree, first.greedy, first.drafter) == (4, 3, (2, 1), True, 0)
+    assert first.coupled
+    assert second.coupled
+    assert (second.budget, second.max_depth, second.tree, second.greedy, second.drafter) == (2, 1, (), False, 1)
+    assert first.path == second.path == ()
+    assert (first.sequence, first.length, first.last_token_id) == (asked.item.seq.view, 3, 102)
+
+
+def test_a_turn_that_drafts_nothing_has_no_part_and_moves_nobody() -> None:
+    asked = scheduled(None, Stub(lambda requests: [EMPTY]), Stub(lambda requests: [GOOD]))
+    (step,) = steps(asked)
+    assert step.draft == GOOD
+    assert step.parts == [Part(asked.drafters[2], (0, 2), (0, 0))]  # type: ignore[arg-type]
+
+
+def test_a_fault_costs_its_own_turn_and_demotes_its_own_drafter() -> None:
+    broken = Stub(lambda requests: [_replace_token(1, 99)])
+    asked = scheduled(Stub(lambda requests: [sampled((1, 2))]), broken, Stub(lambda requests: [GOOD]))
+    (first,), (second,) = steps(asked), steps(asked)
+    assert first.draft.laws == (Law.SAMPLED,) * 3 + (Law.DETERMINISTIC,) * 2
+    assert second.draft.laws == (Law.SAMPLED,) * 2 + (Law.OPAQUE,) + (Law.DETERMINISTIC,) * 2
+    assert second.draft.token_ids == (1, 2, 0, 1, 2)
+    assert [d.demoted for d in asked.item.seq.drafters] == [False, True, False]
+    assert [d.num_faults for d in asked.item.seq.drafters] == [0, 2, 0]
+    assert asked.item.seq.stats.num_proposer_faults == 2
+
+
+def test_a_proposer_is_asked_once_a_turn_for_all_its_sequences() -> None:
+    one, other = (Stub(lambda requests: [GOOD] * len(requests)) for _ in range(2))
+    items = [scheduled(one, other, budget=3), scheduled(other, one, budget=4), scheduled(one, one, budget=5)]
+    assert ask(*items) == [GOOD.extended(GOOD)] * 3
+    assert one.calls == [[3, 5], [4, 5]]
+    assert other.calls == [[4], [3]]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.data())
+def test_budgets_hold_for_each_turn_whatever_is_answered(data: st.DataObject) -> None:
+    """Drafts of any size, deeper and longer than asked for: what comes out fits the plan."""
+    budgets = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    answers = []
+    for _ in budgets:
+        size, extra = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 3))
+        parents = tuple(data.draw(st.integers(-1, row - 1)) for row in range(size + extra))
+        tokens = tuple(data.draw(st.integers(0, VOCAB)) for _ in range(size + extra))
+        scratch = ScratchRows(tokens[size:], parents[size:])
+        answers.append(Draft(tokens[:size], parents[:size], (Law.OPAQUE,) * size, scratch=scratch))
+    asked = scheduled(*(Stub(lambda requests, answer=answer: [answer]) for answer in answers))
+    asked.item.turns = tuple(turn(budget) for budget in budgets)
+    (step,) = steps(asked)
+    assert step.draft.num_rows <= sum(budgets)
+    assert max(depths_of(step.draft.row_parents), default=0) <= sum(budgets)
+    assert all(0 <= token < VOCAB for token in step.draft.row_token_ids)
+    place = row = 0
+    for part in step.parts:
+        assert (part.nodes[0], part.scratch[0]) == (place, row), "parts follow one another"
+        place, row = part.nodes[1], part.scratch[1]
+        assert (part.nodes[1] - part.nodes[0]) + (part.scratch[1] - part.scratch[0]) <= budgets[part.drafter.index]
+    assert (place, row) == (len(step.draft), len(step.draft.scratch))

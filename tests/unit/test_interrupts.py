@@ -38,7 +38,9 @@ def test_an_interrupt_is_quiet_at_any_moment(delay: float) -> None:
 
 def test_little_happens_before_an_interrupt_is_quiet() -> None:
     code = f"import sys; before = set(sys.modules); import {FIRST}; print(*sorted(set(sys.modules) - before))"
-    found = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    where = {**os.environ, "PYTHONPATH": str(Path(outrider.__file__).parents[1])}  # without site packages, nor links there
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, env=where)
+    found = done.stdout.split()
     assert {name for name in found if name.startswith("outrider")} == {"outrider", "outrider.cli", FIRST}
     assert not {"typing", "typer", "re", "importlib"} & set(found)
 

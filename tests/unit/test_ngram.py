@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.draft import EMPTY, Draft, Law
 from outrider.propose.base import DraftNoise, ProposeRequest
-from outrider.propose.draft import EMPTY, Draft, Law
 from outrider.propose.ngram import NgramProposer
 from outrider.verify.noise import KeyedNoise
 from tests.unit.builders import make_sequence
@@ -89,6 +89,29 @@ def test_a_growing_text_is_looked_up_as_if_it_were_new(data: st.DataObject) -> N
         (draft,) = proposer.propose([ProposeRequest(seq.view, 4)], NOISE)
         assert list(draft.token_ids) == brute_force(seq.token_ids, 4, 3, 1)
         seq.token_ids += data.draw(st.lists(token, min_size=1, max_size=5))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=20),
+    st.lists(st.integers(0, 2), max_size=4).map(tuple),
+    st.integers(1, 3),
+)
+def test_behind_what_another_proposer_drafted_it_looks_up_the_suffix_with_that(
+    tokens: list[int], path: tuple[int, ...], shortest: int
+) -> None:
+    """The path is no part of what may be copied: it is a guess."""
+    proposer, view = NgramProposer(3, shortest), make_sequence(tokens).view
+    proposer.begin(view)
+    (draft,) = proposer.propose([ProposeRequest(view, 4, path=path)], NOISE)
+    whole, expected = [*tokens, *path], list[int]()
+    for length in range(3, shortest - 1, -1):
+        # With a path, the end of the text itself is an earlier occurrence, unless nothing comes behind it there.
+        ends = [end for end in range(length, len(tokens)) if tokens[end - length : end] == whole[-length:]]
+        if length <= len(whole) and ends:
+            expected = tokens[ends[-1] : ends[-1] + 4]
+            break
+    assert list(draft.token_ids) == expected
 
 
 def test_drafts_are_deterministic_chains() -> None:

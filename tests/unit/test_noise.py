@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +16,12 @@ from hypothesis import strategies as st
 from scipy.stats import chi2, chi2_contingency
 from torch import Tensor
 
+from outrider.draft import Law
 from outrider.errors import NoiseReuseError
+from outrider.propose.base import DraftNoise, ProposeRequest
 from outrider.verify import noise
 from outrider.verify.noise import Key, KeyedNoise, Stream, gumbel_max, invert_cdf, key_bits, mix_fields, uniform
+from tests.unit.builders import make_sequence
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -32,10 +37,10 @@ def splitmix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def many_bits(n: int, stream: Stream = Stream.TARGET, *, seed: int = 5, round: int = 0) -> Tensor:
+def many_bits(n: int, stream: Stream = Stream.TARGET, *, seed: int = 5, round: int = 0, drafter: int = 0) -> Tensor:
     """Bits of n consecutive positions."""
     fields = np.zeros((n, 5), np.uint64)
-    fields[:, 0], fields[:, 2], fields[:, 3], fields[:, 4] = seed, int(stream), np.arange(n), round
+    fields[:, 0], fields[:, 2], fields[:, 3], fields[:, 4] = seed, int(stream) + (drafter << 8), np.arange(n), round
     return torch.from_numpy(mix_fields(fields))
 
 
@@ -58,6 +63,10 @@ GOLDEN = [
     (Key(0, 0, 0, Stream.DRAFT, 0, 1), -3301820522596749961),
     (Key(0, 2**63 - 1, 3, Stream.ACCEPT, 4095, 17), -4111356903736392204),
     (Key(0, 7, 0, Stream.TARGET, 12), 4480434035232240136),
+    # These two come from the code before keys had a drafter: who drafts first draws what was always drawn.
+    (Key(0, 2**62 + 5, 2, Stream.DRAFT, 777, 9, 3), -206997482947630834),
+    (Key(0, 11, 0, Stream.RECOVER, 31, 0, 0), 5314368114318529332),
+    (Key(0, 2**62 + 5, 2, Stream.DRAFT, 777, 9, 3, drafter=1), 2380270821521216402),
 ]
 DRAWS = {
     Stream.TARGET: [1, 3, 3, 2, 1, 3, 2, 0, 3, 2, 3, 2, 2, 1, 3, 3, 0, 1, 1, 3, 0, 2, 3, 2],
@@ -93,13 +102,20 @@ def test_a_seed_gives_the_same_coins_in_every_release() -> None:
     st.sampled_from(list(Stream)),
     st.integers(0, 2**31),
     st.integers(0, 2**31),
+    st.integers(0, 511),
+    st.integers(0, 2**40),
 )
-def test_bits_are_splitmix_over_the_fields(seed: int, sample: int, stream: Stream, position: int, round: int) -> None:
+def test_bits_are_splitmix_over_the_fields(
+    seed: int, sample: int, stream: Stream, position: int, round: int, branch: int, drafter: int
+) -> None:
     state = 0
-    fields = (seed, sample, stream, position, round)
+    fields = (seed, sample, stream + (drafter << 8), position, round + (branch << 32))
     for value in (seed, sample, Stream.TARGET, position, 0) if stream is Stream.GUESS else fields:
         state = splitmix((state + value + 0x9E3779B97F4A7C15) & MASK)
-    assert int(key_bits([Key(3, *fields)])[0]) & MASK == state
+    key = Key(3, seed, sample, stream, position, round, branch, drafter)
+    assert int(key_bits([key])[0]) & MASK == state
+    if stream is not Stream.GUESS:
+        assert int(mix_fields(np.array([fields], np.uint64))[0]) & MASK == state, "many at once get the same"
 
 
 def test_token_noise_is_the_same_mix_on_tensors() -> None:
@@ -122,7 +138,7 @@ def test_values_depend_on_the_key_alone() -> None:
 BASE = Key(1, 42, 0, Stream.DRAFT, 10, 2)
 
 
-@pytest.mark.parametrize("field", ["seed", "sample", "position", "round"])
+@pytest.mark.parametrize("field", ["seed", "sample", "position", "round", "branch", "drafter"])
 def test_every_field_but_the_owner_changes_the_bits(field: str) -> None:
     other = BASE._replace(**{field: getattr(BASE, field) + 1})
     assert key_bits([BASE])[0] != key_bits([other])[0]
@@ -143,10 +159,19 @@ def test_fields_are_not_interchangeable() -> None:
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(st.integers(0, 2**63 - 1), st.integers(0, 9), st.integers(0, 5000), st.integers(0, 500))
-def test_a_guess_reads_the_targets_noise_whatever_the_round(seed: int, sample: int, position: int, round: int) -> None:
+@given(
+    st.integers(0, 2**63 - 1),
+    st.integers(0, 9),
+    st.integers(0, 5000),
+    st.integers(0, 500),
+    st.integers(0, 63),
+    st.integers(0, 2**40),
+)
+def test_a_guess_reads_the_targets_noise_whatever_the_round_the_branch_and_the_drafter(
+    seed: int, sample: int, position: int, round: int, branch: int, drafter: int
+) -> None:
     law = torch.rand(1, 50, generator=torch.Generator().manual_seed(position)).double()
-    guess = Key(0, seed, sample, Stream.GUESS, position, round)
+    guess = Key(0, seed, sample, Stream.GUESS, position, round, branch, drafter)
     target = Key(0, seed, sample, Stream.TARGET, position)
     source = KeyedNoise()
     assert key_bits([guess])[0] == key_bits([target])[0]
@@ -185,6 +210,118 @@ def test_neighbouring_positions_seeds_and_rounds_are_independent(lag: int) -> No
     assert _independent(bits[:-lag], bits[lag:])
     assert _independent(many_bits(60_000, seed=5), many_bits(60_000, seed=5 + lag))
     assert _independent(many_bits(60_000, Stream.DRAFT), many_bits(60_000, Stream.DRAFT, round=lag))
+    for stream in (Stream.DRAFT, Stream.ACCEPT, Stream.RECOVER):
+        assert _independent(many_bits(60_000, stream), many_bits(60_000, stream, drafter=lag))
+
+
+# -- who draws ---------------------------------------------------------------------------------------------------------
+
+NESTED = DraftNoise(KeyedNoise())
+VIEW = make_sequence(4, seed=42).view
+NUMBERS: dict[str, tuple[DraftNoise, int]] = {
+    "the first proposer": (NESTED, 0),
+    "the second": (NESTED, 1),
+    "a member of the first": (NESTED.member(0), 0),
+    "its neighbour": (NESTED.member(1), 0),
+    "a member of the second": (NESTED.member(0), 1),
+    "a member of a member": (NESTED.member(0).member(0), 0),
+    "its aunt's": (NESTED.member(1).member(0), 0),
+}
+
+
+def asked(drafter: int = 0, **how: Any) -> ProposeRequest:
+    """A request for a new sequence of four tokens."""
+    return ProposeRequest(make_sequence(4, seed=42).view, 5, drafter=drafter, **how)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(st.data())
+def test_no_two_drafters_have_one_number(data: st.DataObject) -> None:
+    """Of a sequence's proposers, the members of nested ones, their members, and so on."""
+    whose = st.tuples(st.integers(0, 40), st.lists(st.integers(0, 14), max_size=4))
+    one, other = data.draw(whose), data.draw(whose)
+    numbers = []
+    for index, members in (one, other):
+        noise = DraftNoise(KeyedNoise())
+        for member in members:
+            noise = noise.member(member)
+        numbers.append(noise.drafter(ProposeRequest(VIEW, 5, drafter=index)))
+    assert (numbers[0] == numbers[1]) == (one == other)
+    assert all(0 <= number < 2**55 for number in numbers), "there is room for it in a key's bits"
+
+
+def test_no_two_drafters_of_few_levels_have_one_number() -> None:
+    """The same, with every drafter of up to three levels at once."""
+    seen: dict[int, tuple[int, ...]] = {}
+    for index in range(40):
+        for members in [(), *((a,) for a in range(15)), *((a, b) for a in range(15) for b in range(15))]:
+            number = DraftNoise(KeyedNoise(), members).drafter(ProposeRequest(VIEW, 5, drafter=index))
+            assert seen.setdefault(number, (index, *members)) == (index, *members)
+
+
+@pytest.mark.parametrize(("one", "other"), list(combinations(NUMBERS, 2)))
+def test_drafters_draw_independently(one: str, other: str) -> None:
+    bits = [
+        many_bits(60_000, Stream.DRAFT, drafter=noise.drafter(asked(index)))
+        for noise, index in (NUMBERS[one], NUMBERS[other])
+    ]
+    assert not bool((bits[0] == bits[1]).any())
+    assert _independent(bits[0], bits[1])
+
+
+def test_a_proposers_draw_is_named_by_all_that_it_is() -> None:
+    class Recorded:
+        def __init__(self) -> None:
+            self.keys: list[Key] = []
+
+        def categorical(self, probs: Tensor, keys: Sequence[Key]) -> Tensor:
+            self.keys += keys
+            return torch.zeros(len(keys), dtype=torch.int64)
+
+    source: Any = Recorded()
+    request = asked(2, path=(7, 8))
+    request.sequence.round = 6
+    guessing = dataclasses.replace(request, coupled=True)
+    noise = DraftNoise(source)
+    noise.categorical(torch.full((3, 4), 0.25), [request, request, guessing], [0, 1, 0], [3, 0, 1])
+    noise.member(4).categorical(torch.full((1, 4), 0.25), [request], [2])
+    whose = (request.sequence.seq_id, 42, 0)
+    assert source.keys == [
+        Key(*whose, Stream.DRAFT, 6, 6, 3, 2),
+        Key(*whose, Stream.DRAFT, 7, 6, 0, 2),
+        Key(*whose, Stream.GUESS, 6, 6, 1, 2),
+        Key(*whose, Stream.DRAFT, 8, 6, 0, noise.member(4).drafter(request)),
+    ]
+    assert noise.law(request) is Law.SAMPLED
+    assert noise.law(guessing) is noise.member(1).law(guessing) is Law.COUPLED
+
+
+def test_the_first_proposer_draws_what_was_always_drawn() -> None:
+    law = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
+    request = asked()
+    offsets = [position - request.length for position in range(4, 24)]
+    tokens = DraftNoise(KeyedNoise()).categorical(law.expand(20, 4), [request] * 20, offsets)
+    assert tokens.tolist() == DRAWS[Stream.DRAFT][4:]
+    guesses = DraftNoise(KeyedNoise()).member(3)
+    coupled = dataclasses.replace(asked(5), coupled=True)
+    assert guesses.categorical(law.expand(20, 4), [coupled] * 20, offsets).tolist() == DRAWS[Stream.TARGET][4:]
+
+
+def test_two_drafters_may_draw_at_one_place_and_one_drafter_only_once() -> None:
+    noise, first, second = DraftNoise(KeyedNoise()), asked(0), asked(1)
+    second = dataclasses.replace(second, sequence=first.sequence)
+    law = torch.full((1, 4), 0.25)
+    for draws, request in ((noise, first), (noise, second), (noise.member(0), first), (noise.member(1), first)):
+        draws.categorical(law, [request], [0])
+        with pytest.raises(NoiseReuseError):
+            draws.categorical(law, [request], [0])
+
+
+def test_a_nested_proposer_has_no_more_members_than_there_are_numbers() -> None:
+    NESTED.member(14)
+    for index in (-1, 15):
+        with pytest.raises(AssertionError, match="members"):
+            NESTED.member(index)
 
 
 def test_the_independence_check_sees_dependence() -> None:

@@ -16,7 +16,8 @@ from outrider.errors import (
     NonFiniteLogitsError,
     UnsupportedParameterError,
 )
-from outrider.params import CompletionOutput, RequestOutput, RequestStats, SamplingParams, TokenOrigin
+from outrider.params import CompletionOutput, RequestOutput, SamplingParams, TokenOrigin
+from outrider.stats import RequestStats
 
 
 def test_defaults_change_nothing_about_the_models_own_law() -> None:

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from outrider.cache.blocks import BlockManager
 from outrider.config import SchedulerConfig
-from outrider.engine.scheduler import Schedule, ScheduledSequence, Scheduler
-from outrider.engine.sequence import Sequence, Status
+from outrider.engine.scheduler import Schedule, ScheduledSequence, Scheduler, Turn
+from outrider.engine.sequence import Request, Sequence, Status
 from outrider.params import TokenOrigin
-from outrider.propose.base import Proposer, Requirements
-from tests.unit.builders import DRAFTING, make_request, make_sequence
-
-PROPOSER = Proposer()
+from outrider.propose.speculation import PLAIN, SpeculationConfig
+from tests.unit import builders
+from tests.unit.builders import DRAFTING, Planted
 
 
 def scheduler(
@@ -27,15 +26,29 @@ def scheduler(
     return Scheduler(config, BlockManager(blocks, block_size, prefix_caching=caching), max_len)
 
 
+def make_request(s: Scheduler, prompt: int | list[int], **how: Any) -> Request:
+    """A request whose KV lies in the scheduler's memory."""
+    return builders.make_request(prompt, blocks=s.blocks, **how)
+
+
+def make_sequence(s: Scheduler, prompt: int | list[int], **how: Any) -> Sequence:
+    return builders.make_sequence(prompt, blocks=s.blocks, **how)
+
+
+def drafted(item: ScheduledSequence) -> int:
+    """Rows of all turns together."""
+    return sum(turn.budget for turn in item.turns)
+
+
 def compute(item: ScheduledSequence, accepted: int = 0) -> None:
     """What a pass does to a scheduled sequence: its rows are computed, and tokens come where the text is complete."""
     seq, completes = item.seq, item.completes
-    seq.num_computed += item.num_rows
+    seq.kv.num_computed += item.num_rows
     if completes:
         for _ in range(accepted):
             if seq.status is Status.RUNNING:
                 seq.append(500 + len(seq.token_ids), TokenOrigin.ACCEPTED)
-                seq.num_computed += 1
+                seq.kv.num_computed += 1
         if seq.status is Status.RUNNING:
             seq.append(500 + len(seq.token_ids), TokenOrigin.PLAIN)
 
@@ -58,7 +71,7 @@ def add(s: Scheduler, *seqs: Sequence) -> None:
 
 def running(s: Scheduler, prompt: int | list[int], **how: Any) -> Sequence:
     """A sequence that has computed its prompt and written one token."""
-    seq = make_sequence(prompt, **how)
+    seq = make_sequence(s, prompt, **how)
     s.add(seq)
     while seq.num_output_tokens == 0:
         step(s)
@@ -76,16 +89,16 @@ def test_nothing_to_do_is_an_empty_plan() -> None:
 
 def test_a_prompt_that_fits_is_computed_at_once() -> None:
     s = scheduler()
-    seq = make_sequence(10)
+    seq = make_sequence(s, 10)
     add(s, seq)
     (item,) = s.schedule().items
-    assert (item.seq, item.num_rows, item.completes, item.draft_budget) == (seq, 10, True, 0)
-    assert len(seq.block_table) == 3
+    assert (item.seq, item.num_rows, item.completes, drafted(item)) == (seq, 10, True, 0)
+    assert len(seq.kv.block_table) == 3
 
 
 def test_a_long_prompt_comes_in_chunks_and_only_the_last_completes() -> None:
     s = scheduler(rows=8)
-    seq = make_sequence(20)
+    seq = make_sequence(s, 20)
     add(s, seq)
     chunks = []
     for _ in range(3):
@@ -99,7 +112,7 @@ def test_a_long_prompt_comes_in_chunks_and_only_the_last_completes() -> None:
 def test_decoding_goes_before_an_older_prefill() -> None:
     s = scheduler(rows=8, seqs=4)
     decoding = running(s, 3)
-    long = make_sequence(40)
+    long = make_sequence(s, 40)
     add(s, long)
     assert rows(step(s)) == {decoding.seq_id: 1, long.seq_id: 7}
     s.running.reverse()  # the one that prefills is now the older
@@ -110,14 +123,14 @@ def test_decoding_goes_before_an_older_prefill() -> None:
 
 def test_several_prompts_share_a_step_in_order_of_arrival() -> None:
     s = scheduler(rows=10)
-    first, second, third = (make_sequence(n) for n in (4, 5, 6))
+    first, second, third = (make_sequence(s, n) for n in (4, 5, 6))
     add(s, first, second, third)
     assert rows(s.schedule()) == {first.seq_id: 4, second.seq_id: 5, third.seq_id: 1}
 
 
 def test_a_step_without_rows_left_admits_nobody() -> None:
     s = scheduler(rows=4, seqs=4)
-    first, second = make_sequence(4), make_sequence(4)
+    first, second = make_sequence(s, 4), make_sequence(s, 4)
     add(s, first, second)
     assert rows(s.schedule()) == {first.seq_id: 4}
     assert list(s.waiting) == [second]
@@ -128,7 +141,7 @@ def test_a_step_without_rows_left_admits_nobody() -> None:
 
 def test_no_more_sequences_run_than_allowed() -> None:
     s = scheduler(seqs=2)
-    seqs = [make_sequence(3) for _ in range(4)]
+    seqs = [make_sequence(s, 3) for _ in range(4)]
     add(s, *seqs)
     assert len(step(s).items) == 2
     s.remove(seqs[0])
@@ -137,7 +150,7 @@ def test_no_more_sequences_run_than_allowed() -> None:
 
 def test_a_request_takes_the_seats_of_all_its_samples() -> None:
     s = scheduler(seqs=4)
-    three, two, one = make_request(3, n=3), make_request(3, n=2), make_request(3)
+    three, two, one = make_request(s, 3, n=3), make_request(s, 3, n=2), make_request(s, 3)
     add(s, *(request.sequences[0] for request in (three, two, one)))
     step(s)
     assert s.running == [three.sequences[0]], "2 more seats are not there, and nobody overtakes"
@@ -155,12 +168,12 @@ def test_a_request_takes_the_seats_of_all_its_samples() -> None:
 
 def test_a_text_waits_until_all_of_it_fits_and_nobody_overtakes() -> None:
     s = scheduler(blocks=4, caching=False)
-    first, big, small = make_sequence(8), make_sequence(12), make_sequence(2)
+    first, big, small = make_sequence(s, 8), make_sequence(s, 12), make_sequence(s, 2)
     add(s, first, big, small)
     assert set(rows(step(s))) == {first.seq_id}
     assert list(s.waiting) == [big, small]
-    assert big.block_table == []
-    assert big.num_computed == 0
+    assert big.kv.block_table == []
+    assert big.kv.num_computed == 0
     s.remove(first)
     assert rows(s.schedule()) == {big.seq_id: 12, small.seq_id: 2}
 
@@ -168,27 +181,32 @@ def test_a_text_waits_until_all_of_it_fits_and_nobody_overtakes() -> None:
 def test_a_known_prefix_is_shared_and_not_computed_again() -> None:
     s = scheduler()
     first = running(s, list(range(10)))
-    s.blocks.publish(first.token_ids[: first.num_computed], first.block_table, 0, first.cache_space)
-    second = make_sequence([*range(8), 77, 78])
+    first.kv.publish(first.token_ids)
+    second = make_sequence(s, [*range(8), 77, 78])
     add(s, second)
     assert rows(s.schedule())[second.seq_id] == 2
-    assert second.block_table[:2] == first.block_table[:2]
-    assert (second.num_computed, second.num_published, second.stats.num_cached_tokens) == (8, 2, 8)
+    assert second.kv.block_table[:2] == first.kv.block_table[:2]
+    assert (second.kv.num_computed, second.kv.num_published, second.stats.num_cached_tokens) == (8, 2, 8)
 
 
-@pytest.mark.parametrize("requires", [Requirements(aux_layers=(1,)), Requirements(target_top_k=3)])
-def test_a_proposer_that_wants_features_gets_no_cached_prefix(requires: Requirements) -> None:
-    class Wants(Proposer):
-        pass
-
-    Wants.requires = requires
+def test_a_proposer_that_must_see_every_row_gets_no_cached_prefix() -> None:
     s = scheduler()
     first = running(s, list(range(10)))
-    s.blocks.publish(first.token_ids[: first.num_computed], first.block_table, 0, first.cache_space)
-    second = make_sequence(list(range(10)), proposer=Wants())
+    first.kv.publish(first.token_ids)
+    second = make_sequence(s, list(range(10)))
+    second.reads_every_row = True
     add(s, second)
     assert rows(s.schedule())[second.seq_id] == 10
     assert second.stats.num_cached_tokens == 0
+
+
+def test_a_prompt_whose_probabilities_are_asked_for_gets_no_cached_prefix() -> None:
+    s = scheduler()
+    first = running(s, list(range(10)))
+    first.kv.publish(first.token_ids)
+    second = make_sequence(s, list(range(10)), prompt_logprobs=1)
+    add(s, second)
+    assert rows(s.schedule())[second.seq_id] == 10
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
@@ -196,7 +214,7 @@ def test_a_proposer_that_wants_features_gets_no_cached_prefix(requires: Requirem
 
 def test_a_request_of_several_samples_stops_one_token_short_of_its_prompt() -> None:
     s = scheduler()
-    request = make_request(9, n=2)
+    request = make_request(s, 9, n=2)
     parent, _ = request.sequences
     add(s, parent)
     (item,) = s.schedule().items
@@ -207,7 +225,7 @@ def test_a_request_of_several_samples_stops_one_token_short_of_its_prompt() -> N
 
 def test_a_prompt_of_one_token_leaves_nothing_to_compute_before_the_fork() -> None:
     s = scheduler()
-    request = make_request(1, n=2)
+    request = make_request(s, 1, n=2)
     add(s, request.sequences[0])
     assert s.schedule().items == []
     assert s.running == request.sequences[:1]
@@ -223,30 +241,30 @@ def fork(s: Scheduler, samples: list[Sequence]) -> None:
 
 def test_samples_share_the_prompt_and_copy_only_where_they_write() -> None:
     s = scheduler()
-    samples = make_request(11, n=3).sequences
+    samples = make_request(s, 11, n=3).sequences
     add(s, samples[0])
     step(s)
     fork(s, samples)
-    assert [seq.block_table for seq in samples] == [samples[0].block_table] * 3
-    shared = list(samples[0].block_table)
+    assert [seq.kv.block_table for seq in samples] == [samples[0].kv.block_table] * 3
+    shared = list(samples[0].kv.block_table)
     plan = s.schedule()
     assert [item.num_rows for item in plan.items] == [1, 1, 1]
     assert [source for source, _ in plan.copies] == [shared[2]] * 2, "the last of them keeps the original"
     assert len({destination for _, destination in plan.copies}) == 2
-    assert [seq.block_table[:2] for seq in samples] == [shared[:2]] * 3
-    assert len({seq.block_table[2] for seq in samples}) == 3
-    s.blocks.check_integrity([seq.block_table for seq in samples])
+    assert [seq.kv.block_table[:2] for seq in samples] == [shared[:2]] * 3
+    assert len({seq.kv.block_table[2] for seq in samples}) == 3
+    s.blocks.check_integrity([seq.kv.block_table for seq in samples])
 
 
 def test_samples_that_write_to_a_new_block_copy_nothing() -> None:
     s = scheduler()
-    samples = make_request(9, n=2).sequences
+    samples = make_request(s, 9, n=2).sequences
     add(s, samples[0])
     step(s)
     fork(s, samples)
     plan = s.schedule()
     assert plan.copies == []
-    assert samples[0].block_table[2] != samples[1].block_table[2]
+    assert samples[0].kv.block_table[2] != samples[1].kv.block_table[2]
 
 
 # -- preemption --------------------------------------------------------------------------------------------------------
@@ -260,7 +278,7 @@ def test_the_newest_is_preempted_and_recomputed_later() -> None:
         plan = step(s)
     assert [seq.status for seq in (old, middle, new)] == [Status.RUNNING, Status.RUNNING, Status.WAITING]
     assert new not in [item.seq for item in plan.items]
-    assert (new.num_computed, new.num_published, new.block_table, new.stats.num_preemptions) == (0, 0, [], 1)
+    assert (new.kv.num_computed, new.kv.num_published, new.kv.block_table, new.stats.num_preemptions) == (0, 0, [], 1)
     assert len(new.token_ids) == before[2], "its tokens stay"
     assert list(s.waiting) == [new]
     s.remove(old)
@@ -271,7 +289,7 @@ def test_the_newest_is_preempted_and_recomputed_later() -> None:
 def test_a_preempted_sequence_is_first_in_line() -> None:
     s = scheduler(blocks=3, caching=False, seqs=2)
     old, new = running(s, 3), running(s, 3)
-    waiting = make_sequence(1)
+    waiting = make_sequence(s, 1)
     add(s, waiting)
     while new.status is Status.RUNNING:
         step(s)
@@ -283,7 +301,7 @@ def test_a_sequence_may_have_to_preempt_itself() -> None:
     s = scheduler(blocks=2, caching=False)
     old, new = running(s, 3), running(s, 3)
     new.append(7, TokenOrigin.PLAIN)  # the newest is the first to need another block
-    new.num_computed += 1
+    new.kv.num_computed += 1
     plan = s.schedule()
     assert [item.seq for item in plan.items] == [old]
     assert new.status is Status.WAITING
@@ -291,9 +309,9 @@ def test_a_sequence_may_have_to_preempt_itself() -> None:
 
 def test_an_already_planned_victim_leaves_the_plan_and_its_copies() -> None:
     s = scheduler(blocks=5, block_size=4, rows=16, seqs=8, caching=False)
-    old = make_sequence(4)
+    old = make_sequence(s, 4)
     add(s, old)
-    samples = make_request(3, n=2).sequences
+    samples = make_request(s, 3, n=2).sequences
     add(s, samples[0])
     step(s)
     fork(s, samples)
@@ -302,15 +320,15 @@ def test_an_already_planned_victim_leaves_the_plan_and_its_copies() -> None:
     plan = s.schedule()
     assert [item.seq for item in plan.items][-1] is old
     assert samples[1].status is Status.WAITING
-    held = set(old.block_table) | set(samples[0].block_table)
+    held = set(old.kv.block_table) | set(samples[0].kv.block_table)
     assert all(destination in held for _, destination in plan.copies)
-    assert not {destination for _, destination in plan.copies} & set(old.block_table)
-    s.blocks.check_integrity([seq.block_table for seq in (old, *samples)])
+    assert not {destination for _, destination in plan.copies} & set(old.kv.block_table)
+    s.blocks.check_integrity([seq.kv.block_table for seq in (old, *samples)])
 
 
 def test_removing_frees_memory_whether_running_or_waiting() -> None:
     s = scheduler(seqs=1)
-    first, second = make_sequence(8), make_sequence(8)
+    first, second = make_sequence(s, 8), make_sequence(s, 8)
     add(s, first, second)
     step(s)
     s.remove(second)
@@ -325,73 +343,275 @@ def test_removing_frees_memory_whether_running_or_waiting() -> None:
 
 def budget_of(s: Scheduler, seq: Sequence) -> int:
     (item,) = [item for item in s.schedule().items if item.seq is seq]
-    assert len(seq.block_table) * s.blocks.block_size >= len(seq.token_ids) + item.draft_budget
-    return item.draft_budget
+    assert len(seq.kv.block_table) * s.blocks.block_size >= len(seq.token_ids) + drafted(item)
+    return drafted(item)
 
 
 def test_a_decoding_sequence_may_draft_what_its_settings_say() -> None:
     s = scheduler()
-    assert budget_of(s, running(s, 3, proposer=PROPOSER)) == DRAFTING.num_draft_tokens
+    assert budget_of(s, running(s, 3, speculation=DRAFTING)) == DRAFTING.num_draft_tokens
 
 
-def test_without_a_proposer_nothing_is_drafted() -> None:
+def test_without_a_method_nothing_is_drafted() -> None:
     s = scheduler()
-    assert budget_of(s, running(s, 3, speculation=DRAFTING)) == 0
+    seq = running(s, 3, speculation=PLAIN)
+    (item,) = s.schedule().items
+    assert (item.seq, item.turns, item.rule) == (seq, (), "auto")
 
 
 def test_a_prefill_drafts_nothing() -> None:
     s = scheduler(rows=8)
-    seq = make_sequence(12, proposer=PROPOSER)
+    seq = make_sequence(s, 12, speculation=DRAFTING)
     add(s, seq)
     for _ in range(2):
         plan = step(s)
-        assert [item.draft_budget for item in plan.items] == [0]
+        assert [drafted(item) for item in plan.items] == [0]
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(2, 0), (3, 1), (6, 4), (7, 5), (50, 5)])
 def test_drafts_leave_room_for_the_token_behind_them_in_max_tokens(max_tokens: int, expected: int) -> None:
     s = scheduler()
-    assert budget_of(s, running(s, 3, proposer=PROPOSER, max_tokens=max_tokens)) == expected
+    assert budget_of(s, running(s, 3, speculation=DRAFTING, max_tokens=max_tokens)) == expected
 
 
 @pytest.mark.parametrize(("max_len", "expected"), [(5, 0), (6, 1), (9, 4), (10, 5), (100, 5)])
 def test_drafts_leave_room_for_the_token_behind_them_in_the_context(max_len: int, expected: int) -> None:
     s = scheduler(max_len=max_len)
-    assert budget_of(s, running(s, 3, proposer=PROPOSER, max_model_len=max_len)) == expected
+    assert budget_of(s, running(s, 3, speculation=DRAFTING, max_model_len=max_len)) == expected
 
 
 @pytest.mark.parametrize(("free_rows", "expected"), [(1, [0, 0]), (3, [2, 0]), (6, [5, 0]), (8, [5, 2]), (99, [5, 5])])
 def test_drafts_take_what_rows_are_left_in_order(free_rows: int, expected: list[int]) -> None:
     s = scheduler(rows=100, seqs=2)
-    seqs = [running(s, 3, proposer=PROPOSER) for _ in range(2)]
+    seqs = [running(s, 3, speculation=DRAFTING) for _ in range(2)]
     s.config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=free_rows + 1)
-    assert [item.draft_budget for item in s.schedule().items] == expected
+    assert [drafted(item) for item in s.schedule().items] == expected
     assert all(seq.num_missing == 1 for seq in seqs)
 
 
 def test_drafts_do_not_take_rows_from_a_prefill() -> None:
     s = scheduler(rows=8, seqs=4)
-    seq = running(s, 3, proposer=PROPOSER)
-    add(s, make_sequence(7))
+    seq = running(s, 3, speculation=DRAFTING)
+    add(s, make_sequence(s, 7))
     assert budget_of(s, seq) == 0
 
 
 @pytest.mark.parametrize(("blocks", "expected"), [(1, 0), (2, 4), (3, 5)])
 def test_drafts_shrink_to_the_memory_that_is_free(blocks: int, expected: int) -> None:
     s = scheduler(blocks=blocks, block_size=4, caching=False)
-    assert budget_of(s, running(s, 3, proposer=PROPOSER)) == expected
+    assert budget_of(s, running(s, 3, speculation=DRAFTING)) == expected
 
 
 def test_drafts_preempt_nobody() -> None:
     s = scheduler(blocks=3, block_size=4, caching=False)
-    one, other = running(s, 3, proposer=PROPOSER), running(s, 3, proposer=PROPOSER)
+    one, other = running(s, 3, speculation=DRAFTING), running(s, 3, speculation=DRAFTING)
     plan = s.schedule()
     assert {item.seq for item in plan.items} == {one, other}
-    assert [item.draft_budget for item in plan.items] == [3, 0], "a third block is all there is"
+    assert [drafted(item) for item in plan.items] == [3, 0], "a third block is all there is"
     assert one.stats.num_preemptions == other.stats.num_preemptions == 0
 
 
+# -- several turns, and a planner that changes its mind ------------------------------------------------------------------
+
+
+def chain(tag: int, length: int, **how: Any) -> SpeculationConfig:
+    return SpeculationConfig(method=Planted(tag=tag), num_draft_tokens=length, **how)
+
+
+def shaped(tag: int, *widths: int, **how: Any) -> SpeculationConfig:
+    return SpeculationConfig(method=Planted(tag=tag), tree=widths, **how)
+
+
+def turns_of(s: Scheduler, seq: Sequence) -> tuple[Turn, ...]:
+    (item,) = [item for item in s.schedule().items if item.seq is seq]
+    assert seq.kv.capacity >= len(seq.token_ids) + drafted(item)
+    return item.turns
+
+
+def planned(s: Scheduler, *plan: SpeculationConfig) -> None:
+    s.planner = lambda seq: plan
+
+
+def test_turns_say_what_their_settings_say() -> None:
+    s = scheduler()
+    seq = running(s, 3)
+    planned(s, chain(1, 4, draft_sampling="greedy"), shaped(2, 2, 1), chain(3, 2))
+    assert turns_of(s, seq) == (
+        Turn(Planted(tag=1), (), True, 4, 126),
+        Turn(Planted(tag=2), (2, 1), False, 4, 126 - 4),
+        Turn(Planted(tag=3), (), False, 2, 126 - 4 - 2),
+    )
+
+
+def test_the_request_decides_unless_a_planner_does() -> None:
+    s = scheduler()
+    drafting, plain = running(s, 3, speculation=DRAFTING), running(s, 3)
+    assert [turn.method for turn in turns_of(s, drafting)] == [Planted()]
+    assert turns_of(s, plain) == ()
+    planned(s, chain(7, 2))
+    for seq in (drafting, plain):
+        assert [turn.method for turn in turns_of(s, seq)] == [Planted(tag=7)]
+    planned(s)
+    assert turns_of(s, drafting) == turns_of(s, plain) == ()
+
+
+def test_a_planner_may_change_its_mind_in_every_step() -> None:
+    s = scheduler()
+    seq = running(s, 3, speculation=DRAFTING)
+    mind: list[tuple[SpeculationConfig, ...]] = [
+        (chain(1, 3, rule="token"), chain(2, 2, rule="walk")),
+        (),
+        (chain(2, 4, rule="walk"),),
+        (PLAIN,),
+        (chain(1, 6),),
+    ]
+    asked: list[tuple[int, int]] = []
+
+    def planner(of: Sequence) -> tuple[SpeculationConfig, ...]:
+        asked.append((of.seq_id, len(of.token_ids)))
+        return mind[len(asked) - 1]
+
+    s.planner = planner
+    found = []
+    for _ in mind:
+        (item,) = s.schedule().items
+        found.append(([turn.method.tag for turn in item.turns], [turn.budget for turn in item.turns], item.rule))  # type: ignore[attr-defined]
+        compute(item, accepted=min(1, drafted(item)))
+    assert found == [
+        ([1, 2], [3, 2], "token"),
+        ([], [], "auto"),
+        ([2], [4], "walk"),
+        ([], [], "auto"),
+        ([1], [6], "auto"),
+    ]
+    assert asked == [(seq.seq_id, length) for length in (4, 6, 7, 9, 10)], "once a step, with the text as it stands"
+
+
+def test_the_planner_is_asked_for_those_that_decode_alone() -> None:
+    s = scheduler(rows=8)
+    decoding = running(s, 3, speculation=DRAFTING)
+    add(s, make_sequence(s, 20, speculation=DRAFTING))
+    asked: list[Sequence] = []
+
+    def planner(seq: Sequence) -> tuple[SpeculationConfig, ...]:
+        asked.append(seq)
+        return (DRAFTING,)
+
+    s.planner = planner
+    s.config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=100)
+    plan = s.schedule()
+    assert len(plan.items) == 2
+    assert asked == [decoding]
+
+
+@pytest.mark.parametrize(
+    ("free_rows", "expected"), [(1, [1]), (3, [3]), (4, [3, 1]), (7, [3, 4]), (8, [3, 4, 1]), (99, [3, 4, 5])]
+)
+def test_turns_share_the_rows_that_are_left_first_come_first_served(free_rows: int, expected: list[int]) -> None:
+    s = scheduler()
+    seq = running(s, 3)
+    planned(s, chain(1, 3), chain(2, 4), chain(3, 5))
+    s.config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=free_rows + 1)
+    assert [turn.budget for turn in turns_of(s, seq)] == expected
+
+
+def test_the_turns_of_the_first_leave_the_rest_to_the_second() -> None:
+    s = scheduler(seqs=2)
+    one, other = running(s, 3), running(s, 3)
+    planned(s, chain(1, 3), chain(2, 4))
+    s.config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=2 + 7 + 5)
+    found = {item.seq.seq_id: [turn.budget for turn in item.turns] for item in s.schedule().items}
+    assert found == {one.seq_id: [3, 4], other.seq_id: [3, 2]}
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "budgets", "depths"),
+    [(2, [], []), (3, [1], [1]), (5, [3], [3]), (6, [3, 1], [4, 1]), (9, [3, 4], [7, 4]), (10, [3, 4, 1], [8, 5, 1])],
+)
+def test_turns_together_leave_room_for_the_token_behind_them(
+    max_tokens: int, budgets: list[int], depths: list[int]
+) -> None:
+    s = scheduler()
+    seq = running(s, 3, max_tokens=max_tokens)
+    planned(s, chain(1, 3), chain(2, 4), chain(3, 5))
+    turns = turns_of(s, seq)
+    assert [turn.budget for turn in turns] == budgets
+    assert [turn.max_depth for turn in turns] == depths
+
+
+@pytest.mark.parametrize(("max_len", "budgets"), [(5, []), (6, [1]), (9, [3, 1]), (13, [3, 4, 1]), (100, [3, 4, 5])])
+def test_turns_together_leave_room_in_the_context(max_len: int, budgets: list[int]) -> None:
+    s = scheduler(max_len=max_len)
+    seq = running(s, 3, max_model_len=max_len)
+    planned(s, chain(1, 3), chain(2, 4), chain(3, 5))
+    assert [turn.budget for turn in turns_of(s, seq)] == budgets
+
+
+def test_a_tree_takes_its_rows_from_the_budget_and_its_levels_from_the_depth() -> None:
+    s = scheduler()
+    seq = running(s, 3, max_tokens=6)
+    planned(s, shaped(1, 3, 2), chain(2, 5))
+    first, second = turns_of(s, seq)
+    assert (first.budget, first.max_depth) == (9, 4)
+    assert (second.budget, second.max_depth) == (2, 2)
+
+
+@pytest.mark.parametrize(("blocks", "expected"), [(1, []), (2, [3, 1]), (3, [3, 4, 1]), (4, [3, 4, 5])])
+def test_turns_shrink_to_the_memory_that_is_free(blocks: int, expected: list[int]) -> None:
+    s = scheduler(blocks=blocks, block_size=4, caching=False)
+    seq = running(s, 3)
+    planned(s, chain(1, 3), chain(2, 4), chain(3, 5))
+    assert [turn.budget for turn in turns_of(s, seq)] == expected
+    s.blocks.check_integrity([seq.kv.block_table])
+
+
+def test_nobody_drafts_behind_one_that_does_not() -> None:
+    s = scheduler()
+    seq = running(s, 3)
+    planned(s, chain(1, 3), PLAIN, chain(2, 4))
+    assert [turn.method for turn in turns_of(s, seq)] == [Planted(tag=1)]
+
+
+@pytest.mark.parametrize(("written", "expected"), [(3, 2), (4, 1), (5, 0), (6, 5)])
+def test_no_draft_spans_two_sets_of_rotary_factors(written: int, expected: int) -> None:
+    s = scheduler()
+    seq = running(s, written - 1, long_rope_after=5)
+    if written > 5:
+        assert seq.kv.enter_regime(written)
+        assert [item.num_rows for item in s.schedule().items] == [written], "all of it is computed anew"
+        seq.kv.num_computed = written - 1
+    planned(s, chain(1, 3), chain(2, 2))
+    assert sum(turn.budget for turn in turns_of(s, seq)) == expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "seed", "coupled"),
+    [
+        ("auto", None, False),
+        ("auto", 7, True),
+        ("coupled", None, True),
+        ("coupled", 7, True),
+        ("block", 7, False),
+        ("walk", 7, False),
+        ("token", None, False),
+    ],
+)
+def test_seeded_requests_couple_unless_another_rule_is_asked_for(rule: Any, seed: int | None, coupled: bool) -> None:
+    s = scheduler()
+    running(s, 3, seed=seed)
+    planned(s, chain(1, 3, rule=rule))
+    (item,) = s.schedule().items
+    assert (item.rule, item.coupled) == (rule, coupled)
+
+
 # -- all together ------------------------------------------------------------------------------------------------------
+
+PLANS = (chain(1, 5), chain(2, 2, rule="walk"), shaped(3, 2, 2), shaped(4, 1, 3, 1), PLAIN)
+
+
+def reach(item: ScheduledSequence) -> int:
+    """Longest path that its turns may draft together."""
+    return sum(min(len(turn.tree) or turn.budget, turn.budget, turn.max_depth) for turn in item.turns)
 
 
 class Simulation:
@@ -402,6 +622,7 @@ class Simulation:
         self.size = rng.randint(1, 4)
         seqs = rng.randint(1, 5)
         self.max_len = rng.randint(6, 24)
+        self.long_rope_after = rng.choice([None, rng.randint(1, self.max_len)])
         # A text must fit alone; the engine refuses longer ones.
         blocks = -(-self.max_len // self.size) + rng.randint(0, 6)
         self.s = scheduler(
@@ -412,16 +633,21 @@ class Simulation:
             caching=rng.random() < 0.7,
             max_len=self.max_len,
         )
-        self.slots: dict[int, tuple[int, ...]] = {}
+        if rng.random() < 0.5:
+            self.s.planner = lambda seq: tuple(rng.choice(PLANS) for _ in range(rng.randint(0, 3)))
+        self.slots: dict[int, tuple[object, ...]] = {}
         self.alive: list[Sequence] = []
 
     def arrive(self) -> None:
         rng = self.rng
         prompt = [rng.randint(0, 1) for _ in range(rng.randint(1, self.max_len - 1))]
         request = make_request(
+            self.s,
             prompt,
-            proposer=PROPOSER if rng.random() < 0.6 else None,
+            speculation=rng.choice(PLANS),
             max_model_len=self.max_len,
+            long_rope_after=self.long_rope_after,
+            namespace=rng.choice([None, "tenant"]),
             max_tokens=rng.randint(1, 12),
             n=rng.randint(1, self.s.config.max_num_seqs),
         )
@@ -429,7 +655,10 @@ class Simulation:
         self.s.add(request.sequences[0])
 
     def slot(self, seq: Sequence, position: int) -> int:
-        return seq.block_table[position // self.size] * self.size + position % self.size
+        return seq.kv.block_table[position // self.size] * self.size + position % self.size
+
+    def content(self, seq: Sequence, tokens: list[int]) -> tuple[object, ...]:
+        return (seq.request.namespace, seq.kv.long_rope, *tokens)
 
     def step(self) -> int:
         s = self.s
@@ -445,55 +674,63 @@ class Simulation:
         for seq in [seq for seq in self.alive if seq.status is Status.FINISHED]:
             s.remove(seq)
             self.alive.remove(seq)
-        s.blocks.check_integrity([seq.block_table for seq in self.alive])
+        s.blocks.check_integrity([seq.kv.block_table for seq in self.alive])
         return len(plan.items)
 
     def check(self, plan: Schedule) -> None:
         s = self.s
-        assert sum(i.num_rows + i.draft_budget for i in plan.items) <= s.config.max_num_batched_tokens
+        assert sum(i.num_rows + drafted(i) for i in plan.items) <= s.config.max_num_batched_tokens
         assert sum(1 if seq.forked else seq.request.params.n for seq in s.running) <= s.config.max_num_seqs
         planned = [item.seq for item in plan.items]
         assert len({seq.seq_id for seq in planned}) == len(planned)
         assert all(seq.status is Status.RUNNING and seq in s.running for seq in planned)
         assert all(item.num_rows > 0 for item in plan.items)
-        assert all(item.draft_budget == 0 for item in plan.items if not item.completes)
+        assert all(item.turns == () for item in plan.items if not item.completes)
+        assert all(turn.budget > 0 and turn.max_depth > 0 for item in plan.items for turn in item.turns)
+        assert all(turn.tree or turn.budget <= turn.max_depth for item in plan.items for turn in item.turns)
         destinations = [destination for _, destination in plan.copies]
         assert len(set(destinations)) == len(destinations), "two copies share a destination"
-        assert not set(destinations) & {source for source, _ in plan.copies}
+        # A source may be the destination of another copy: the block of a twin that was preempted in this very step. All
+        # sources are read first (see KVPool.move), as `step` does here; `compute` then finds every past where it was.
         for item in plan.items:
-            seq, end = item.seq, len(item.seq.token_ids) + item.draft_budget if item.completes else 0
-            end = max(end, seq.num_computed + item.num_rows)
-            assert s.blocks.shared_from(seq.block_table, seq.num_computed, end) == []
-            assert len(seq.block_table) * self.size >= end
+            seq, end = item.seq, len(item.seq.token_ids) + drafted(item) if item.completes else 0
+            end = max(end, seq.kv.num_computed + item.num_rows)
+            assert s.blocks.shared_from(seq.kv.block_table, seq.kv.num_computed, end) == []
+            assert seq.kv.capacity == len(seq.kv.block_table) * self.size >= end
             if item.completes:
-                assert len(seq.token_ids) + item.draft_budget + 1 <= self.max_len
-                assert seq.num_output_tokens + item.draft_budget + 1 <= seq.request.params.max_tokens
-        assert set(destinations) <= {block for seq in planned for block in seq.block_table}
+                assert len(seq.token_ids) + reach(item) + 1 <= self.max_len
+                assert seq.num_output_tokens + reach(item) + 1 <= seq.request.params.max_tokens
+            if item.turns and not seq.kv.long_rope and self.long_rope_after is not None:
+                assert len(seq.token_ids) + reach(item) <= self.long_rope_after
+        assert set(destinations) <= {block for seq in planned for block in seq.kv.block_table}
 
     def compute(self, item: ScheduledSequence) -> None:
-        seq, start, rng = item.seq, item.seq.num_computed, self.rng
+        seq, start, completes, rng = item.seq, item.seq.kv.num_computed, item.completes, self.rng
         for position in range(start):
-            assert self.slots[self.slot(seq, position)] == tuple(seq.token_ids[: position + 1]), "its past was lost"
+            known = self.content(seq, seq.token_ids[: position + 1])
+            assert self.slots[self.slot(seq, position)] == known, "its past was lost"
         stop = start + item.num_rows
         for position in range(start, stop):
-            self.slots[self.slot(seq, position)] = tuple(seq.token_ids[: position + 1])
-        drafted = [rng.randint(0, 1) for _ in range(item.draft_budget)]
-        if item.completes:
-            for offset in range(len(drafted)):
-                self.slots[self.slot(seq, stop + offset)] = (*seq.token_ids, *drafted[: offset + 1])
-            accepted = rng.randint(0, len(drafted))
-            seq.num_computed = stop
-            for token in drafted[:accepted]:
-                if seq.status is Status.RUNNING:
-                    seq.append(token, TokenOrigin.ACCEPTED)
-                    seq.num_computed += 1
+            self.slots[self.slot(seq, position)] = self.content(seq, seq.token_ids[: position + 1])
+        seq.kv.num_computed = stop
+        if completes:
+            for row in range(drafted(item)):
+                self.slots[self.slot(seq, stop + row)] = ("draft", seq.seq_id, row)
+            self.write(item, [rng.randint(0, 1) for _ in range(rng.randint(0, reach(item)))])
+        seq.kv.publish(seq.token_ids)
+        if seq.status is Status.RUNNING:
+            seq.kv.enter_regime(len(seq.token_ids))
+
+    def write(self, item: ScheduledSequence, accepted: list[int]) -> None:
+        """The accepted path, whose rows are moved together, and one more token."""
+        seq = item.seq
+        for token in accepted:
             if seq.status is Status.RUNNING:
-                seq.append(rng.randint(0, 1), TokenOrigin.BONUS)
-        else:
-            seq.num_computed = stop
-        seq.num_published = self.s.blocks.publish(
-            seq.token_ids[: seq.num_computed], seq.block_table, seq.num_published, seq.cache_space
-        )
+                seq.append(token, TokenOrigin.ACCEPTED)
+                self.slots[self.slot(seq, seq.kv.num_computed)] = self.content(seq, list(seq.token_ids))
+                seq.kv.num_computed += 1
+        if seq.status is Status.RUNNING:
+            seq.append(self.rng.randint(0, 1), TokenOrigin.BONUS)
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)

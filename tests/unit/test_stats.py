@@ -7,37 +7,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.engine import stats as module
-from outrider.engine.stats import PHASES, EngineStats, SequenceStats
+from outrider.engine.stats import PHASES, EngineStats
+from outrider.stats import RequestStats
 
 
-def observed(*drafts: tuple[int, int, int]) -> SequenceStats:
-    stats = SequenceStats()
+def observed(*drafts: tuple[int, int, int]) -> RequestStats:
+    stats = RequestStats()
     for draft in drafts:
-        stats.observe_draft(*draft)
+        stats.observe_draft(*draft, rejected=draft[2] < draft[1])
     return stats
 
 
 def test_nothing_drafted_is_all_zero() -> None:
-    frozen = SequenceStats().freeze()
-    assert (frozen.num_drafts, frozen.num_draft_tokens, frozen.num_accepted_tokens) == (0, 0, 0)
-    assert frozen.acceptance_histogram == frozen.drafted_per_position == ()
-    assert (frozen.acceptance_rate, frozen.mean_acceptance_length) == (0.0, 1.0)
+    counts = RequestStats()
+    assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (0, 0, 0)
+    assert counts.acceptance_histogram == counts.drafted_per_position == []
+    assert (counts.acceptance_rate, counts.mean_acceptance_length) == (0.0, 1.0)
 
 
 def test_a_worked_example() -> None:
-    frozen = observed((3, 3, 3), (3, 3, 1), (2, 2, 0)).freeze()
-    assert (frozen.num_drafts, frozen.num_draft_tokens, frozen.num_accepted_tokens) == (3, 8, 4)
-    assert frozen.drafted_per_position == (3, 3, 2)
-    assert frozen.accepted_per_position == (2, 1, 1)
-    assert frozen.acceptance_histogram == (1, 1, 0, 1)
-    assert frozen.acceptance_rate == 0.5
-    assert frozen.mean_acceptance_length == pytest.approx(1 + 4 / 3)
+    counts = observed((3, 3, 3), (3, 3, 1), (2, 2, 0))
+    assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (3, 8, 4)
+    assert counts.drafted_per_position == [3, 3, 2]
+    assert counts.accepted_per_position == [2, 1, 1]
+    assert counts.tried_per_position == [3, 2, 1]
+    assert counts.acceptance_histogram == [1, 1, 0, 1]
+    assert counts.acceptance_rate == 0.5
+    assert counts.mean_acceptance_length == pytest.approx(1 + 4 / 3)
 
 
 def test_a_tree_counts_nodes_as_drafted_and_depth_as_positions() -> None:
-    frozen = observed((7, 3, 2)).freeze()
-    assert frozen.num_draft_tokens == 7
-    assert (frozen.drafted_per_position, frozen.accepted_per_position) == ((1, 1, 1), (1, 1, 0))
+    counts = observed((7, 3, 2))
+    assert counts.num_draft_tokens == 7
+    assert (counts.drafted_per_position, counts.accepted_per_position) == ([1, 1, 1], [1, 1, 0])
 
 
 rounds = st.lists(
@@ -49,15 +51,17 @@ rounds = st.lists(
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(rounds)
 def test_the_counts_agree_with_each_other(drafts: list[tuple[int, int, int]]) -> None:
-    frozen = observed(*drafts).freeze()
-    assert frozen.num_drafts == len(drafts) == sum(frozen.acceptance_histogram)
-    assert frozen.num_accepted_tokens == sum(frozen.accepted_per_position) == sum(a for _, _, a in drafts)
-    assert frozen.num_draft_tokens == sum(n for n, _, _ in drafts)
-    assert len(frozen.drafted_per_position) == len(frozen.accepted_per_position)
-    for i, (drafted, accepted) in enumerate(zip(frozen.drafted_per_position, frozen.accepted_per_position, strict=True)):
+    counts = observed(*drafts)
+    assert counts.num_drafts == len(drafts) == sum(counts.acceptance_histogram)
+    assert counts.num_accepted_tokens == sum(counts.accepted_per_position) == sum(a for _, _, a in drafts)
+    assert counts.num_draft_tokens == sum(n for n, _, _ in drafts)
+    assert len(counts.drafted_per_position) == len(counts.accepted_per_position)
+    for i, (drafted, accepted) in enumerate(zip(counts.drafted_per_position, counts.accepted_per_position, strict=True)):
         assert drafted == sum(depth > i for _, depth, _ in drafts)
         assert accepted == sum(a > i for _, _, a in drafts)
-    assert all(n == sum(a == i for _, _, a in drafts) for i, n in enumerate(frozen.acceptance_histogram))
+    for i, tried in enumerate(counts.tried_per_position):
+        assert tried == sum(a > i or (a == i and a < depth) for _, depth, a in drafts)
+    assert all(n == sum(a == i for _, _, a in drafts) for i, n in enumerate(counts.acceptance_histogram))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -65,25 +69,35 @@ def test_the_counts_agree_with_each_other(drafts: list[tuple[int, int, int]]) ->
 def test_adding_is_observing_both(one: list[tuple[int, int, int]], other: list[tuple[int, int, int]]) -> None:
     total = observed(*one)
     total.add(observed(*other))
-    assert total.freeze() == observed(*one, *other).freeze()
+    assert total == observed(*one, *other)
 
 
 def test_adding_sums_every_plain_count() -> None:
     names = ("num_target_passes", "num_proposer_faults", "num_cached_tokens", "num_preemptions")
-    one, other = SequenceStats(), SequenceStats()
+    one, other = RequestStats(), RequestStats()
     for value, name in enumerate(names, 1):
         setattr(one, name, value)
         setattr(other, name, 10 * value)
     one.add(other)
-    assert [getattr(one.freeze(), name) for name in names] == [11, 22, 33, 44]
+    assert [getattr(one, name) for name in names] == [11, 22, 33, 44]
     assert [getattr(other, name) for name in names] == [10, 20, 30, 40]
 
 
-def test_frozen_counts_do_not_move_with_the_running_ones() -> None:
+def test_a_text_that_ended_inside_a_draft_decided_no_further_position() -> None:
+    stats = RequestStats()
+    stats.observe_draft(3, 3, 1, rejected=False)
+    assert (stats.drafted_per_position, stats.tried_per_position, stats.accepted_per_position) == (
+        [1, 1, 1],
+        [1],
+        [1, 0, 0],
+    )
+
+
+def test_copies_do_not_move_with_the_running_counts() -> None:
     stats = observed((2, 2, 1))
-    frozen = stats.freeze()
-    stats.observe_draft(2, 2, 2)
-    assert frozen == observed((2, 2, 1)).freeze()
+    counts = stats.copy()
+    stats.observe_draft(2, 2, 2, rejected=False)
+    assert counts == observed((2, 2, 1))
 
 
 def test_time_is_booked_to_its_phase_even_where_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +125,6 @@ def test_shares_before_any_step_are_zero() -> None:
 def test_reset_forgets_everything() -> None:
     stats = EngineStats(num_steps=3, num_rows=9, num_committed_tokens=5)
     stats.seconds["forward"] = 2.0
-    stats.finished.observe_draft(2, 2, 1)
+    stats.finished.observe_draft(2, 2, 1, rejected=True)
     stats.reset()
     assert stats == EngineStats()

@@ -4,38 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.config import SpeculationConfig
-from outrider.engine.detokenizer import TextStream
-from outrider.engine.sequence import Request, Sequence
-from outrider.params import SamplingParams
+from outrider.draft import Draft, Law
+from outrider.engine.sequence import Sequence
 from outrider.propose.base import DraftNoise, ProposeRequest
-from outrider.propose.draft import Draft, Law
 from outrider.propose.suffix import SharedTexts, SuffixProposer
 from outrider.verify.noise import KeyedNoise
+from tests.unit.builders import make_sequence
 
 NOISE = DraftNoise(KeyedNoise())
 
 
-def sequence(seq_id: int, tokens: list[int], namespace: str | None = None) -> Sequence:
-    request = Request(
-        seq_id,
-        None,
-        tuple(tokens),
-        SamplingParams(),
-        SpeculationConfig(proposer="suffix"),
-        None,
-        0,
-        frozenset(),
-        (),
-        namespace,
-    )
-    return Sequence(seq_id, request, 0, TextStream(None, ()), 1 << 20)
-
-
-def draft(proposer: SuffixProposer, tokens: list[int], budget: int = 16, depth: int = 1 << 30, **more: Any) -> Draft:
-    seq = sequence(1, tokens, **more)
+def begun(proposer: SuffixProposer, tokens: list[int], namespace: str | None = None) -> Sequence:
+    seq = make_sequence(tokens, namespace=namespace)
     proposer.begin(seq.view)
-    (found,) = proposer.propose([ProposeRequest(seq.view, budget, depth)], NOISE)
+    return seq
+
+
+def draft(
+    proposer: SuffixProposer,
+    tokens: list[int],
+    budget: int = 16,
+    depth: int = 1 << 30,
+    *,
+    path: tuple[int, ...] = (),
+    **more: Any,
+) -> Draft:
+    seq = begun(proposer, tokens, **more)
+    (found,) = proposer.propose([ProposeRequest(seq.view, budget, depth, path)], NOISE)
     return found
 
 
@@ -43,7 +38,7 @@ def test_it_drafts_what_followed() -> None:
     found = draft(SuffixProposer(2, 2.0), [1, 2, 3, 4, 5, 6, 9, 1, 2, 3])
     assert found.token_ids[:3] == (4, 5, 6)
     assert found.is_chain
-    assert found.candidate_laws == {Law.DETERMINISTIC}
+    assert set(found.laws) == {Law.DETERMINISTIC}
 
 
 def test_the_draft_grows_with_the_match() -> None:
@@ -57,8 +52,32 @@ def test_budget_and_depth_are_kept() -> None:
     tokens = [*line, 7, *line[:10]]
     assert len(draft(SuffixProposer(2, 2.0), tokens, 5)) == 5
     assert len(draft(SuffixProposer(2, 2.0), tokens, 16, 3)) == 3
-    tree = draft(SuffixProposer(2, 2.0, tree=True), tokens, 16, 3)
+    tree = draft(SuffixProposer(2, 2.0, branches=True), tokens, 16, 3)
     assert tree.depth <= 3
+
+
+def test_behind_what_another_proposer_drafted_it_goes_on() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 9, 1, 2]
+    assert draft(SuffixProposer(2, 2.0), tokens, path=(3, 4)).token_ids[:2] == (5, 6)
+    assert len(draft(SuffixProposer(2, 2.0), tokens, path=(3, 7))) == 0, "nobody knows what comes behind 3 7"
+    shared = SharedTexts(1 << 20)
+    shared.add(None, [50, 51, 52, 53, 54])
+    found = draft(SuffixProposer(2, 2.0, shared=shared), [8, 50], path=(51, 52))
+    assert found.token_ids == (53, 54)
+    assert set(found.laws) == {Law.OPAQUE}
+
+
+def test_a_path_that_was_not_taken_leaves_no_trace() -> None:
+    proposer, fresh = (SuffixProposer(2, 2.0) for _ in range(2))
+    tokens = [1, 2, 3, 4, 5, 9, 1, 2]
+    seq, other = begun(proposer, tokens), begun(fresh, tokens)
+    proposer.propose([ProposeRequest(seq.view, 8, path=(7, 7, 7))], NOISE)
+    for one in (seq, other):
+        one.token_ids += [3, 4]
+    (found,) = proposer.propose([ProposeRequest(seq.view, 8)], NOISE)
+    (expected,) = fresh.propose([ProposeRequest(other.view, 8)], NOISE)
+    assert found == expected
+    assert found.token_ids[:1] == (5,)
 
 
 def test_what_followed_more_often_is_drafted() -> None:
@@ -68,7 +87,7 @@ def test_what_followed_more_often_is_drafted() -> None:
 
 def test_a_tree_drafts_both_ways_on() -> None:
     tokens = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 4, 8, 1, 2]
-    found = draft(SuffixProposer(2, 2.0, tree=True), tokens)
+    found = draft(SuffixProposer(2, 2.0, branches=True), tokens)
     assert {t for t, p in zip(found.token_ids, found.parents, strict=True) if p == -1} == {3, 4}
     assert not found.is_chain
 
@@ -89,21 +108,36 @@ def test_a_surer_guess_expects_more() -> None:
 def test_earlier_texts_are_found_within_their_namespace_only() -> None:
     shared = SharedTexts(1 << 20)
     proposer = SuffixProposer(2, 2.0, shared=shared)
-    first = sequence(5, [1, 2, 3, 4, 5, 6], "alice")
-    proposer.begin(first.view)
+    first = begun(proposer, [1, 2, 3, 4, 5, 6], "alice")
     proposer.finish(first.view)
     found = draft(proposer, [9, 1, 2, 3], namespace="alice")
     assert found.token_ids[:3] == (4, 5, 6)
-    assert found.candidate_laws == {Law.OPAQUE}
+    assert set(found.laws) == {Law.OPAQUE}
     assert len(draft(proposer, [9, 1, 2, 3], namespace="bob")) == 0
     assert len(draft(proposer, [9, 1, 2, 3])) == 0
 
 
 def test_texts_of_running_sequences_are_nobodys_business() -> None:
     proposer = SuffixProposer(2, 2.0, shared=SharedTexts(1 << 20))
-    first = sequence(5, [1, 2, 3, 4, 5, 6])
-    proposer.begin(first.view)
+    begun(proposer, [1, 2, 3, 4, 5, 6])
     assert len(draft(proposer, [9, 1, 2, 3])) == 0
+
+
+def test_going_back_forgets_the_texts_learnt_since() -> None:
+    proposer = SuffixProposer(2, 2.0, shared=SharedTexts(1 << 20))
+    proposer.finish(begun(proposer, [1, 2, 3, 4]).view)
+    state = proposer.snapshot()
+    proposer.finish(begun(proposer, [5, 6, 7, 8]).view)
+    assert draft(proposer, [9, 5, 6]).token_ids[:1] == (7,)
+    for _ in range(2):  # one state serves every path that starts there
+        proposer.restore(state)
+        assert len(draft(proposer, [9, 5, 6])) == 0
+        assert draft(proposer, [9, 1, 2]).token_ids[:1] == (3,)
+        proposer.finish(begun(proposer, [5, 6, 7, 8]).view)
+
+
+def test_a_proposer_that_keeps_no_texts_has_nothing_to_go_back_to() -> None:
+    assert SuffixProposer(2, 2.0).snapshot() is None
 
 
 def test_memory_stays_below_its_limit_and_old_texts_go_first() -> None:
@@ -131,8 +165,7 @@ def test_the_namespace_longest_unused_is_forgotten_first() -> None:
 
 def test_finishing_forgets_the_sequence() -> None:
     proposer = SuffixProposer(2, 2.0)
-    seq = sequence(1, [1, 2, 3])
-    proposer.begin(seq.view)
+    seq = begun(proposer, [1, 2, 3])
     proposer.finish(seq.view)
     proposer.finish(seq.view)
     assert not proposer._lookups

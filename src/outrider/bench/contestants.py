@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.bench.peers.base import Peer, PeerMode, PeerRun
-from outrider.bench.run import DraftCounts, EncodedTask, Run, write
+from outrider.bench.run import EncodedTask, Run, write
 from outrider.bench.ways import Way
 from outrider.errors import OtherEngineError
 from outrider.llm import LLM
+from outrider.stats import RequestStats
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def _as_run(run: PeerRun) -> Run:
     """
     accepted = run.num_accepted_tokens
     num_passes = None if accepted is None else max(1, len(run.token_ids) - accepted)
-    drafts = DraftCounts(num_draft_tokens=run.num_draft_tokens or 0, num_accepted=accepted or 0)
+    drafts = RequestStats(num_draft_tokens=run.num_draft_tokens or 0, num_accepted_tokens=accepted or 0)
     first = () if run.time_to_first_token is None else (run.time_to_first_token,)
     return Run((run.token_ids,), run.seconds, first, len(run.token_ids) - 1, run.decode_seconds, (), num_passes, drafts)
 

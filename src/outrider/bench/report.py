@@ -60,9 +60,7 @@ def conclusion(verdicts: Iterable[Verdict]) -> Text:
 
 def pasted(verdict: Verdict) -> list[str]:
     """The lines that use what is best, where there are any."""
-    if verdict.python is None:
-        return []
-    return [verdict.python, verdict.command or "# outrider generate has no option for this way"]
+    return [] if verdict.python is None or verdict.command is None else [verdict.python, verdict.command]
 
 
 def markdown(results: Results, cells: Sequence[CellResult], command: str, plots: Iterable[str] = ()) -> str:

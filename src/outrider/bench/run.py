@@ -12,7 +12,8 @@ from outrider.bench.replay import Replay
 from outrider.bench.ways import Way
 from outrider.engine.sequence import Request
 from outrider.llm import LLM
-from outrider.params import SamplingParams, StreamPiece, TokenOrigin
+from outrider.params import SamplingParams, StreamPiece
+from outrider.stats import RequestStats
 
 
 @dataclass(frozen=True)
@@ -35,50 +36,6 @@ class EncodedTask:
         """The same, ended earlier: for warming up."""
         answer = None if self.answer_ids is None else self.answer_ids[:max_tokens]
         return replace(self, max_tokens=min(max_tokens, self.max_tokens), answer_ids=answer)
-
-
-@dataclass
-class DraftCounts:
-    """What became of drafts.
-
-    Attributes:
-        num_drafts: Verified.
-        num_draft_tokens: Of all of them.
-        num_positions: Depths of all of them; less than the tokens for trees.
-        num_accepted: Tokens.
-        accepted: By position.
-        tried: By position: drafts whose earlier tokens stood and that went on, so that this token's fate was decided.
-    """
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_positions: int = 0
-    num_accepted: int = 0
-    accepted: list[int] = field(default_factory=list)
-    tried: list[int] = field(default_factory=list)
-
-    def observe(self, origins: Sequence[TokenOrigin]) -> None:
-        """One step's tokens of one text: accepted ones, then one that says whether the draft was rejected or ended."""
-        num_accepted = sum(origin is TokenOrigin.ACCEPTED for origin in origins)
-        num_tried = num_accepted + any(origin is TokenOrigin.RECOVERED for origin in origins)
-        missing = [0] * (num_tried - len(self.tried))
-        self.tried += missing
-        self.accepted += missing
-        for position in range(num_tried):
-            self.tried[position] += 1
-            self.accepted[position] += position < num_accepted
-
-    def add(self, other: DraftCounts) -> None:
-        self.num_drafts += other.num_drafts
-        self.num_draft_tokens += other.num_draft_tokens
-        self.num_positions += other.num_positions
-        self.num_accepted += other.num_accepted
-        missing = [0] * (len(other.tried) - len(self.tried))
-        self.tried += missing
-        self.accepted += missing
-        for position, (accepted, tried) in enumerate(zip(other.accepted, other.tried, strict=True)):
-            self.accepted[position] += accepted
-            self.tried[position] += tried
 
 
 @dataclass(frozen=True)
@@ -105,7 +62,7 @@ class Run:
     decode_seconds: float | None
     gaps: tuple[float, ...] = ()
     num_passes: int | None = None
-    drafts: DraftCounts | None = None
+    drafts: RequestStats | None = None
     shares: dict[str, float] = field(default_factory=dict)
     peak: PeakMemory | None = None
 
@@ -130,7 +87,9 @@ def write(llm: LLM, tasks: Sequence[EncodedTask], way: Way, temperature: float) 
     Raises:
         OutriderError: A prompt or a setting cannot be served, or a request failed.
     """
-    engine, proposer = llm.engine, llm.proposers.get(way.config)
+    engine = llm.engine
+    if way.config.method is not None:
+        llm.proposers.get(way.config.method)  # loaded before the clock starts
     watch = MemoryWatch(engine.runner.loaded.device)
     llm.stats.reset()
     requests: list[Request] = []
@@ -139,7 +98,7 @@ def write(llm: LLM, tasks: Sequence[EncodedTask], way: Way, temperature: float) 
     try:
         for task in tasks:
             params = _params(task, temperature)
-            requests.append(engine.add_request(task.prompt_ids, params, way.config, proposer, streaming=True))
+            requests.append(engine.add_request(task.prompt_ids, params, way.config, streaming=True))
         while not all(request.finished for request in requests):
             engine.step()
             now = perf_counter() - start
@@ -201,15 +160,10 @@ def _run(arrivals: list[_Arrivals], llm: LLM, watch: MemoryWatch) -> Run:
     )
 
 
-def _drafts(arrivals: list[_Arrivals]) -> DraftCounts:
-    counts = DraftCounts()
+def _drafts(arrivals: list[_Arrivals]) -> RequestStats:
+    counts = RequestStats()
     for arrived in arrivals:
-        for _, piece in arrived.pieces:
-            counts.observe(piece.origins)
         output = arrived.pieces[-1][1].output
         assert output is not None
-        counts.num_drafts += output.stats.num_drafts
-        counts.num_draft_tokens += output.stats.num_draft_tokens
-        counts.num_positions += sum(output.stats.drafted_per_position)
-        counts.num_accepted += output.stats.num_accepted_tokens
+        counts.add(output.stats)
     return counts

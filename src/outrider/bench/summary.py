@@ -16,7 +16,8 @@ from outrider.bench.figures import (
     row_cost_ratio,
 )
 from outrider.bench.results import ModelResult, WayResult
-from outrider.bench.run import DraftCounts, Run
+from outrider.bench.run import Run
+from outrider.stats import RequestStats
 
 PLAIN = "plain"
 
@@ -82,22 +83,23 @@ def _ratios(runs: list[Run], plain: list[Run], speed: Callable[[Run], float | No
 
 def _add_drafts(result: WayResult, runs: list[Run], batch: int, model: ModelResult) -> None:
     """Acceptance, and what it should be worth."""
-    counts = DraftCounts()
+    counts = RequestStats()
     for run in runs:
-        counts.add(run.drafts or DraftCounts())
+        counts.add(run.drafts or RequestStats())
     num_passes = sum(run.num_passes or 0 for run in runs)
     if num_passes:
         result.tokens_per_pass = result.num_tokens / num_passes
     if counts.num_drafts:
-        result.tau = 1.0 + counts.num_accepted / counts.num_drafts
+        result.tau = 1.0 + counts.num_accepted_tokens / counts.num_drafts
         result.rows = 1.0 + counts.num_draft_tokens / counts.num_drafts
-        result.draft_length = counts.num_positions / counts.num_drafts
-        result.tries_by_position = list(counts.tried)
-        result.acceptance_by_position = conditional_acceptance(counts.accepted, counts.tried)
+        result.draft_length = sum(counts.drafted_per_position) / counts.num_drafts
+        tried = counts.tried_per_position
+        result.tries_by_position = list(tried)
+        result.acceptance_by_position = conditional_acceptance(counts.accepted_per_position[: len(tried)], tried)
         cost = row_cost_ratio(model.row_seconds, batch * result.rows, batch)
         result.eta_limit = None if cost is None else 1.0 / cost
-        if sum(counts.tried):
-            result.acceptance = sum(counts.accepted) / sum(counts.tried)
+        if sum(tried):
+            result.acceptance = sum(counts.accepted_per_position) / sum(tried)
             result.expected_tokens = expected_tokens(result.acceptance, result.draft_length)
     elif result.peer is not None and result.tokens_per_pass is not None and result.tokens_per_pass > 1.0:
         result.tau = result.tokens_per_pass

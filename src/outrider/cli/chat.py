@@ -27,7 +27,7 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops a
 def chat(
     model: options.Model = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    proposer: options.Proposer = None,
+    method: options.Method = None,
     draft_model: options.DraftModel = None,
     num_draft_tokens: options.NumDraftTokens = None,
     rule: options.Rule = None,
@@ -61,7 +61,7 @@ def chat(
         frequency_penalty=frequency_penalty,
         seed=seed,
     )
-    settings = options.speculation(proposer, draft_model, num_draft_tokens, rule)
+    settings = options.speculation(method, draft_model, num_draft_tokens, rule)
     notes = Console(stderr=True, no_color=no_color or None, highlight=False, soft_wrap=True)
     llm = options.load(
         notes,

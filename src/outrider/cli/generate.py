@@ -28,7 +28,7 @@ def generate(
     file: Annotated[
         list[Path] | None, typer.Option("--file", "-f", help="A file that holds one prompt; - is standard input.")
     ] = None,
-    proposer: options.Proposer = None,
+    method: options.Method = None,
     draft_model: options.DraftModel = None,
     num_draft_tokens: options.NumDraftTokens = None,
     rule: options.Rule = None,
@@ -82,7 +82,7 @@ def generate(
         stop=tuple(stop) if stop else None,
         ignore_eos=ignore_eos,
     )
-    settings = options.speculation(proposer, draft_model, num_draft_tokens, rule, tree)
+    settings = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
     llm = options.load(
         notes,
         model,
@@ -110,7 +110,7 @@ def _answer(
 ) -> bool:
     """Write what was asked for in the form that fits it; returns whether every text is there and whole."""
     if compare and not llm.speculation.enabled:
-        notes.print("no proposer: plain decoding beside itself. Give --draft-model, or --proposer suffix.", style="yellow")
+        notes.print("no method: plain decoding beside itself. Give --draft-model, or --method suffix.", style="yellow")
     if as_json:
         return _as_json(llm, prompts, params, notes, compare=compare)
     if len(prompts) == 1 and params.n == 1:
@@ -224,7 +224,7 @@ def _batch(
             write_logprobs(paper, completion.logprobs)
     if samples := _samples(run):
         ended = endings(samples, params)
-        notes.print(closing_line(run.num_tokens, run.seconds, llm.stats.finished.freeze(), ended), style="dim")
+        notes.print(closing_line(run.num_tokens, run.seconds, llm.stats.finished, ended), style="dim")
     if compare and samples:
         plain = _run(llm, prompts, params, speculation="none")
         _show_comparison(notes, plain, run.tokens_per_second)

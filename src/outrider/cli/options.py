@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None, typer.Argument(help="Local folder or hub id; without one, the embedded default pair.", show_default=False)
 ]
-Proposer = Annotated[str | None, typer.Option(help="Who drafts: draft_model, ngram, suffix, none, or a plug-in.")]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        help="Who drafts: draft_model, ngram, suffix, none, a plug-in, module:Class of your own, or settings like "
+        '{"method": "suffix", "branches": true}.'
+    ),
+]
 DraftModel = Annotated[str | None, typer.Option(help="Folder or hub id of a draft model.")]
 NumDraftTokens = Annotated[int | None, typer.Option("--num-draft-tokens", "-k", help="Most draft tokens a step.")]
 Tree = Annotated[str | None, typer.Option(help="Draft trees: children by depth, like 3,2,1.")]
@@ -38,10 +44,10 @@ JsonSchema = Annotated[str | None, typer.Option(help="The output follows this JS
 Regex = Annotated[str | None, typer.Option(help="The output matches this regular expression.")]
 Grammar = Annotated[str | None, typer.Option(help="The output follows this grammar (Lark or GBNF): a file, or itself.")]
 BatchInvariant = Annotated[
-    bool, typer.Option("--batch-invariant", help="Same seed, same bits, in any batch with any proposer.")
+    bool, typer.Option("--batch-invariant", help="Same seed, same bits, in any batch with any method.")
 ]
 Seed = Annotated[
-    int | None, typer.Option(help="Same seed, same text, with any proposer or none; to the bit in batch-invariant mode.")
+    int | None, typer.Option(help="Same seed, same text, with any method or none; to the bit in batch-invariant mode.")
 ]
 DType = Annotated[str, typer.Option(help="auto, bfloat16, float16, float32 or float64.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
@@ -51,27 +57,53 @@ NoColor = Annotated[bool, typer.Option("--no-color", help="Plain text.")]
 
 
 def speculation(
-    proposer: str | None,
+    method: str | None,
     draft_model: str | None,
     num_draft_tokens: int | None,
     rule: str | None,
     tree: str | None = None,
 ) -> Any:
-    """A SpeculationConfig from what was given; None where nothing was, which leaves the choice to LLM."""
-    from outrider.config import SpeculationConfig
+    """A SpeculationConfig from what was given; where only its own fields were, these as changes to LLM's choice; None where
+    nothing was."""
+    from outrider.propose.speculation import SpeculationConfig
 
-    if proposer is None and draft_model is not None:
-        proposer = "draft_model"
-    given: dict[str, Any] = {
-        "proposer": proposer,
-        "draft_model": draft_model,
-        "num_draft_tokens": num_draft_tokens,
-        "rule": rule,
-        "tree": None if tree is None else _widths(tree),
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    config = SpeculationConfig(**given)  # also where only changes are given: refused now, not after loading
-    return config if given.keys() - {"num_draft_tokens", "rule", "tree"} else (given or None)
+    widths = None if tree is None else _widths(tree)
+    changes = {"num_draft_tokens": num_draft_tokens, "rule": rule, "tree": widths}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    settings = {} if method is None else method_settings(method)
+    if draft_model is not None:
+        settings = {"method": "draft_model", **settings}
+        if settings["method"] != "draft_model":
+            problem = f"method {settings['method']!r} has no use for it"
+            raise ContradictionError("draft_model", draft_model, problem, "Leave one of them out.")
+        settings["model"] = draft_model
+    config = SpeculationConfig.of({**settings, **changes})  # also where only changes are given: refused now
+    return config if settings else (changes or None)
+
+
+def method_settings(text: str) -> dict[str, Any]:
+    """A method's settings from the command line: its name, module:Class, or JSON that holds either as its "method".
+
+    Raises:
+        InvalidParameterError: JSON that is malformed or names no method, or a class that cannot be imported.
+    """
+    from outrider.propose import methods
+
+    settings = _json_settings(text) if text.lstrip().startswith("{") else {"method": text}
+    if ":" in settings["method"]:
+        settings["method"] = methods.load(settings["method"]).name
+    return settings
+
+
+def _json_settings(text: str) -> dict[str, Any]:
+    remedy = 'Use a form like {"method": "suffix", "branches": true}.'
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameterError("method", text, f"it is not JSON ({error})", remedy) from None
+    if not isinstance(settings, dict) or not isinstance(settings.get("method"), str):
+        raise InvalidParameterError("method", text, "it names no method", remedy)
+    return settings
 
 
 def _widths(tree: str) -> tuple[int, ...]:
@@ -137,7 +169,7 @@ def load(console: Console, model: str | None, settings: Any, **options: Any) -> 
     changes = settings if isinstance(settings, dict) else {}
     if changes and model is not None:
         name, value = next(iter(changes.items()))
-        raise ContradictionError(name, value, "nothing drafts for this model", "Add --proposer or --draft-model.")
+        raise ContradictionError(name, value, "nothing drafts for this model", "Add --method or --draft-model.")
     with _spinner(console, f"loading {model or 'the embedded pair'}"):
         from outrider.llm import LLM
 

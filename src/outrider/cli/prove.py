@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 def prove(
     model: options.Model = None,
     draft_model: options.DraftModel = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="Prove one method alone: its name, module:Class of your own, or its settings as JSON."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases, in seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="A table for a document.")] = False,
@@ -33,10 +37,10 @@ def prove(
     from outrider.prove.engines.registry import ServerOptions
 
     server = ServerOptions(served, weights, plain, body)
-    _refuse_mixtures(engine, model or draft_model, server)
+    _refuse_mixtures(engine, model or draft_model or method, server)
     silent = as_json or markdown
     if engine is None:
-        title, report = "", _run(model, draft_model, quick=quick, silent=silent)
+        title, report = "", _run(model, draft_model, method, quick=quick, silent=silent)
     else:
         title, report = _run_other(engine, server, quick=quick, silent=silent)
     if as_json:
@@ -50,7 +54,7 @@ def prove(
 def _refuse_mixtures(engine: str | None, own: str | None, server: ServerOptions) -> None:
     if engine is not None and own is not None:
         raise ContradictionError(
-            "engine", engine, "a model of yours is for this engine", "Leave out MODEL and --draft-model."
+            "engine", engine, "a model of yours is for this engine", "Leave out MODEL, --draft-model and --method."
         )
     if engine is None:
         for field, value in vars(server).items():
@@ -58,13 +62,22 @@ def _refuse_mixtures(engine: str | None, own: str | None, server: ServerOptions)
                 raise ContradictionError(field, value, "only a server has a use for it", "Add --engine http://...")
 
 
-def _run(model: str | None, draft_model: str | None, *, quick: bool, silent: bool) -> Report:
-    from outrider.prove.suite import num_checks, run_suite
+def _run(model: str | None, draft_model: str | None, method: str | None, *, quick: bool, silent: bool) -> Report:
+    from outrider.prove.suite import num_checks, num_method_checks, run_method_suite, run_suite
 
-    def run(advance: Callable[[Check], None]) -> Report:
+    if method is not None:
+        settings = options.method_settings(method)
+        total = num_method_checks(settings, quick=quick)
+
+        def run(advance: Callable[[Check], None]) -> Report:
+            return run_method_suite(settings, model, draft_model, quick=quick, on_check=advance)
+
+        return _with_progress(run, total, silent=silent)
+
+    def run_all(advance: Callable[[Check], None]) -> Report:
         return run_suite(model, draft_model, quick=quick, on_check=advance)
 
-    return _with_progress(run, num_checks(quick=quick), silent=silent)
+    return _with_progress(run_all, num_checks(quick=quick), silent=silent)
 
 
 def _run_other(name: str, server: ServerOptions, *, quick: bool, silent: bool) -> tuple[str, Report]:
@@ -101,6 +114,6 @@ def _show(report: Report, title: str, *, markdown: bool) -> None:
     console.print(views.table(report.checks))
     failed = sum(not check.passed for check in report.checks)
     if failed:
-        console.print(f"[bold red]{failed} of {len(report.checks)} checks failed[/bold red]")
+        console.print(f"[bold red]failed: {failed} of {len(report.checks)} checks do not hold[/bold red]")
     else:
-        console.print(f"[bold green]all {len(report.checks)} checks hold[/bold green]")
+        console.print(f"[bold green]passed: all {len(report.checks)} checks hold[/bold green]")

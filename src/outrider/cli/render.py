@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from outrider.params import CompletionOutput, Logprob, PositionLogprobs, RequestStats
+    from outrider.params import CompletionOutput, Logprob, PositionLogprobs
+    from outrider.stats import RequestStats
 
 #: Chosen to stay apart for colour-blind readers and on light and dark backgrounds; plain tokens keep the default.
 STYLES = {

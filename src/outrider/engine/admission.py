@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.cache.blocks import BlockManager
-from outrider.config import SchedulerConfig, SpeculationConfig
+from outrider.config import SchedulerConfig
 from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError
 from outrider.model.loader import LoadedModel
 from outrider.params import SamplingParams
+from outrider.propose.speculation import SpeculationConfig
 
 #: How many characters the stop strings of a request may have in all: their automaton takes time and memory for each.
 MAX_STOP_CHARACTERS = 100_000

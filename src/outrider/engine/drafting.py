@@ -2,81 +2,148 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from outrider.engine.scheduler import ScheduledSequence
+from outrider.draft import EMPTY, Draft, Law
+from outrider.engine.drafter import Drafter
+from outrider.engine.scheduler import ScheduledSequence, Turn
 from outrider.engine.sequence import Sequence
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.propose.draft import EMPTY, Draft, Law
 from outrider.verify.noise import NoiseSource
 
-logger = logging.getLogger(__name__)
-
-#: How far the entries of a law may sum from 1 (float32 rounding over a large vocabulary).
+#: How far the probabilities of a row may sum from 1 (float32 rounding over a large vocabulary).
 _MASS_TOLERANCE = 1e-3
 
 
-def propose_all(items: Seq[ScheduledSequence], noise: NoiseSource, vocab_size: int) -> list[Draft]:
-    """One draft an item, in order. Each proposer is asked once for all its sequences.
+@dataclass(frozen=True)
+class Part:
+    """One proposer's part of a step's draft.
+
+    Attributes:
+        drafter: Whose.
+        nodes: (first, end) of its draft tokens.
+        scratch: (first, end) of its scratch rows among those of the whole draft.
+    """
+
+    drafter: Drafter
+    nodes: tuple[int, int]
+    scratch: tuple[int, int]
+
+
+@dataclass
+class StepDraft:
+    """The draft of one sequence in one step, and who drafted what.
+
+    Attributes:
+        draft: All parts, each further one behind the deepest token of the one before.
+        parts: In order.
+    """
+
+    draft: Draft = EMPTY
+    parts: list[Part] = field(default_factory=list)
+
+    def add(self, drafter: Drafter, tail: Draft) -> None:
+        """Go on with what another proposer drafted."""
+        before, rows = len(self.draft), len(self.draft.scratch)
+        self.draft = self.draft.extended(tail)
+        if tail.num_rows:
+            self.parts.append(Part(drafter, (before, before + len(tail)), (rows, rows + len(tail.scratch))))
+
+
+def propose_all(
+    items: Seq[ScheduledSequence], drafters: Seq[Seq[Drafter | None]], noise: NoiseSource, vocab_size: int
+) -> list[StepDraft]:
+    """The draft of each item, in order. Each proposer is asked once a turn for all its sequences.
 
     A proposer that raises, or answers nonsense, loses its draft for this round. What is cut is cut by the first faulty
     row, never by what the tokens say (see `sound_prefix`).
+
+    Args:
+        items: What is scheduled.
+        drafters: Who drafts in each turn of each item; None for a proposer that cannot be had.
+        noise: Source of all chance.
+        vocab_size: Width of the target's logits.
     """
-    drafts = [EMPTY] * len(items)
-    groups: defaultdict[int, list[int]] = defaultdict(list)
-    for place, item in enumerate(items):
-        if item.draft_budget > 0 and item.seq.request.proposer is not None:
-            groups[id(item.seq.request.proposer)].append(place)
-    for places in groups.values():
-        members = [items[p] for p in places]
-        proposer = members[0].seq.request.proposer
-        assert proposer is not None
-        for place, draft in zip(places, _ask(proposer, members, noise, vocab_size), strict=True):
-            drafts[place] = draft
+    drafts = [StepDraft() for _ in items]
+    for turn in range(max((len(item.turns) for item in items), default=0)):
+        groups: defaultdict[int, list[_Asked]] = defaultdict(list)
+        for item, who, step in zip(items, drafters, drafts, strict=True):
+            drafter = who[turn] if turn < len(who) else None
+            if drafter is not None:
+                groups[id(drafter.proposer)].append(_Asked(item, item.turns[turn], drafter, step))
+        for members in groups.values():
+            for asked, answer in zip(members, _ask(members, noise, vocab_size), strict=True):
+                asked.step.add(asked.drafter, answer)
     return drafts
 
 
-def _ask(proposer: Proposer, members: Seq[ScheduledSequence], noise: NoiseSource, vocab_size: int) -> list[Draft]:
-    requests = [ProposeRequest(item.seq.view, item.draft_budget, item.draft_depth) for item in members]
+@dataclass(frozen=True)
+class _Asked:
+    """One turn of one sequence."""
+
+    item: ScheduledSequence
+    turn: Turn
+    drafter: Drafter
+    step: StepDraft
+
+    @property
+    def seq(self) -> Sequence:
+        return self.item.seq
+
+    @property
+    def request(self) -> ProposeRequest:
+        draft = self.step.draft
+        path = draft.paths[draft.deepest] if len(draft) else ()
+        return ProposeRequest(
+            self.seq.view,
+            self.turn.budget,
+            self.turn.max_depth,
+            path,
+            self.turn.tree,
+            self.turn.greedy,
+            self.item.coupled,
+            self.drafter.index,
+        )
+
+    def report(self, problem: str) -> None:
+        self.drafter.report_fault(self.seq.request.request_id, problem)
+        self.seq.stats.num_proposer_faults += 1
+
+
+def _ask(members: Seq[_Asked], noise: NoiseSource, vocab_size: int) -> list[Draft]:
+    proposer: Proposer = members[0].drafter.proposer
     try:
-        answers = list(proposer.propose(requests, DraftNoise(noise)))
+        answers = list(proposer.propose([asked.request for asked in members], DraftNoise(noise)))
         if len(answers) != len(members):
             raise ValueError(f"{len(answers)} drafts for {len(members)} requests")
     except Exception as error:
-        for item in members:
-            report_fault(item.seq, proposer, repr(error))
+        for asked in members:
+            asked.report(repr(error))
         return [EMPTY] * len(members)
-    return [_checked(item, answer, proposer, vocab_size) for item, answer in zip(members, answers, strict=True)]
+    return [_checked(asked, answer, vocab_size) for asked, answer in zip(members, answers, strict=True)]
 
 
-def _checked(item: ScheduledSequence, draft: Draft, proposer: Proposer, vocab_size: int) -> Draft:
+def _checked(asked: _Asked, draft: Draft, vocab_size: int) -> Draft:
     try:
-        sound, problem = sound_prefix(draft, item.draft_budget, item.draft_depth, vocab_size)
+        sound, problem = sound_prefix(draft, asked.turn.budget, asked.turn.max_depth, vocab_size)
     except Exception as error:  # an answer so malformed that looking at it raises
         sound, problem = EMPTY, repr(error)
-    was_demoted = item.seq.demoted
+    was_demoted = asked.drafter.demoted
     if problem is not None:
-        report_fault(item.seq, proposer, problem)
+        asked.report(problem)
     return sound.opaque() if was_demoted else sound
 
 
-def report_fault(seq: Sequence, proposer: Proposer, problem: str) -> None:
-    """Count a fault and stop believing what this proposer says of its laws for the rest of the request."""
-    seq.stats.num_proposer_faults += 1
-    seq.demoted = True
-    logger.warning("proposer %s, request %d: %s", type(proposer).__name__, seq.request.request_id, problem)
-
-
 def sound_prefix(draft: Draft, budget: int, max_depth: int, vocab_size: int) -> tuple[Draft, str | None]:
-    """The nodes before the first faulty one, and what is wrong with that one (None for a sound draft).
+    """The rows before the first faulty one, and what is wrong with that one (None for a sound draft).
 
     Cutting there is exact as long as a fault does not depend on what was drawn: nodes before it were drawn from the
-    laws they claim, whatever came later.
+    probabilities they claim, whatever came later.
     """
     if not isinstance(draft, Draft):
         return EMPTY, f"returned {type(draft).__name__} instead of a Draft"
@@ -85,10 +152,10 @@ def sound_prefix(draft: Draft, budget: int, max_depth: int, vocab_size: int) -> 
         return EMPTY, "token_ids, parents and laws differ in length"
     if Law.SAMPLED in draft.laws and (draft.draft_probs is None or draft.draft_probs.shape != (size, vocab_size)):
         return EMPTY, f"draft_probs is not [{size}, {vocab_size}]"
-    bad_laws = _unsound_laws(draft)
+    bad_probs = _unsound_probs(draft)
     depths: list[int] = []
     for node in range(size):
-        problem = _node_problem(draft, node, vocab_size) or bad_laws.get(node)
+        problem = _node_problem(draft, node, vocab_size) or bad_probs.get(node)
         if problem is None and node >= budget:
             problem = f"more than {budget} nodes"
         if problem is None:
@@ -98,11 +165,29 @@ def sound_prefix(draft: Draft, budget: int, max_depth: int, vocab_size: int) -> 
             return draft.first(node) if node else EMPTY, f"node {node}: {problem}"
     if problem := _misdrawn_siblings(draft):
         return draft.opaque(), problem  # whatever they are, following them where the target goes is exact
+    return _sound_scratch(draft, budget, max_depth, vocab_size)
+
+
+def _sound_scratch(draft: Draft, budget: int, max_depth: int, vocab_size: int) -> tuple[Draft, str | None]:
+    """The draft with the scratch rows before the first faulty one, and what is wrong with that one."""
+    scratch, size, depths = draft.scratch, len(draft), draft.depths
+    if len(scratch.token_ids) != len(scratch.parents):
+        return draft.with_scratch(0), "token_ids and parents of its scratch rows differ in length"
+    for row, (token, parent) in enumerate(zip(scratch.token_ids, scratch.parents, strict=True)):
+        problem = _row_problem(token, parent, size + row, vocab_size)
+        if problem is None and size + row >= budget:
+            problem = f"more than {budget} rows"
+        if problem is None:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+            problem = f"deeper than {max_depth}" if depths[-1] > max_depth else None
+        if problem is not None:
+            return draft.with_scratch(row), f"scratch row {row}: {problem}"
     return draft, None
 
 
 def _misdrawn_siblings(draft: Draft) -> str | None:
-    """What tells that sampled siblings were not drawn one after another, without replacement, from one law."""
+    """What tells that sampled siblings were not drawn one after another, without replacement, from the same
+    probabilities."""
     first: dict[int, int] = {}
     seen: set[tuple[int, int]] = set()
     for node, (parent, token, law) in enumerate(zip(draft.parents, draft.token_ids, draft.laws, strict=True)):
@@ -113,20 +198,24 @@ def _misdrawn_siblings(draft: Draft) -> str | None:
         seen.add((parent, token))
         probs, elder = draft.draft_probs, first.setdefault(parent, node)
         if probs is not None and elder != node and not torch.equal(probs[elder], probs[node]):
-            return f"node {node}: its law is not the one its elder sibling {elder} was drawn from"
+            return f"node {node}: its probabilities are not those its elder sibling {elder} was drawn from"
     return None
 
 
 def _node_problem(draft: Draft, node: int, vocab_size: int) -> str | None:
-    token, parent, law = draft.token_ids[node], draft.parents[node], draft.laws[node]
-    if not _is_int(token):
+    problem = _row_problem(draft.token_ids[node], draft.parents[node], node, vocab_size)
+    if problem is None and not isinstance(draft.laws[node], Law):
+        problem = f"law {draft.laws[node]!r} is no Law"
+    return problem
+
+
+def _row_problem(token: object, parent: object, row: int, vocab_size: int) -> str | None:
+    if not isinstance(token, int) or isinstance(token, bool):
         return f"token {token!r} is no int"
     if not 0 <= token < vocab_size:
         return f"token {token} is outside the vocabulary of {vocab_size}"
-    if not _is_int(parent) or not -1 <= parent < node:
+    if not isinstance(parent, int) or isinstance(parent, bool) or not -1 <= parent < row:
         return f"parent {parent!r} does not come before it"
-    if not isinstance(law, Law):
-        return f"law {law!r} is no Law"
     return None
 
 
@@ -134,8 +223,8 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _unsound_laws(draft: Draft) -> dict[int, str]:
-    """Sampled nodes whose law is no probability law, or could not have drawn their token."""
+def _unsound_probs(draft: Draft) -> dict[int, str]:
+    """Sampled nodes whose probabilities are none, or could not have drawn their token."""
     sampled = [node for node, law in enumerate(draft.laws) if law is Law.SAMPLED]
     probs: Tensor | None = draft.draft_probs
     if not sampled or probs is None:
@@ -145,7 +234,7 @@ def _unsound_laws(draft: Draft) -> dict[int, str]:
     for node in sampled:
         token = draft.token_ids[node]
         if not (abs(mass[node] - 1.0) <= _MASS_TOLERANCE and least[node] >= 0.0):
-            problems[node] = f"its law sums to {mass[node]}, least entry {least[node]}"
+            problems[node] = f"its probabilities sum to {mass[node]}, least entry {least[node]}"
         elif _is_int(token) and 0 <= token < probs.shape[-1] and not float(probs[node, token]) > 0.0:
-            problems[node] = f"token {token} has probability 0 under its own law"
+            problems[node] = f"token {token} has probability 0 among those it was drawn from"
     return problems

@@ -4,42 +4,64 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import defaultdict
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from outrider.config import SchedulerConfig, SpeculationConfig
+from outrider.cache.lease import KVLease
+from outrider.config import SchedulerConfig
+from outrider.engine import observation, rounds
 from outrider.engine.admission import bad_word_ids, check_request
 from outrider.engine.detokenizer import TextStream
-from outrider.engine.drafting import propose_all, report_fault
+from outrider.engine.drafter import Drafter
+from outrider.engine.drafting import StepDraft, propose_all
 from outrider.engine.interrupts import uninterrupted
+from outrider.engine.observation import ComputedRows
+from outrider.engine.outputs import piece
+from outrider.engine.proposers import ProposerSet
 from outrider.engine.scheduler import Schedule, ScheduledSequence, Scheduler
+from outrider.engine.scoring import score, score_prompt
 from outrider.engine.sequence import Request, Sequence, Status
 from outrider.engine.stats import EngineStats
-from outrider.engine.verifier import Candidate, Verdict, Verifier
 from outrider.errors import (
     EngineStalledError,
     ForwardError,
     NonFiniteLogitsError,
     NoTokenLeftError,
+    OutriderError,
     ProcessingError,
     RequestError,
     StepAbortedError,
 )
 from outrider.model.batch import Segment
 from outrider.model.runner import ForwardOutput, ModelRunner
-from outrider.params import CompletionOutput, PositionLogprobs, SamplingParams, StreamPiece, TokenOrigin
-from outrider.propose.base import CommittedRows, Proposer, Requirements
-from outrider.propose.draft import Draft
+from outrider.params import SamplingParams, TokenOrigin
+from outrider.propose.method import Method
+from outrider.propose.speculation import SpeculationConfig
+from outrider.trace import CoinToss
 from outrider.verify.grammar import GrammarCompiler, GrammarError
-from outrider.verify.logprobs import positions, processed_logprobs, raw_logprobs
 from outrider.verify.noise import KeyedNoise, NoiseSource
+from outrider.verify.verifier import Candidate, CandidateKeys, Verdict, Verifier, rule_for
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A sequence whose next tokens are decided.
+
+    Attributes:
+        candidate: What was verified.
+        verdict: What stands.
+        logits: [num_logits, vocab_size] of the whole step, as the parameters left them.
+    """
+
+    candidate: Candidate
+    verdict: Verdict
+    logits: Tensor
 
 
 class Engine:
@@ -48,10 +70,12 @@ class Engine:
     Args:
         runner: The target.
         config: Limits of a step.
+        proposers: Who may draft.
     """
 
-    def __init__(self, runner: ModelRunner, config: SchedulerConfig) -> None:
+    def __init__(self, runner: ModelRunner, config: SchedulerConfig, proposers: ProposerSet) -> None:
         self.runner = runner
+        self.proposers = proposers
         self.scheduler = Scheduler(config, runner.blocks, runner.loaded.max_model_len)
         self.stats = EngineStats()
         self.noise: NoiseSource
@@ -78,11 +102,11 @@ class Engine:
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
         speculation: SpeculationConfig,
-        proposer: Proposer | None,
         *,
         prompt: str | None = None,
         streaming: bool = False,
         namespace: str | None = None,
+        traced: bool = False,
     ) -> Request:
         """Queue a prompt.
 
@@ -90,26 +114,31 @@ class Engine:
             InvalidPromptError: Empty, too long, or with tokens outside the vocabulary.
             InvalidParameterError, ContradictionError, UnsupportedParameterError: Parameters that this engine, this model or
                 this installation cannot serve.
+            ModelError, ProposerError: The method that `speculation` names cannot be used.
         """
         loaded = self.runner.loaded
         check_request(prompt_token_ids, params, speculation, loaded, self.runner.blocks, self.scheduler.config)
+        if speculation.method is not None:
+            self.proposers.get(speculation.method)  # one that cannot be built is refused now, not in some later step
         request = Request(
             next(self._ids),
             prompt,
             prompt_token_ids,
             params,
             speculation,
-            proposer,
             secrets.randbits(63) if params.seed is None else params.seed,
             loaded.eos_token_ids,
             bad_word_ids(params, loaded.tokenizer),
             namespace,
+            traced=traced,
         )
         request.outbox = [] if streaming else None
         request.sequences = [self._sequence(request, index) for index in range(params.n)]
-        for seq in request.sequences:
-            self._tell(seq, "begin", seq.view)
-        self.scheduler.add(request.sequences[0])
+        first = request.sequences[0]
+        if speculation.method is not None:
+            self._drafter(first, speculation.method)
+            first.reads_every_row = any(d.proposer.requires and d.proposer.requires.every_row for d in first.drafters)
+        self.scheduler.add(first)
         return request
 
     def _sequence(self, request: Request, index: int) -> Sequence:
@@ -117,8 +146,10 @@ class Engine:
         structure = params.structured_outputs
         grammar = None if structure is None else self._grammars.start(structure)
         text = TextStream(loaded.tokenizer, params.stop)
-        limits = (loaded.max_model_len, grammar, loaded.long_rope_after)
-        return Sequence(next(self._seq_ids), request, index, text, *limits)
+        kv = KVLease(self.runner.blocks, request.namespace, loaded.long_rope_after)
+        return Sequence(
+            next(self._seq_ids), request, index, text, loaded.max_model_len, kv, grammar, loaded.long_rope_after
+        )
 
     def cancel(self, request: Request) -> None:
         """Stop a request; what it has written stays, finish_reason is "cancelled".
@@ -161,15 +192,16 @@ class Engine:
             return
         try:
             with self.stats.timed("propose"):
-                drafts = propose_all(plan.items, self.noise, self.runner.loaded.vocab_size)
+                self.runner.copy_blocks(plan.copies)  # first of all: a proposer may read the target's KV
+                drafts = self._propose(plan)
             with self.stats.timed("forward"):
                 out = self._forward(plan, drafts)
             if out is None:
                 return
             with self.stats.timed("verify"):
-                verdicts = self._verify(plan, drafts, out)
+                judged = self._verify(plan, drafts, out)
             with self.stats.timed("commit"):
-                self._commit(plan, drafts, out, verdicts)
+                self._commit(plan, drafts, out, judged)
         except BaseException as error:
             self._abandon(plan, error)
             raise
@@ -190,8 +222,8 @@ class Engine:
 
     def _explain_stall(self) -> None:
         """Raise where waiting on would never end."""
-        if not self.has_work or self._cancelled:
-            return
+        if not self.has_work or self._cancelled or any(map(_may_fork, self.scheduler.running)):
+            return  # whose prompt was all in the cache forks in the next step
         blocks, scheduler = self.runner.blocks, self.scheduler
         raise EngineStalledError(
             f"{len(scheduler.waiting)} sequences wait and none can run: {len(scheduler.running)} of "
@@ -204,74 +236,114 @@ class Engine:
         running, waiting = self.scheduler.running, self.scheduler.waiting
         assert all(seq.status is Status.RUNNING for seq in running), "a finished sequence still runs"
         assert all(seq.status is Status.WAITING for seq in waiting), "a finished sequence still waits"
-        assert not any(seq.block_table for seq in waiting), "a waiting sequence holds blocks"
-        self.runner.blocks.check_integrity([seq.block_table for seq in running])
+        assert not any(seq.kv.block_table for seq in waiting), "a waiting sequence holds blocks"
+        self.runner.blocks.check_integrity([seq.kv.block_table for seq in running])
+        for proposer in self.proposers:
+            proposer.check_integrity()
 
     # -- schedule ------------------------------------------------------------------------------------------------------
 
     def _fork_ready(self) -> None:
         """Give the other samples of a request their turn once its prompt is computed but for the last token."""
         for parent in list(self.scheduler.running):
-            if not parent.forked and parent.num_missing == 1:
+            if _may_fork(parent):
                 parent.forked = True
                 for child in parent.request.sequences[1:]:
                     if child.status is not Status.FINISHED:
-                        self.scheduler.start_fork(parent, child)
+                        self._fork(parent, child)
+
+    def _fork(self, parent: Sequence, child: Sequence) -> None:
+        self.scheduler.start_fork(parent, child)
+        child.reads_every_row, child.refused = parent.reads_every_row, list(parent.refused)
+        for drafter in parent.drafters:
+            proposer = self.proposers.acquire(drafter.method)
+            child.drafters.append(Drafter(drafter.index, drafter.method, proposer, drafter.demoted))
+            self._tell(child, child.drafters[-1], "fork", parent.view, child.view)
+
+    # -- propose -------------------------------------------------------------------------------------------------------
+
+    def _propose(self, plan: Schedule) -> list[StepDraft]:
+        drafters = [[self._drafter(item.seq, turn.method) for turn in item.turns] for item in plan.items]
+        return propose_all(plan.items, drafters, self.noise, self.runner.loaded.vocab_size)
+
+    def _drafter(self, seq: Sequence, method: Method) -> Drafter | None:
+        """The proposer with these settings at work for a sequence, begun on first use; None where it cannot be had."""
+        found = seq.drafter(method)
+        if found is not None or method in seq.refused:
+            return found
+        try:
+            proposer = self.proposers.acquire(method)
+        except OutriderError as error:
+            logger.warning("method %s, request %d: %s", method.name, seq.request.request_id, error)
+            seq.stats.num_proposer_faults += 1
+            seq.refused.append(method)
+            return None
+        seq.drafters.append(Drafter(len(seq.drafters), method, proposer))
+        self._tell(seq, seq.drafters[-1], "begin", seq.view)
+        return seq.drafters[-1]
+
+    def _tell(self, seq: Sequence, drafter: Drafter, verb: str, *args: object) -> None:
+        """Call a proposer's life-cycle method; what it raises is its own fault and no one else's."""
+        try:
+            getattr(drafter.proposer, verb)(*args)
+        except Exception as error:
+            drafter.report_fault(seq.request.request_id, f"{verb} raised {error!r}")
+            seq.stats.num_proposer_faults += 1
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def _forward(self, plan: Schedule, drafts: list[Draft]) -> ForwardOutput | None:
+    def _forward(self, plan: Schedule, drafts: list[StepDraft]) -> ForwardOutput | None:
         """The one target pass of the step; None where it raised, and then the scheduled requests have failed."""
-        aux = sorted({layer for item in plan.items for layer in _requires(item).aux_layers})
+        segments = [_segment(item, step) for item, step in zip(plan.items, drafts, strict=True)]
         try:
-            self.runner.copy_blocks(plan.copies)
-            out = self.runner.forward([_segment(i, d) for i, d in zip(plan.items, drafts, strict=True)], aux)
+            out = self.runner.forward(segments, observation.aux_layers(plan.items))
         except Exception as error:
             logger.exception("the target's forward pass failed")
             for request in {item.seq.request.request_id: item.seq.request for item in plan.items}.values():
                 self._fail(request, ForwardError, f"the target's forward pass raised {error!r}", cause=error)
             return None
         self.stats.num_steps += 1
-        self.stats.num_rows += sum(i.num_rows + len(d) for i, d in zip(plan.items, drafts, strict=True))
+        self.stats.num_rows += sum(segment.num_rows for segment in segments)
         return out
 
     # -- verify --------------------------------------------------------------------------------------------------------
 
-    def _verify(self, plan: Schedule, drafts: list[Draft], out: ForwardOutput) -> dict[int, Verdict]:
-        """Verdicts by place in the plan, for the sequences whose next token is due and can be chosen."""
+    def _verify(self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput) -> dict[int, _Judged]:
+        """By place in the plan, for the sequences whose next token is due and can be chosen."""
         candidates = self._candidates(plan, drafts, out)
-        logits, stuck = self._processed(candidates, out.logits)
-        alive = {p: c for p, c in candidates.items() if c.seq.request.error is None}
+        logits, stuck = self._processed(plan, candidates, out.logits)
+        alive = {p: c for p, c in candidates.items() if plan.items[p].seq.request.error is None}
         verdicts = dict(zip(alive, self._verifier.verify(list(alive.values()), logits), strict=True))
-        for place, verdict in list(verdicts.items()):
+        judged = {}
+        for place, verdict in verdicts.items():
+            seq = plan.items[place].seq
             if place in stuck and any(stuck[place][node + 1] for node in (-1, *verdict.path)):
-                del verdicts[place]
-                seq = candidates[place].seq
                 problem = f"after {len(seq.token_ids)} tokens its parameters together forbid every token"
                 self._fail(seq.request, NoTokenLeftError, problem)
-        self._score(alive, verdicts, out.logits, logits)
-        return verdicts
+                continue
+            score(seq, alive[place], verdict, out.logits, logits, self._decode)
+            judged[place] = _Judged(alive[place], verdict, logits)
+        return judged
 
-    def _candidates(self, plan: Schedule, drafts: list[Draft], out: ForwardOutput) -> dict[int, Candidate]:
+    def _candidates(self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput) -> dict[int, Candidate]:
         """By place in the plan; requests with unsound logits fail here."""
         finite: list[bool] = out.logits.amax(-1).isfinite().tolist() if len(out.logits) else []
         candidates = {}
-        for place, (item, draft) in enumerate(zip(plan.items, drafts, strict=True)):
+        for place, (item, step) in enumerate(zip(plan.items, drafts, strict=True)):
             if not item.completes or item.seq.request.error is not None:
                 continue
-            end = out.logits_spans[place][1]
-            rows = (end - 1 - len(draft), end)
+            first = out.logits_spans[place][0] + item.num_rows - 1 - out.logits_first_rows[place]
+            rows = (first, first + 1 + len(step.draft))
             if all(finite[slice(*rows)]):
-                candidates[place] = Candidate(item.seq, draft, rows)
+                candidates[place] = _candidate(item, step, rows)
             else:
-                self._fail(
-                    item.seq.request,
-                    NonFiniteLogitsError,
-                    f"the target wrote NaN or infinity after {len(item.seq.token_ids)} tokens",
-                )
+                problem = f"the target wrote NaN or infinity after {len(item.seq.token_ids)} tokens"
+                self._fail(item.seq.request, NonFiniteLogitsError, problem)
         return candidates
 
-    def _processed(self, candidates: dict[int, Candidate], logits: Tensor) -> tuple[Tensor, dict[int, list[bool]]]:
+    def _processed(
+        self, plan: Schedule, candidates: dict[int, Candidate], logits: Tensor
+    ) -> tuple[Tensor, dict[int, list[bool]]]:
         """Logits as each request's parameters leave them along its draft, and which of a request's rows have no token left.
 
         A logits processor or a grammar that raises fails its own request and nobody else's.
@@ -279,104 +351,69 @@ class Engine:
         stuck: dict[int, list[bool]] = {}
         processed = logits
         for place, candidate in candidates.items():
-            request, processing = candidate.seq.request, candidate.seq.view.processing
-            if not processing.active or request.error is not None:
+            seq = plan.items[place].seq
+            if not seq.view.processing.active or seq.request.error is not None:
                 continue
             rows = slice(*candidate.rows)
             try:
-                changed, stuck[place] = processing.apply(logits[rows], [(), *candidate.draft.paths])
+                changed, stuck[place] = seq.view.processing.apply(logits[rows], [(), *candidate.draft.paths])
             except Exception as error:
-                self._fail(request, ProcessingError, f"processing its logits raised {error!r}", cause=error)
+                self._fail(seq.request, ProcessingError, f"processing its logits raised {error!r}", cause=error)
                 continue
             processed = logits.clone() if processed is logits else processed  # the raw ones are still reported
             processed[rows] = changed
         return processed, stuck
 
-    def _score(
-        self, candidates: dict[int, Candidate], verdicts: dict[int, Verdict], raw: Tensor, processed: Tensor
-    ) -> None:
-        """Record the logprobs of the tokens that are about to be committed, for those who asked."""
-        for place, verdict in verdicts.items():
-            seq, params = candidates[place].seq, candidates[place].seq.request.params
-            if params.logprobs is None:
-                continue
-            tokens = [*(candidates[place].draft.token_ids[node] for node in verdict.path), verdict.token_id]
-            rows = torch.tensor([node + 1 for node in (-1, *verdict.path)], device=raw.device) + candidates[place].rows[0]
-            law = raw_logprobs(raw[rows]) if params.logprobs_mode == "raw" else processed_logprobs(processed[rows], params)
-            seq.logprobs += positions(law, tokens, params.logprobs, self._decode)
-
-    def _score_prompt(self, seq: Sequence, start: int, num_rows: int, logits: Tensor) -> None:
-        """Record the logprobs of the prompt's tokens, from raw logits [num_rows, vocab_size] at `start`; a prompt that is
-        computed again after a preemption has them already."""
-        scores, prompt = seq.request.prompt_logprobs, seq.request.prompt_token_ids
-        skip = len(scores) - 1 - start
-        tokens = prompt[start + 1 : start + 1 + num_rows]
-        count = seq.request.params.prompt_logprobs
-        if count is not None and 0 <= skip < len(tokens):
-            scores += positions(raw_logprobs(logits[skip : len(tokens)]), tokens[skip:], count, self._decode)
-
     # -- commit --------------------------------------------------------------------------------------------------------
 
-    def _commit(self, plan: Schedule, drafts: list[Draft], out: ForwardOutput, verdicts: dict[int, Verdict]) -> None:
-        observed: defaultdict[int, list[tuple[Sequence, CommittedRows]]] = defaultdict(list)
-        for place, (item, draft) in enumerate(zip(plan.items, drafts, strict=True)):
+    def _commit(self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput, judged: dict[int, _Judged]) -> None:
+        computed: list[ComputedRows] = []
+        for place, (item, step) in enumerate(zip(plan.items, drafts, strict=True)):
             seq = item.seq
             if seq.request.error is not None:
                 continue
-            start = seq.num_computed
-            seq.num_computed += item.num_rows
-            rows = list(range(item.num_rows))
-            if seq.request.params.prompt_logprobs is not None and seq.index == 0:
-                self._score_prompt(seq, start, item.num_rows, out.logits[slice(*out.logits_spans[place])])
-            if place in verdicts:
+            start, accepted = seq.kv.num_computed, tuple[int, ...]()
+            seq.kv.num_computed += item.num_rows
+            score_prompt(seq, start, item.num_rows, out.logits[slice(*out.logits_spans[place])], self._decode)
+            if place in judged:
                 try:
-                    rows += self._extend(seq, draft, verdicts[place])
+                    accepted = self._extend(seq, step, judged[place])
                 except GrammarError as error:
                     self._fail(seq.request, ProcessingError, str(error), cause=error)
                     continue
-            if seq.request.proposer is not None:
-                observed[id(seq.request.proposer)].append((seq, _committed_rows(seq, start, rows, out, place)))
-            self._publish(seq)
-        for pairs in observed.values():
-            self._observe(pairs)
+            if seq.drafters:
+                computed.append(ComputedRows(item, step, place, start, accepted))
+            seq.kv.publish(seq.token_ids)
+        observation.show(computed, out)
 
-    def _extend(self, seq: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
-        """Append what stands; returns the pass's rows of accepted tokens whose KV is now part of the text."""
-        start, before, was_long = len(seq.token_ids) - 1, seq.num_output_tokens, seq.long_rope
+    def _extend(self, seq: Sequence, step: StepDraft, judged: _Judged) -> tuple[int, ...]:
+        """Append what stands; returns the draft tokens that entered the text."""
+        draft, verdict = step.draft, judged.verdict
+        start, before = len(seq.token_ids) - 1, seq.num_output_tokens
+        found = rounds.trace(seq, step, judged.candidate, verdict, judged.logits) if seq.request.traced else None
         for node in verdict.path:
             if seq.status is Status.RUNNING:
                 seq.append(draft.token_ids[node], TokenOrigin.ACCEPTED)
-        kept = seq.num_output_tokens - before
+        num_accepted = seq.num_output_tokens - before
         if seq.status is Status.RUNNING:
             seq.append(verdict.token_id, verdict.origin)
+        num_written = seq.num_output_tokens - before
         del seq.logprobs[seq.num_output_tokens :]  # of tokens behind an end inside the draft
-        self.runner.compact(seq.block_table, start, [0, *(node + 1 for node in verdict.path)])
-        seq.num_computed += kept
-        if seq.long_rope != was_long and seq.status is Status.RUNNING:
-            self.scheduler.recompute(seq)
+        self.runner.compact(seq.kv.block_table, start, [0, *(node + 1 for node in verdict.path)])
+        seq.kv.num_computed += num_accepted
+        seq.kv.enter_regime(len(seq.token_ids))
+        if found is not None:
+            wrote = num_written > num_accepted
+            seq.rounds.append(rounds.close(found, num_accepted, self.stats.step_seconds, wrote_token=wrote))
         seq.stats.num_target_passes += 1
-        self.stats.num_committed_tokens += seq.num_output_tokens - before
+        self.stats.num_committed_tokens += num_written
         seq.view.round += 1  # also where a drawn draft was lost: its keys are spent
         if len(draft):
-            seq.stats.observe_draft(len(draft), draft.depth, kept)
+            rejected = num_written > num_accepted and verdict.origin is TokenOrigin.RECOVERED
+            seq.stats.observe_draft(len(draft), draft.depth, num_accepted, rejected=rejected)
         if seq.request.outbox is not None:
-            seq.request.outbox.append(self._piece(seq, before))
-        return [node + 1 for node in verdict.path[:kept]]
-
-    def _publish(self, seq: Sequence) -> None:
-        if seq.num_computed // self.runner.blocks.block_size > seq.num_published:
-            seq.num_published = self.runner.blocks.publish(
-                seq.token_ids[: seq.num_computed], seq.block_table, seq.num_published, seq.cache_space
-            )
-
-    def _observe(self, pairs: list[tuple[Sequence, CommittedRows]]) -> None:
-        proposer = pairs[0][0].request.proposer
-        assert proposer is not None
-        try:
-            proposer.observe([rows for _, rows in pairs])
-        except Exception as error:
-            for seq, _ in pairs:
-                report_fault(seq, proposer, f"observe raised {error!r}")
+            seq.request.outbox.append(piece(seq, before))
+        return verdict.path[:num_accepted]
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
@@ -387,7 +424,9 @@ class Engine:
         seq.retired = True
         self.scheduler.remove(seq)
         self.noise.forget(seq.seq_id)
-        self._tell(seq, "finish", seq.view)
+        for drafter in seq.drafters:
+            self._tell(seq, drafter, "finish", seq.view)
+            self.proposers.release(drafter.proposer)
         self.stats.finished.add(seq.stats)
 
     def _fail(
@@ -399,27 +438,9 @@ class Engine:
         request.error = error
         self.cancel(request)
 
-    def _tell(self, seq: Sequence, verb: str, *args: object) -> None:
-        """Call a proposer's life-cycle method; what it raises is its own fault and no one else's."""
-        proposer = seq.request.proposer
-        if proposer is None:
-            return
-        try:
-            getattr(proposer, verb)(*args)
-        except Exception as error:
-            report_fault(seq, proposer, f"{verb} raised {error!r}")
 
-    def _piece(self, seq: Sequence, before: int) -> StreamPiece:
-        spans = tuple(seq.text.release())
-        return StreamPiece(
-            index=seq.index,
-            text="".join(text for text, _ in spans),
-            spans=spans,
-            token_ids=tuple(seq.output_token_ids[before:]),
-            origins=tuple(seq.origins[before:]),
-            output=completion(seq) if seq.status is Status.FINISHED else None,
-            logprobs=_logprobs(seq, before),
-        )
+def _decode_token(tokenizer: Any | None, token_id: int) -> str | None:
+    return None if tokenizer is None else str(tokenizer.decode([token_id]))
 
 
 _REMEDIES: dict[type[RequestError], str] = {
@@ -431,62 +452,33 @@ _REMEDIES: dict[type[RequestError], str] = {
 }
 
 
-def _decode_token(tokenizer: Any | None, token_id: int) -> str | None:
-    return None if tokenizer is None else str(tokenizer.decode([token_id]))
+def _may_fork(seq: Sequence) -> bool:
+    """Whether the other samples of its request can start from it."""
+    return not seq.forked and seq.num_missing == 1
 
 
-def completion(seq: Sequence) -> CompletionOutput:
-    """What a finished sequence came to."""
-    assert seq.finish_reason is not None
-    return CompletionOutput(
-        index=seq.index,
-        text=seq.text.text,
-        token_ids=tuple(seq.output_token_ids),
-        origins=tuple(seq.origins),
-        finish_reason=seq.finish_reason,
-        stop_reason=seq.stop_reason,
-        stats=seq.stats.freeze(),
-        logprobs=_logprobs(seq, 0),
-    )
+def _candidate(item: ScheduledSequence, step: StepDraft, rows: tuple[int, int]) -> Candidate:
+    """A sequence's draft as the Verifier sees it."""
+    view = item.seq.view
+    keys = CandidateKeys(view.seq_id, view.seed, view.sample, view.round, len(view.token_ids))
+    rule = rule_for(step.draft, item.rule, coupled=item.coupled)
+    coins: list[CoinToss] | None = [] if item.seq.request.traced else None
+    return Candidate(step.draft, rows, view.sampling, keys, rule, coins)
 
 
-def _logprobs(seq: Sequence, start: int) -> tuple[PositionLogprobs, ...] | None:
-    """Of the output tokens from `start` on; None where nobody asked."""
-    return None if seq.request.params.logprobs is None else tuple(seq.logprobs[start:])
-
-
-def _requires(item: ScheduledSequence) -> Requirements:
-    proposer = item.seq.request.proposer
-    return Requirements() if proposer is None else proposer.requires
-
-
-def _segment(item: ScheduledSequence, draft: Draft) -> Segment:
-    """Rows of one sequence: committed tokens, then the draft behind the last of them."""
-    seq = item.seq
-    start, stop = seq.num_computed, seq.num_computed + item.num_rows
+def _segment(item: ScheduledSequence, step: StepDraft) -> Segment:
+    """Rows of one sequence: committed tokens, then the draft behind the last of them, then scratch rows."""
+    seq, draft = item.seq, step.draft
+    start, stop = seq.kv.num_computed, seq.kv.num_computed + item.num_rows
     parents = None
-    if not draft.is_chain:  # row 0 is the last committed token, node i is row i + 1
-        parents = (-1, *(parent + 1 for parent in draft.parents))
+    if not draft.rows_are_chain:  # row 0 is the last committed token, node i is row i + 1
+        parents = (-1, *(parent + 1 for parent in draft.row_parents))
+    needed = observation.requirements(item)
     first_logit = item.num_rows - 1 if item.completes else item.num_rows
-    if _requires(item).target_top_k or (seq.index == 0 and seq.request.params.prompt_logprobs is not None):
+    if any(n.target_top_k and n.every_row for n in needed) or (
+        seq.index == 0 and seq.request.params.prompt_logprobs is not None
+    ):
         first_logit = 0
-    rows = (*seq.token_ids[start:stop], *draft.token_ids)
-    return Segment(rows, start, seq.block_table, parents, first_logit, seq.long_rope)
-
-
-def _committed_rows(seq: Sequence, start: int, rows: list[int], out: ForwardOutput, place: int) -> CommittedRows:
-    """What a proposer is told of the rows (indices within the segment) that became part of the text."""
-    proposer = seq.request.proposer
-    assert proposer is not None
-    positions = tuple(range(start, start + len(rows)))
-    tokens = tuple(seq.token_ids[start : start + len(rows)])
-    if not proposer.requires.any:
-        return CommittedRows(seq.view, positions, tokens)
-    index = torch.tensor(rows, device=out.logits.device)
-    first_row, first_logit = out.row_spans[place][0], out.logits_spans[place][0]
-    aux = {layer: out.aux_hidden_states[layer][first_row + index] for layer in proposer.requires.aux_layers}
-    top: tuple[Tensor, Tensor] | None = None
-    if proposer.requires.target_top_k:
-        values, tokens_k = out.logits[first_logit + index].topk(proposer.requires.target_top_k, -1)
-        top = (tokens_k, values)
-    return CommittedRows(seq.view, positions, tokens, aux, top)
+    last_logit = None if any(n.target_top_k for n in needed) else item.num_rows + len(draft)
+    rows = (*seq.token_ids[start:stop], *draft.row_token_ids)
+    return Segment(rows, start, seq.kv.block_table, parents, first_logit, last_logit, seq.kv.long_rope)

@@ -14,11 +14,11 @@ def uninterrupted() -> Iterator[None]:
     """Put off an interrupt (SIGINT) that arrives within the block until its end.
 
     Python raises KeyboardInterrupt between any two instructions. Books that are half written by then stay half written,
-    so the engine takes an interrupt only where its books agree. Other threads never get the signal, and for them the
-    block does nothing; the same holds where the program handles the signal in its own way.
+    so the engine takes an interrupt only where its books agree. Then the program's own handler is called, whatever it is.
+    Other threads never get the signal, and for them the block does nothing.
     """
     before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-    if before is not signal.default_int_handler:
+    if not callable(before):
         yield
         return
     arrived: list[tuple[int, FrameType | None]] = []
@@ -28,4 +28,4 @@ def uninterrupted() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
     if arrived:
-        raise KeyboardInterrupt
+        before(*arrived[0])

@@ -2,50 +2,81 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from outrider.config import SpeculationConfig
-from outrider.model.runner import ModelRunner
-from outrider.propose import registry
-from outrider.propose.base import Proposer, TargetFacts
+from outrider.model.target import Target
+from outrider.propose.base import Proposer
+from outrider.propose.method import LoadRunner, Method, ProposerContext
+
+#: Proposers that are kept though no sequence uses them.
+MAX_IDLE = 4
+
+
+@dataclass
+class _Alive:
+    """A proposer, and how many sequences use it."""
+
+    method: Method
+    proposer: Proposer
+    num_users: int = 0
 
 
 class ProposerSet:
-    """Hands out one proposer for every distinct way of asking for it.
+    """Hands out one proposer for every distinct method; those longest unused are let go, never one in use.
 
     Args:
-        target: Facts about the target.
+        target: What proposers may use of the target.
         max_num_batched_tokens: Rows a pass may hold.
-        load_runner: Loads another model by path or hub id and dtype.
+        load_runner: Loads another model.
+        kept: A method whose proposer is never let go.
     """
 
     def __init__(
-        self, target: TargetFacts, max_num_batched_tokens: int, load_runner: Callable[[str, str | None], ModelRunner]
+        self, target: Target, max_num_batched_tokens: int, load_runner: LoadRunner, kept: Method | None = None
     ) -> None:
-        self._target = target
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._load_runner = load_runner
-        self._alive: dict[str, Proposer] = {}
+        self._context = ProposerContext(target, max_num_batched_tokens, load_runner)
+        self._kept = kept
+        self._alive: list[_Alive] = []  # least recently used first
 
-    def get(self, config: SpeculationConfig) -> Proposer | None:
-        """The proposer that `config` names; None for plain decoding.
+    def get(self, method: Method) -> Proposer:
+        """The proposer with these settings.
 
         Raises:
-            InvalidParameterError: No such proposer, or a setting it needs is missing.
+            InputError: A setting is missing or does not fit the target.
             ModelError: Its model cannot be loaded or speaks other tokens.
-            ProposerError: Its factory failed.
+            ProposerError: It cannot be built.
         """
-        if not config.enabled:
-            return None
-        # Length, shape and rule are the engine's business: requests that differ only there share a proposer.
-        shared = {"num_draft_tokens", "tree", "rule", "draft_sampling"}
-        identity = json.dumps(config.model_dump(exclude=shared), default=repr)
-        if identity not in self._alive:
-            self._alive[identity] = registry.build(
-                registry.ProposerContext(config, self._target, self._max_num_batched_tokens, self._load_runner)
-            )
-        return self._alive[identity]
+        return self._find(method).proposer
+
+    def acquire(self, method: Method) -> Proposer:
+        """The same, in use until `release`."""
+        found = self._find(method)
+        found.num_users += 1
+        return found.proposer
+
+    def release(self, proposer: Proposer) -> None:
+        """A sequence no longer uses it."""
+        for found in self._alive:
+            if found.proposer is proposer:
+                found.num_users -= 1
+                assert found.num_users >= 0, "released more often than acquired"
+        self._let_go()
 
     def __iter__(self) -> Iterator[Proposer]:
-        return iter(self._alive.values())
+        return iter([found.proposer for found in self._alive])
+
+    def _find(self, method: Method) -> _Alive:
+        for place, found in enumerate(self._alive):
+            if type(found.method) is type(method) and found.method == method:
+                self._alive.append(self._alive.pop(place))
+                return found
+        built = _Alive(method, self._context.build(method))
+        self._alive.append(built)
+        self._let_go()
+        return built
+
+    def _let_go(self) -> None:
+        idle = [found for found in self._alive[:-1] if not found.num_users and found.method != self._kept]
+        for found in idle[: max(0, len(idle) - MAX_IDLE)]:
+            self._alive.remove(found)

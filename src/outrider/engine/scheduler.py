@@ -1,14 +1,46 @@
-"""Who runs in the next step, with how many rows, in which blocks; no torch."""
+"""Who runs in the next step, with how many rows, in which blocks, and who drafts for it; no torch."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outrider.cache.blocks import BlockManager
 from outrider.config import SchedulerConfig
 from outrider.engine.sequence import Sequence, Status
+from outrider.propose.method import Method
+from outrider.propose.speculation import SpeculationConfig
+from outrider.verify.verifier import RuleName
+
+#: Decides, before anything is drawn, who drafts for a sequence in this step: settings for each turn, the first turn's draft
+#: at the end of the text and each further one behind the one before. () decodes plainly. The first one's rule checks all.
+Planner = Callable[[Sequence], tuple[SpeculationConfig, ...]]
+
+
+def as_requested(seq: Sequence) -> tuple[SpeculationConfig, ...]:
+    """The settings of the request, in every step."""
+    speculation = seq.request.speculation
+    return (speculation,) if speculation.enabled else ()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One method's part in the draft of one sequence; fixed before anything is drawn.
+
+    Attributes:
+        method: Who drafts.
+        tree: Shape that was asked for.
+        greedy: Whether the most likely tokens were asked for.
+        budget: Most rows it may have.
+        max_depth: Longest path that may be of use.
+    """
+
+    method: Method
+    tree: tuple[int, ...]
+    greedy: bool
+    budget: int
+    max_depth: int
 
 
 @dataclass
@@ -18,19 +50,24 @@ class ScheduledSequence:
     Attributes:
         seq: The sequence.
         num_rows: Committed tokens to compute: a prefill chunk, or 1 while decoding.
-        draft_budget: Most draft rows behind them; fixed before anything is drawn.
-        draft_depth: Longest path among them that may be of use.
+        turns: Who drafts behind them, in order.
+        rule: How the draft is checked.
     """
 
     seq: Sequence
     num_rows: int
-    draft_budget: int = 0
-    draft_depth: int = 0
+    turns: tuple[Turn, ...] = ()
+    rule: RuleName = "auto"
 
     @property
     def completes(self) -> bool:
         """Whether its last row is the last committed token, so that the next token can be chosen."""
         return self.num_rows == self.seq.num_missing
+
+    @property
+    def coupled(self) -> bool:
+        """Whether drafts guess with the target's own noise: seeded requests, or where the rule asks for it."""
+        return self.rule == "coupled" or (self.rule == "auto" and self.seq.request.params.seed is not None)
 
 
 @dataclass
@@ -39,7 +76,8 @@ class Schedule:
 
     Attributes:
         items: Running sequences and their rows.
-        copies: (source, destination) blocks to copy before the pass, for sequences that write to shared blocks.
+        copies: (source, destination) blocks to copy before anybody reads or writes, for sequences that write to shared
+            blocks.
     """
 
     items: list[ScheduledSequence] = field(default_factory=list)
@@ -53,12 +91,16 @@ class Scheduler:
         config: Limits of a step.
         blocks: The target's memory.
         max_model_len: Longest sequence.
+
+    Attributes:
+        planner: Who decides who drafts; another one may be put here between two steps.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, max_model_len: int) -> None:
         self.config = config
         self.blocks = blocks
         self.max_model_len = max_model_len
+        self.planner: Planner = as_requested
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -71,19 +113,13 @@ class Scheduler:
 
     def start_fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` run on the blocks of `parent`, whose prompt is computed but for its last token."""
-        child.block_table = self.blocks.fork(parent.block_table)
-        child.num_computed, child.num_published = parent.num_computed, parent.num_published
+        child.kv = child.view.kv = parent.kv.fork()
         child.status = Status.RUNNING
         self.running.append(child)
 
-    def recompute(self, seq: Sequence) -> None:
-        """Give up the KV of a running sequence, whose tokens will be computed again in the steps to come."""
-        self.blocks.free(seq.block_table)
-        seq.num_computed = seq.num_published = 0
-
     def remove(self, seq: Sequence) -> None:
         """Take a finished or failed sequence out and free its memory."""
-        self.blocks.free(seq.block_table)
+        seq.kv.free()
         if seq in self.running:
             self.running.remove(seq)
         elif seq in self.waiting:
@@ -112,20 +148,14 @@ class Scheduler:
 
     def _claim(self, plan: Schedule, seq: Sequence, rows: int) -> bool:
         """Find memory for the next rows of `seq`, preempting newer sequences; False where it was itself preempted."""
-        stop = seq.num_computed + rows
-        while self._blocks_needed(seq, stop) > self.blocks.num_free:
+        stop = seq.kv.num_computed + rows
+        while seq.kv.needed(stop) > self.blocks.num_free:
             victim = self.running[-1]
             self._preempt(plan, victim)
             if victim is seq:
                 return False
-        plan.copies += self.blocks.make_writable(seq.block_table, seq.num_computed, stop)
-        grown = self.blocks.grow(seq.block_table, stop)
-        assert grown
+        plan.copies += seq.kv.make_writable(stop)
         return True
-
-    def _blocks_needed(self, seq: Sequence, stop: int) -> int:
-        shared = len(self.blocks.shared_from(seq.block_table, seq.num_computed, stop))
-        return max(0, self.blocks.blocks_for(stop) - len(seq.block_table)) + shared
 
     def _preempt(self, plan: Schedule, victim: Sequence) -> None:
         """Take the victim's memory; its tokens stay and are computed again when it is its turn."""
@@ -133,11 +163,10 @@ class Scheduler:
             if item.seq is victim:
                 plan.items.remove(item)
                 break
-        given_back = set(victim.block_table)  # may be handed out again in this very step, as the target of another copy
+        given_back = set(victim.kv.block_table)  # may be handed out again in this very step, as the target of another copy
         plan.copies = [(source, destination) for source, destination in plan.copies if destination not in given_back]
         self.running.remove(victim)
-        self.blocks.free(victim.block_table)
-        victim.num_computed = victim.num_published = 0
+        victim.kv.free()
         victim.status = Status.WAITING
         victim.stats.num_preemptions += 1
         self.waiting.appendleft(victim)
@@ -145,18 +174,15 @@ class Scheduler:
     def _admit(self, plan: Schedule, rows_left: int) -> int:
         while self.waiting and rows_left > 0 and self._has_seat(self.waiting[0]):
             seq = self.waiting[0]
-            seq.block_table = self._cached_prefix(seq)
-            seq.num_published = len(seq.block_table)
-            seq.num_computed = seq.num_published * self.blocks.block_size
+            seq.kv.open(seq.token_ids, share=_may_share(seq))
             rows = min(_prefill_rows(seq), rows_left)
             # Admit only where the whole text fits, so that a newcomer does not preempt or get preempted at once.
-            if self._blocks_needed(seq, len(seq.token_ids)) > self.blocks.num_free:
-                self.blocks.free(seq.block_table)
-                seq.num_computed = seq.num_published = 0
+            if seq.kv.needed(len(seq.token_ids)) > self.blocks.num_free:
+                seq.kv.free()
                 break
             self.waiting.popleft()
             seq.status = Status.RUNNING
-            seq.stats.num_cached_tokens = max(seq.stats.num_cached_tokens, seq.num_computed)
+            seq.stats.num_cached_tokens = max(seq.stats.num_cached_tokens, seq.kv.num_computed)
             self.running.append(seq)
             if rows > 0:
                 claimed = self._claim(plan, seq, rows)
@@ -170,38 +196,50 @@ class Scheduler:
         taken = sum(_seats(other) for other in self.running)
         return taken + _seats(seq) <= self.config.max_num_seqs
 
-    def _cached_prefix(self, seq: Sequence) -> list[int]:
-        proposer = seq.request.proposer
-        if proposer is not None and proposer.requires.any:
-            return []  # its features exist only for rows that are computed
-        if seq.request.params.prompt_logprobs is not None:
-            return []  # and so do logits
-        return self.blocks.match(seq.token_ids, seq.cache_space)
-
     def _budget_drafts(self, plan: Schedule, rows_left: int) -> None:
-        for item in self._drafting(plan):
-            seq = item.seq
-            depth = min(
-                seq.request.params.max_tokens - seq.num_output_tokens - 1, self.max_model_len - len(seq.token_ids) - 1
-            )
-            if seq.long_rope_after is not None and not seq.long_rope:
-                depth = min(depth, seq.long_rope_after - len(seq.token_ids))  # no draft spans two sets of rotary factors
-            asked = seq.request.speculation
-            budget = min(asked.num_draft_tokens, rows_left) if depth > 0 else 0
-            if not asked.tree:
-                budget = min(budget, depth)
-            while budget > 0 and not self.blocks.grow(seq.block_table, len(seq.token_ids) + budget):
-                budget -= 1
-            item.draft_budget, item.draft_depth = max(budget, 0), depth
-            rows_left -= item.draft_budget
+        for item in plan.items:
+            if item.completes and item.num_rows == 1 and rows_left > 0:
+                rows_left -= self._plan_turns(item, rows_left)
 
-    def _drafting(self, plan: Schedule) -> Iterator[ScheduledSequence]:
-        return (i for i in plan.items if i.completes and i.num_rows == 1 and i.seq.request.proposer is not None)
+    def _plan_turns(self, item: ScheduledSequence, rows_left: int) -> int:
+        """Share rows out to those who draft for a sequence; returns how many."""
+        seq, asked = item.seq, self.planner(item.seq)
+        depth, num_rows = self._useful_depth(seq), 0
+        turns: list[Turn] = []
+        for config in asked:
+            if config.method is None or depth <= 0:
+                break
+            budget = min(config.num_draft_tokens, rows_left - num_rows)
+            if not config.tree:
+                budget = min(budget, depth)
+            while budget > 0 and not seq.kv.grow(len(seq.token_ids) + num_rows + budget):
+                budget -= 1
+            if budget <= 0:
+                break
+            turns.append(Turn(config.method, config.tree, config.draft_sampling == "greedy", budget, depth))
+            num_rows += budget
+            depth -= len(config.tree) or budget
+        item.turns = tuple(turns)
+        if asked:
+            item.rule = asked[0].rule
+        return num_rows
+
+    def _useful_depth(self, seq: Sequence) -> int:
+        """Longest path of draft tokens that may enter the text, the target's own next token left room for."""
+        depth = min(seq.request.params.max_tokens - seq.num_output_tokens, self.max_model_len - len(seq.token_ids)) - 1
+        if seq.long_rope_after is not None and not seq.kv.long_rope:
+            depth = min(depth, seq.long_rope_after - len(seq.token_ids))  # no draft spans two sets of rotary factors
+        return depth
 
 
 def _prefill_rows(seq: Sequence) -> int:
     """Rows it could use now. A sequence about to fork stops one token early, so that every sample has a row to decode."""
-    return seq.num_missing if seq.forked else seq.num_prompt_tokens - 1 - seq.num_computed
+    return seq.num_missing if seq.forked else seq.num_prompt_tokens - 1 - seq.kv.num_computed
+
+
+def _may_share(seq: Sequence) -> bool:
+    """Whether KV that somebody else computed will do: not where features or logits of every row are needed."""
+    return not seq.reads_every_row and seq.request.params.prompt_logprobs is None
 
 
 def _seats(seq: Sequence) -> int:

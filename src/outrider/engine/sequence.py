@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from enum import Enum, auto
 
-from outrider.config import SpeculationConfig
+from outrider.cache.lease import KVLease
 from outrider.engine.detokenizer import TextStream
-from outrider.engine.stats import SequenceStats
+from outrider.engine.drafter import Drafter
 from outrider.errors import OutriderError
 from outrider.params import FinishReason, PositionLogprobs, SamplingParams, StreamPiece, TokenOrigin
-from outrider.propose.base import Proposer, ProposerSequence, Tokens
+from outrider.propose.base import ProposerSequence, Tokens
+from outrider.propose.method import Method
+from outrider.propose.speculation import SpeculationConfig
+from outrider.stats import RequestStats
+from outrider.trace import RoundTrace
 from outrider.verify.grammar import GrammarState
 from outrider.verify.processing import Processing
 
@@ -31,12 +34,12 @@ class Request:
         prompt: As given, or None for token ids.
         prompt_token_ids: Never empty.
         params: Sampling parameters.
-        speculation: Who drafts for it and how.
-        proposer: The proposer itself; None decodes plainly.
+        speculation: Who drafts for it and how, unless a planner decides otherwise.
         seed: Of its noise: the caller's, or one drawn from the operating system.
         eos_token_ids: Tokens that end a text of this model.
         bad_words: Token sequences that may not be completed, strings resolved.
         namespace: Keeps caches of unrelated callers apart.
+        traced: Whether a trace of every round is kept.
     """
 
     def __init__(
@@ -46,32 +49,27 @@ class Request:
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
         speculation: SpeculationConfig,
-        proposer: Proposer | None,
         seed: int,
         eos_token_ids: frozenset[int],
         bad_words: tuple[tuple[int, ...], ...] = (),
         namespace: str | None = None,
+        *,
+        traced: bool = False,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.speculation = speculation
-        self.proposer = proposer
         self.seed = seed
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.bad_words = bad_words
         self.namespace = namespace
+        self.traced = traced
         self.prompt_logprobs: list[PositionLogprobs | None] = [None]
         self.sequences: list[Sequence] = []
         self.error: OutriderError | None = None
         self.outbox: list[StreamPiece] | None = None  # pieces not yet fetched; None where nobody streams
-
-    @property
-    def coupled(self) -> bool:
-        """Whether drafts guess with the target's own noise: seeded requests, or where the rule asks for it."""
-        rule = self.speculation.rule
-        return rule == "coupled" or (rule == "auto" and self.params.seed is not None)
 
     @property
     def finished(self) -> bool:
@@ -84,15 +82,17 @@ class Sequence:
     Attributes:
         seq_id: Unique while the engine lives.
         token_ids: Prompt and committed output.
-        num_computed: Leading tokens whose target KV is in `block_table`.
-        block_table: The target's blocks.
-        num_published: Leading blocks that are settled in the prefix cache.
+        kv: The target's KV of it.
         retired: Whether it has ended and given everything back.
         view: What proposers see of it.
-        demoted: A proposer fault lost a sampled draft; from then on its drafts are verified as opaque.
+        drafters: The proposers that have worked for it, by the order of their first use.
+        refused: Methods whose proposers cannot be had.
+        reads_every_row: Whether one of them must be shown every row of the text, so that no prefix may come from a cache.
+        rounds: Traces, where they were asked for.
         logprobs: Of the output so far, where they were asked for.
 
     Args:
+        kv: Empty.
         grammar: Where its output stands in the structure it must have, if any.
         long_rope_after: Tokens after which the model uses other rotary factors for the whole text.
     """
@@ -104,6 +104,7 @@ class Sequence:
         index: int,
         text: TextStream,
         max_model_len: int,
+        kv: KVLease,
         grammar: GrammarState | None = None,
         long_rope_after: int | None = None,
     ) -> None:
@@ -117,15 +118,16 @@ class Sequence:
         self.retired = False
         self.token_ids = list(request.prompt_token_ids)
         self.origins: list[TokenOrigin] = []
-        self.num_computed = 0
-        self.block_table: list[int] = []
-        self.num_published = 0
-        self.demoted = False
+        self.kv = kv
+        self.drafters: list[Drafter] = []
+        self.refused: list[Method] = []
+        self.reads_every_row = False
         self.forked = request.params.n == 1 or index > 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
-        self.stats = SequenceStats()
+        self.stats = RequestStats()
         self.logprobs: list[PositionLogprobs] = []
+        self.rounds: list[RoundTrace] = []
         tokens, num_prompt_tokens = Tokens(self.token_ids), len(request.prompt_token_ids)
         self.view = ProposerSequence(
             seq_id=seq_id,
@@ -137,9 +139,7 @@ class Sequence:
             ),
             seed=request.seed,
             sample=index,
-            coupled=request.coupled,
-            greedy_drafts=request.speculation.draft_sampling == "greedy",
-            tree=request.speculation.tree,
+            kv=kv,
             namespace=request.namespace,
         )
 
@@ -158,17 +158,11 @@ class Sequence:
     @property
     def num_missing(self) -> int:
         """Rows the target has yet to compute; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) - self.kv.num_computed
 
-    @property
-    def long_rope(self) -> bool:
-        """Whether the target computes this text with its long rotary factors."""
-        return self.long_rope_after is not None and len(self.token_ids) > self.long_rope_after
-
-    @property
-    def cache_space(self) -> Hashable:
-        """Whose KV it may share: that of its namespace under the same rotary factors."""
-        return (self.view.namespace, self.long_rope)
+    def drafter(self, method: Method) -> Drafter | None:
+        """The one with these settings, if it has worked for this sequence."""
+        return next((d for d in self.drafters if type(d.method) is type(method) and d.method == method), None)
 
     def append(self, token_id: int, origin: TokenOrigin) -> None:
         """Commit one token and finish the sequence if it ends the text."""

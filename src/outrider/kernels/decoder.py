@@ -13,7 +13,6 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -191,15 +190,88 @@ class DecoderKernel:
         for layer in aux_layers:
             if not -count <= layer < count:
                 raise IndexError(f"hidden states {layer} of {count}")
+        aux = {layer % count: self._states_like(len(rows.tokens)) for layer in aux_layers}
+        logits = self._pass(self._decoder, rows, [aux.get(i) for i in range(count)] if aux else [])
+        return logits, {layer: aux[layer % count] for layer in aux_layers}
+
+    def forward_part(
+        self, rows: PassRows, aux_layers: Sequence[int], layers: Sequence[int], hidden: Tensor | None
+    ) -> tuple[Tensor, dict[int, Tensor], Tensor]:
+        """Compute the rows through some of the layers, then the final norm and the head.
+
+        Args:
+            rows: As for `forward`.
+            aux_layers: Hidden states that are wanted; those that no layer of this pass reads or leaves are left out.
+            layers: Which layers run, in ascending order.
+            hidden: [num_rows, hidden_size] what the first of them reads; None begins with the embeddings.
+
+        Returns:
+            Logits [num_logits, vocab_size], hidden states by index, and [num_rows, hidden_size] as the last layer left
+            them.
+        """
+        decoder = DecoderStruct.from_buffer_copy(self._decoder)
+        chosen = (LayerStruct * len(layers))(*(self._layers[i] for i in layers))  # the same weights over the same memory
+        decoder.layers, decoder.num_layers = ctypes.addressof(chosen), len(layers)
+        num_rows, last = len(rows.tokens), len(self._layers)
+        places = {layer: place for place, layer in enumerate((*layers, last))}
+        aux = {layer: self._states_like(num_rows) for layer in aux_layers if layer in places}
+        states = [aux.get(layer) for layer in (*layers, last)] if aux else []
+        left = self._states_like(num_rows)
+        logits = self._pass(decoder, rows, states, hidden, left)
+        return logits, aux, left
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Rows [n, hidden_size] of the embedding table."""
+        rows = _rows_without_context(token_ids.tolist())
+        return self.forward_part(rows, (), (), None)[2]
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The final norm of hidden states [n, hidden_size]."""
+        rows, last = _rows_without_context([0] * len(hidden)), len(self._layers)
+        return self.forward_part(rows, (last,), (), hidden)[1][last]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocab_size] of normed hidden states [n, hidden_size]."""
+        rows = hidden.to(self.real).contiguous()
+        out = torch.empty(len(rows), self.head.width, dtype=self.real)
+        self._library.function("linear_forward", self.real)(
+            ctypes.byref(self.head.struct),
+            _POINTER(rows.data_ptr()),
+            _POINTER(out.data_ptr()),
+            _I64(len(rows)),
+            _I64(self._library.num_threads),
+        )
+        return out[:, : self.head.out_features]
+
+    def _states_like(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows, self.shape.hidden_size, dtype=self.real)
+
+    def _pass(
+        self,
+        decoder: DecoderStruct,
+        rows: PassRows,
+        states: Sequence[Tensor | None],
+        hidden: Tensor | None = None,
+        left: Tensor | None = None,
+    ) -> Tensor:
+        """One call of the kernels; returns logits [num_logits, vocab_size].
+
+        Args:
+            decoder: Which layers.
+            rows: The rows.
+            states: Where to put what each layer reads, and what comes out of the final norm; empty for nothing.
+            hidden: What the first layer reads instead of the embeddings.
+            left: Where to put what the last layer leaves.
+        """
         num_rows, num_logits = len(rows.tokens), len(rows.logit_rows)
         out = torch.empty(num_logits, self.head.width, dtype=self.real)
-        aux = {layer % count: torch.empty(num_rows, self.shape.hidden_size, dtype=self.real) for layer in aux_layers}
-        states = self._states(aux)
         lists = [getattr(rows, name) for name in PASS_LISTS]
         numbers = np.array(list(chain.from_iterable(lists)), np.int64)  # one array for all of them
         begins = accumulate((len(values) for values in lists[:-1]), initial=0)
         base = numbers.ctypes.data
         addresses = (base + 8 * begin for begin in begins)
+        pointers = (_POINTER * len(states))(*(None if s is None else s.data_ptr() for s in states)) if states else None
+        given = None if hidden is None else hidden.to(self.real).contiguous()
         call = PassStruct(
             num_rows,
             len(rows.start),
@@ -208,21 +280,18 @@ class DecoderKernel:
             *addresses,
             rows.ancestry.ctypes.data,
             out.data_ptr(),
-            ctypes.addressof(states) if states else None,
+            None if pointers is None else ctypes.addressof(pointers),
+            None if given is None else given.data_ptr(),
+            None if left is None else left.data_ptr(),
         )
         threads = _I64(self._library.num_threads)
-        decoder, passed = ctypes.byref(self._decoder), ctypes.byref(call)
-        needed = self._scratch_size(decoder, passed, threads)
+        passed = ctypes.byref(call)
+        needed = self._scratch_size(ctypes.byref(decoder), passed, threads)
         if needed > len(self._scratch):
             self._scratch = torch.empty(needed, dtype=self.real)
         call.scratch = self._scratch.data_ptr()
-        self._decode(decoder, passed, threads)
-        return out[:, : self.head.out_features], {layer: aux[layer % count] for layer in aux_layers}
-
-    def _states(self, aux: dict[int, Tensor]) -> Any:
-        """Where to put the hidden states of each layer; None where none are wanted."""
-        count = len(self._layers) + 1
-        return (_POINTER * count)(*(aux[i].data_ptr() if i in aux else None for i in range(count))) if aux else None
+        self._decode(ctypes.byref(decoder), passed, threads)
+        return out[:, : self.head.out_features]
 
     def _layer(self, layer: DecoderLayer) -> LayerStruct:
         return LayerStruct(
@@ -246,3 +315,23 @@ class DecoderKernel:
             return None
         self._vectors.append(values.detach().to(self.real).contiguous())
         return self._vectors[-1].data_ptr()
+
+
+def _rows_without_context(tokens: list[int]) -> PassRows:
+    """Rows for a pass without layers, which looks at no memory."""
+    count = len(tokens)
+    nothing = [0] * count
+    return PassRows(
+        tokens=tokens,
+        positions=nothing,
+        slots=nothing,
+        long_rows=nothing,
+        first=[0, count],
+        start=[0],
+        tables=[0],
+        table_at=[0],
+        ancestry_at=[-1],
+        logit_rows=[],
+        ancestry=np.empty(0, np.uint8),
+        block_size=1,
+    )

@@ -96,6 +96,8 @@ class PassStruct(ctypes.Structure):
         ("ancestry", _POINTER),
         ("out", _POINTER),
         ("states", _POINTER),
+        ("hidden_in", _POINTER),
+        ("hidden_out", _POINTER),
         ("scratch", _POINTER),
     ]
 

@@ -1,8 +1,6 @@
 """Linear layers for the few rows of a verify pass, where stock products on CPUs cost several decode steps.
 
 `PackedLinear` computes with our own kernels over weights packed for them: read once for all rows, every row's bits its own.
-`SkinnyLinear` is for float32 where the kernels are not compiled: MKL's product with few rows repacks the weights and takes
-about three times as long as one row does; with the operands exchanged, weights on the left, it reads them once.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import ctypes
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.kernels.layout import LinearStruct, WeightKind
@@ -18,9 +15,6 @@ from outrider.kernels.library import KernelLibrary, kernels_for
 from outrider.kernels.packed import PackedWeights, kind_of, packed_bytes
 from outrider.kernels.weights import StoredWeight, empty_weight, restore_weight, stored_weight
 
-#: Above this many rows MKL's own product is as good.
-MAX_ROWS = 16
-_WIDTH = 4
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 # A custom operator, so that torch.compile and dispatch modes see one opaque product.
@@ -100,22 +94,6 @@ class PackedTransposed(nn.Module):
         return _product(input, self.packed)
 
 
-class SkinnyLinear(nn.Linear):
-    """nn.Linear in float32 that reads its weights once for up to MAX_ROWS rows, by MKL."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
-        num_rows = input.numel() // input.shape[-1]
-        if not 1 < num_rows <= MAX_ROWS:
-            return F.linear(input, self.weight, self.bias)
-        # MKL's kernels come in widths of four, so rows are padded up to the next multiple.
-        rows = F.pad(input.reshape(num_rows, -1), (0, 0, 0, -num_rows % _WIDTH))
-        out = torch.mm(self.weight, rows.t())[:, :num_rows].t().contiguous()
-        if self.bias is not None:
-            out += self.bias
-        return out.view(*input.shape[:-1], -1)
-
-
 def use_packed_linear(model: nn.Module, library: KernelLibrary, transposed: tuple[type[nn.Module], ...] = ()) -> None:
     """Let the stock linear layers of `model` take our kernels, where these know device and dtype; weights move over.
 
@@ -168,14 +146,6 @@ def _pack_transposed(model: nn.Module, library: KernelLibrary, types: tuple[type
         module.stock = type(module)  # type: ignore[assignment]
         module.packed = packed  # type: ignore[assignment]
         module.__class__ = PackedTransposed
-
-
-def use_skinny_linear(model: nn.Module) -> None:
-    """Let the stock linear layers of `model` take MKL's fast way, where there is one: float32 on a CPU with MKL."""
-    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-        return
-    for module in _stock_linears(model, (torch.float32,)):
-        module.__class__ = SkinnyLinear
 
 
 def _stock_linears(model: nn.Module, dtypes: tuple[torch.dtype, ...]) -> list[nn.Linear]:

@@ -71,22 +71,22 @@ def race(probs: Tensor, noise: np.ndarray) -> Tensor:
 
 
 def invert(probs: Tensor, noise: np.ndarray) -> Tensor:
-    """Tokens [n] by inverting the cumulative law with one uniform, of the bits [n] of `noise`."""
+    """Tokens [n] by inverting the cumulative distribution with one uniform, of the bits [n] of `noise`."""
     return _drawn("invert", probs, noise)
 
 
 def owed_mass(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
-    """Sums [b, n] of (weight * target - draft)+ over laws [b, n, vocab_size]."""
+    """Sums [b, n] of (weight * target - draft)+ over rows of probabilities [b, n, vocab_size]."""
     mass = torch.empty(weight.shape, dtype=target.dtype)
     _owed(target, draft, weight, mass, None)
     return mass
 
 
-def owed_law(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
+def owed_probs(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
     """(weight * target - draft)+ normalised, [b, n, vocab_size]; the target where that is empty."""
-    law = torch.empty(target.shape, dtype=target.dtype)
-    _owed(target, draft, weight, None, law)
-    return law
+    probs = torch.empty(target.shape, dtype=target.dtype)
+    _owed(target, draft, weight, None, probs)
+    return probs
 
 
 def _drawn(name: str, probs: Tensor, noise: np.ndarray) -> Tensor:
@@ -98,20 +98,20 @@ def _drawn(name: str, probs: Tensor, noise: np.ndarray) -> Tensor:
     return tokens
 
 
-def _owed(target: Tensor, draft: Tensor, weight: Tensor, mass: Tensor | None, law: Tensor | None) -> None:
-    target, draft = _in_groups(target), _in_groups(draft)  # slices of laws as they are: copies would cost what the sums do
+def _owed(target: Tensor, draft: Tensor, weight: Tensor, mass: Tensor | None, probs: Tensor | None) -> None:
+    target, draft = _in_groups(target), _in_groups(draft)  # slices as they are: copies would cost what the sums do
     weight = weight.to(target.dtype).contiguous()
     size, together = target.shape[-1], target.shape[1]
     strides = target.stride(0), draft.stride(0)
-    results = [None if t is None else t.data_ptr() for t in (mass, law)]
+    results = [None if t is None else t.data_ptr() for t in (mass, probs)]
     pointers = [t.data_ptr() for t in (target, draft, weight)]
     _run("residual", target.dtype, ResidualCall(weight.numel(), size, together, *strides, *pointers, *results))
 
 
-def _in_groups(laws: Tensor) -> Tensor:
+def _in_groups(rows: Tensor) -> Tensor:
     """[b, n, vocab_size] with the n rows one after another in memory."""
-    adjoining = laws.stride(-1) == 1 and (laws.shape[1] == 1 or laws.stride(1) == laws.shape[-1])
-    return laws if adjoining else laws.contiguous()
+    adjoining = rows.stride(-1) == 1 and (rows.shape[1] == 1 or rows.stride(1) == rows.shape[-1])
+    return rows if adjoining else rows.contiguous()
 
 
 def _run(name: str, real: torch.dtype, call: Any) -> None:

@@ -25,6 +25,7 @@ class Segment:
         parents: Row index of each row's parent in topological order, -1 for a row that continues the context; None for
             a plain chain. A row sees the context, its ancestors and itself; its position is its depth past the context.
         logits_from: First row whose logits are wanted; len(token_ids) for none.
+        logits_until: One behind the last such row; None for all rows to the end.
         long_rope: Whether its text uses the long factors of a "longrope" model.
     """
 
@@ -33,11 +34,17 @@ class Segment:
     block_table: Sequence[int]
     parents: tuple[int, ...] | None = None
     logits_from: int = 0
+    logits_until: int | None = None
     long_rope: bool = False
 
     @property
     def num_rows(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def logits_end(self) -> int:
+        """One behind the last row whose logits are wanted."""
+        return self.num_rows if self.logits_until is None else self.logits_until
 
     @property
     def context_len(self) -> int:
@@ -90,7 +97,7 @@ class RaggedBatch:
         ends = list(accumulate(s.num_rows for s in self.segments))
         self.num_rows = ends[-1] if ends else 0
         self.row_spans = list(zip([0, *ends[:-1]], ends, strict=True))
-        logit_ends = list(accumulate(s.num_rows - s.logits_from for s in self.segments))
+        logit_ends = list(accumulate(s.logits_end - s.logits_from for s in self.segments))
         self.logits_spans = list(zip([0, *logit_ends[:-1]], logit_ends, strict=True))
 
     @cached_property
@@ -109,9 +116,8 @@ class RaggedBatch:
     @cached_property
     def wanted(self) -> np.ndarray:
         """[num_logits] int64, rows whose logits are wanted."""
-        return np.concatenate(
-            [np.arange(a + s.logits_from, b) for s, (a, b) in zip(self.segments, self.row_spans, strict=True)]
-        )
+        spans = zip(self.segments, self.row_spans, strict=True)
+        return np.concatenate([np.arange(first + s.logits_from, first + s.logits_end) for s, (first, _) in spans])
 
     @cached_property
     def input_ids(self) -> Tensor:  # [1, num_rows]

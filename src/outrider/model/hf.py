@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -145,6 +145,119 @@ def _interleaved(near: Tensor, far: Tensor, long: Tensor) -> Tensor:
     rows = near.new_empty(1, len(long), near.shape[-1])
     rows[:, ~long], rows[:, long] = near, far[:, :-1]
     return rows
+
+
+class HiddenTap:
+    """What the last decoder layer left, [num_rows, hidden_size]; None before a pass has run."""
+
+    def __init__(self) -> None:
+        self.hidden: Tensor | None = None
+
+
+@contextmanager
+def some_layers(model: Any, layers: Sequence[int], hidden: Tensor | None) -> Iterator[HiddenTap]:
+    """Let only some of the decoder layers run within the block; the others hand on what they are given.
+
+    Args:
+        model: A causal language model.
+        layers: Indices of those that run.
+        hidden: [num_rows, hidden_size] what the first of them reads instead of the embeddings; None changes nothing.
+    """
+    stack, tap = decoder_layers(model), HiddenTap()
+    skipped = [index for index in range(len(stack)) if index not in layers]
+    first = min(layers, default=len(stack))
+    hooks = [stack[-1].register_forward_hook(lambda _, __, out: setattr(tap, "hidden", _states_of(out)[0]))]
+    if hidden is not None and first == 0:
+        hooks.append(stack[0].register_forward_pre_hook(_replace_input(hidden), with_kwargs=True))
+    for index in skipped:  # the layer before the first that runs puts the given states in place
+        stack[index].forward = _HandOn(stack[index], hidden if index == first - 1 else None)
+    try:
+        yield tap
+    finally:
+        for index in skipped:
+            del stack[index].forward
+        for hook in hooks:
+            hook.remove()
+
+
+class _HandOn:
+    """A decoder layer's forward that returns the states it was given, or others, in the form of the stock one."""
+
+    def __init__(self, layer: Any, hidden: Tensor | None) -> None:
+        self._hidden = hidden
+        self._in_tuple = _IN_TUPLES[type(layer)]
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        states = hidden_states if self._hidden is None else self._hidden[None].to(hidden_states)
+        return (states,) if self._in_tuple else states
+
+
+#: Whether a kind of decoder layer returns its states inside a tuple, as older families do; found by looking at a pass.
+_IN_TUPLES: dict[type, bool] = {}
+
+
+@contextmanager
+def noting_layers(model: Any) -> Iterator[None]:
+    """Note in what form the decoder layers of a model that runs within the block return their states."""
+    try:
+        stack = decoder_layers(model)
+    except ValueError:  # its layers cannot be chosen from, and who tries is told so
+        yield
+        return
+
+    def note(layer: Any, _: Any, output: Any) -> None:
+        _IN_TUPLES[type(layer)] = isinstance(output, tuple)
+
+    hooks = [layer.register_forward_hook(note) for layer in stack]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _replace_input(hidden: Tensor) -> Callable[..., tuple[Any, Any]]:
+    def replace(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (hidden[None].to(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": hidden[None].to(kwargs["hidden_states"])}
+
+    return replace
+
+
+def _states_of(output: Any) -> Tensor:
+    states: Tensor = output[0] if isinstance(output, tuple) else output
+    return states
+
+
+def decoder_layers(model: Any) -> Any:
+    """The decoder layers of a model, in order.
+
+    Raises:
+        ValueError: They are not one list, so that they cannot be chosen from.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(model).__name__} has no list of its {count} layers")
+
+
+@contextmanager
+def only_head(model: Any, hidden: Tensor) -> Iterator[None]:
+    """Let the model's head find `hidden` [num_rows, hidden_size] instead of what its decoder computes, with whatever the
+    model does to its logits."""
+
+    def replace(_: Any, __: Any, output: Any) -> Any:
+        output["last_hidden_state"] = hidden[None].to(output["last_hidden_state"])
+        return output
+
+    hook = model.base_model.register_forward_hook(replace)
+    try:
+        with some_layers(model, (), None):
+            yield
+    finally:
+        hook.remove()
 
 
 def recurrent_layers(config: Any) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.cache.blocks import BlockManager
 from outrider.cache.pool import KVPool
 from outrider.model import hf
-from outrider.model.attention.base import AttentionBackend
+from outrider.model.backends.base import AttentionBackend, PartialPass
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import ForwardContext
 from outrider.model.loader import LoadedModel
@@ -24,15 +24,19 @@ class ForwardOutput:
     Attributes:
         logits: [num_logits, vocab_size] in float32, or float64 for a float64 model.
         logits_spans: (first, end) logits of each segment.
+        logits_first_rows: The row of each segment that its first logits belong to.
         row_spans: (first, end) rows of each segment.
         aux_hidden_states: By index as transformers counts them (0 is the embeddings, i the input of layer i):
             [num_rows, hidden_size].
+        hidden: [num_rows, hidden_size] as the last layer that ran left them, before the final norm; for a partial pass.
     """
 
     logits: Tensor
     logits_spans: list[tuple[int, int]]
+    logits_first_rows: list[int]
     row_spans: list[tuple[int, int]]
     aux_hidden_states: dict[int, Tensor]
+    hidden: Tensor | None = None
 
 
 class ModelRunner:
@@ -53,16 +57,20 @@ class ModelRunner:
         self._reaches = hf.layer_reaches(loaded.model.config)
 
     @torch.inference_mode()
-    def forward(self, segments: Sequence[Segment], aux_layers: Sequence[int] = ()) -> ForwardOutput:
-        """Compute every row of `segments` in one pass and leave its KV in the pool."""
+    def forward(
+        self, segments: Sequence[Segment], aux_layers: Sequence[int] = (), part: PartialPass | None = None
+    ) -> ForwardOutput:
+        """Compute every row of `segments` in one pass and leave its KV in the pool; `part` chooses layers."""
         batch = RaggedBatch(segments, self.blocks.block_size, self.loaded.device)
-        logits, aux = self.backend.forward(self.loaded, ForwardContext(batch, self.pool, self._reaches), aux_layers)
+        out = self.backend.forward(self.loaded, ForwardContext(batch, self.pool, self._reaches), aux_layers, part)
         self.num_passes += 1
         return ForwardOutput(
-            logits=logits.to(torch.promote_types(logits.dtype, torch.float32)),
+            logits=wide(out.logits),
             logits_spans=batch.logits_spans,
+            logits_first_rows=[segment.logits_from for segment in batch.segments],
             row_spans=batch.row_spans,
-            aux_hidden_states=aux,
+            aux_hidden_states=out.aux_hidden_states,
+            hidden=out.hidden,
         )
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -91,3 +99,8 @@ class ModelRunner:
     def _slot(self, block_table: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self.blocks.block_size)
         return block_table[block] * self.blocks.block_size + offset
+
+
+def wide(logits: Tensor) -> Tensor:
+    """Logits in float32 at least."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

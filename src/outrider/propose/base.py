@@ -1,15 +1,17 @@
-"""What a proposer is, and what it is given."""
+"""What a proposer is, what it is asked, and what it is shown afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from enum import StrEnum
+from typing import NamedTuple, overload
 
 from torch import Tensor
 
+from outrider.cache.lease import KVLease
+from outrider.draft import Draft, Law
 from outrider.params import SamplingParams
-from outrider.propose.draft import Draft, Law
 from outrider.verify.noise import Key, NoiseSource, Stream
 from outrider.verify.processing import Processing
 
@@ -43,9 +45,8 @@ class ProposerSequence:
         processing: What its parameters do to logits, the target's and a draft model's alike.
         seed: Of the request's noise.
         sample: Sample index within the request.
-        coupled: Whether drafts are to guess with the target's noise.
-        greedy_drafts: Whether the caller asked for the most likely tokens instead of drawn ones.
-        tree: Shape the caller asked for, children of each node by depth; empty for chains.
+        kv: The target's KV of it, to read: blocks and how many tokens they hold. While a proposer is asked, the blocks
+            have room for the draft's rows behind these.
         round: Verify passes so far.
         namespace: Keeps prefix caches of unrelated callers apart.
     """
@@ -57,9 +58,7 @@ class ProposerSequence:
     processing: Processing
     seed: int
     sample: int
-    coupled: bool
-    greedy_drafts: bool
-    tree: tuple[int, ...] = ()
+    kv: KVLease
     round: int = 0
     namespace: str | None = None
 
@@ -70,38 +69,80 @@ class ProposeRequest:
 
     Attributes:
         sequence: Whose.
-        budget: Most nodes it may hold; decided before anything is drawn.
+        budget: Most rows it may have, scratch rows included; decided before anything is drawn.
         max_depth: Longest path that may be of use; as many as `budget` for a chain, fewer near the end of a text.
+        path: Tokens behind the committed ones that another proposer drafted in this step; the draft goes on behind them.
+        tree: Shape the caller asked for, children of each node by depth; empty for chains.
+        greedy: Whether the caller asked for the most likely tokens instead of drawn ones.
+        coupled: Whether drafts are to guess with the target's noise.
+        drafter: Whose draws these are; part of their keys.
     """
 
     sequence: ProposerSequence
     budget: int
     max_depth: int = 1 << 30
+    path: tuple[int, ...] = ()
+    tree: tuple[int, ...] = ()
+    greedy: bool = False
+    coupled: bool = False
+    drafter: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens that the draft follows: committed ones, then those of `path`."""
+        return len(self.sequence.token_ids) + len(self.path)
+
+    @property
+    def last_token_id(self) -> int:
+        """The token that the draft follows."""
+        return self.path[-1] if self.path else self.sequence.token_ids[-1]
+
+
+#: Members that one nested proposer may have; keys count drafters in this base.
+_MOST_MEMBERS = 15
 
 
 class DraftNoise:
-    """Chance for proposers: draws under keys that are theirs alone, or guesses with the target's noise when coupled."""
+    """Chance for proposers: draws under keys that are theirs alone, or guesses with the target's noise when coupled.
 
-    def __init__(self, source: NoiseSource) -> None:
-        self._source = source
+    Args:
+        source: Where the engine's chance comes from.
+        members: For the members of nested proposers: which member of which.
+    """
 
-    def law(self, sequence: ProposerSequence) -> Law:
-        """The law that tokens drawn here for `sequence` have."""
-        return Law.COUPLED if sequence.coupled else Law.SAMPLED
+    def __init__(self, source: NoiseSource, members: tuple[int, ...] = ()) -> None:
+        self.source = source
+        self._members = members
+
+    def member(self, index: int) -> DraftNoise:
+        """Noise for member `index` (from 0) of a nested proposer, independent of its own and of other members'."""
+        assert 0 <= index < _MOST_MEMBERS, f"a nested proposer has up to {_MOST_MEMBERS} members"
+        return DraftNoise(self.source, (*self._members, index))
+
+    def drafter(self, request: ProposeRequest) -> int:
+        """The number that names in keys who draws here for `request`."""
+        number = request.drafter
+        for index in self._members:
+            number = number * (_MOST_MEMBERS + 1) + index + 1
+        return number + (1 << 20 if self._members else 0)  # apart from the numbers of proposers that are no members
+
+    def law(self, request: ProposeRequest) -> Law:
+        """The law that tokens drawn here for `request` have."""
+        return Law.COUPLED if request.coupled else Law.SAMPLED
 
     def categorical(
         self,
         probs: Tensor,
-        sequences: Sequence[ProposerSequence],
+        requests: Sequence[ProposeRequest],
         offsets: Sequence[int],
         branches: Sequence[int] | None = None,
     ) -> Tensor:
         """Draw one token a row.
 
         Args:
-            probs: [n, vocab_size] law of each row.
-            sequences: Whose draft each row belongs to.
-            offsets: How far ahead of the committed text the token stands, from 0.
+            probs: [n, vocab_size] probabilities of each row.
+            requests: Whose draft each row belongs to.
+            offsets: How far behind the tokens that the draft follows the drawn one stands, from 0.
             branches: Where a tree draws several tokens for one place: which of them, 0 or more. Each pair of offset and
                 branch may be drawn once a round. Coupled guesses for one place share the target's noise for it.
 
@@ -110,98 +151,128 @@ class DraftNoise:
         """
         keys = [
             Key(
-                seq.seq_id,
-                seq.seed,
-                seq.sample,
-                Stream.GUESS if seq.coupled else Stream.DRAFT,
-                len(seq.token_ids) + offset,
-                seq.round,
+                request.sequence.seq_id,
+                request.sequence.seed,
+                request.sequence.sample,
+                Stream.GUESS if request.coupled else Stream.DRAFT,
+                request.length + offset,
+                request.sequence.round,
                 branch,
+                self.drafter(request),
             )
-            for seq, offset, branch in zip(sequences, offsets, branches or [0] * len(offsets), strict=True)
+            for request, offset, branch in zip(requests, offsets, branches or [0] * len(offsets), strict=True)
         ]
-        return self._source.categorical(probs, keys)
+        return self.source.categorical(probs, keys)
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a proposer wants to be told of every committed row.
+    """What a proposer wants to be shown after each pass.
 
     Attributes:
         aux_layers: Hidden states by transformers' index: 0 is the embeddings, i the input of layer i.
-        target_top_k: How many of the target's most likely next tokens.
+        target_top_k: How many of the target's most likely next tokens, for the rows that have logits.
+        every_row: Whether every row of the text is needed, from its first token. Such a sequence is computed without
+            prefix-cache hits on the target, and where `target_top_k` is asked for, prompt rows get logits too. Without,
+            what was computed anyway is shown, and nothing is computed for it.
     """
 
     aux_layers: tuple[int, ...] = ()
     target_top_k: int = 0
+    every_row: bool = False
 
-    @property
-    def any(self) -> bool:
-        return bool(self.aux_layers or self.target_top_k)
+
+class RowStatus(StrEnum):
+    """What became of a row of the pass."""
+
+    TEXT = "text"  # a committed token that was due: of the prompt, or the last one written
+    ACCEPTED = "accepted"  # a draft token that entered the text
+    REJECTED = "rejected"  # a draft token that did not
+    SCRATCH = "scratch"  # a row that the proposer itself asked for
+
+
+class TopK(NamedTuple):
+    """The target's most likely next tokens.
+
+    Attributes:
+        rows: Which of the shown rows these are; rows without logits have none.
+        token_ids: [len(rows), k], most likely first.
+        logits: [len(rows), k], of the target itself, before any parameter.
+    """
+
+    rows: tuple[int, ...]
+    token_ids: Tensor
+    logits: Tensor
 
 
 @dataclass(frozen=True)
-class CommittedRows:
-    """Rows of one sequence that are now part of its text, prefill included; after a preemption they come again.
+class ObservedRows:
+    """Rows of one sequence in the pass that has just ended. After a preemption rows of the text come again.
 
     Attributes:
-        sequence: Whose.
-        positions: Position of each row.
+        sequence: Whose; its `token_ids` hold what was accepted already.
         token_ids: Token of each row.
+        positions: Position of each row.
+        parents: Which of these rows each one follows; -1 where it follows what was computed in earlier passes.
+        statuses: What became of each row.
         aux_hidden_states: By layer index: [num_rows, hidden_size].
-        target_top_k: Tokens and logits [num_rows, k] that the target thinks come next; None unless asked for.
+        target_top_k: None unless asked for.
     """
 
     sequence: ProposerSequence
-    positions: tuple[int, ...]
     token_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    parents: tuple[int, ...]
+    statuses: tuple[RowStatus, ...]
     aux_hidden_states: dict[int, Tensor] = field(default_factory=dict)
-    target_top_k: tuple[Tensor, Tensor] | None = None
+    target_top_k: TopK | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def where(self, *statuses: RowStatus) -> list[int]:
+        """Indices of the rows with one of these statuses, in order."""
+        return [row for row, status in enumerate(self.statuses) if status in statuses]
 
 
 class Proposer:
     """Guesses what the target will write. A wrong guess costs time, never a token.
 
-    Subclass it, return drafts from `propose`, register it (see docs/adding_a_proposer.md). Only `propose` must be written.
+    Subclass it, return drafts from `propose`, and give it a Method that builds it (see docs/adding_a_proposer.md). Only
+    `propose` must be written.
     """
 
-    #: What `observe` must bring. A proposer that requires anything is served without prefix-cache hits on the target.
-    requires: Requirements = Requirements()
+    #: What `observe` must bring; None for a proposer that is shown nothing.
+    requires: Requirements | None = None
 
     def begin(self, sequence: ProposerSequence) -> None:
-        """A sequence has started; its prompt is in `token_ids`."""
+        """The sequence will be drafted for; called before anything else is told or asked of it, maybe late in its text."""
+
+    def fork(self, parent: ProposerSequence, child: ProposerSequence) -> None:
+        """Another sample of the same prompt begins where `parent` stands: its prompt is computed but for the last token.
+        A proposer that has learnt from the prompt's rows copies what it knows; `begin` is not called for `child`."""
+        self.begin(child)
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
-        """Guess for every request, in order; an empty Draft is always allowed. Called once a step.
+        """Guess for every request, in order; an empty Draft is always allowed. Called once a step and turn.
 
-        Tokens drawn from a law must be drawn through `noise`, and none may be dropped for what it turned out to be.
+        Tokens drawn from probabilities must be drawn through `noise`, and none may be dropped for what it turned out to be.
         """
         raise NotImplementedError
 
-    def observe(self, rows: Sequence[CommittedRows]) -> None:
-        """Rows that were just committed, with what `requires` asked for."""
+    def observe(self, rows: Sequence[ObservedRows]) -> None:
+        """What the pass computed for the sequences of this proposer, as `requires` asked."""
 
     def finish(self, sequence: ProposerSequence) -> None:
         """The sequence has ended or was cancelled; forget it."""
 
+    def snapshot(self) -> object | None:
+        """What drafts depend on beside the sequences that are alive, such as texts of earlier requests; None for nothing.
+        Taken while no sequence is alive."""
+        return None
+
+    def restore(self, state: object) -> None:
+        """Go back to what `snapshot` returned, so that the proofs can start every path from the same state."""
+
     def check_integrity(self) -> None:
         """Raise AssertionError where internal books disagree; for tests."""
-
-
-@dataclass(frozen=True)
-class TargetFacts:
-    """What a proposer may know of the target when it is built.
-
-    Attributes:
-        name: Path or hub id.
-        model: The transformers model, for proposers that share its weights.
-        tokenizer: Its tokenizer, if any.
-        vocab_size: Width of its logits.
-        max_model_len: Longest sequence.
-    """
-
-    name: str
-    model: Any
-    tokenizer: Any | None
-    vocab_size: int
-    max_model_len: int

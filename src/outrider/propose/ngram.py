@@ -3,9 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
+from pydantic import Field, model_validator
+
+from outrider.draft import EMPTY, Draft, Law
+from outrider.errors import ContradictionError
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
-from outrider.propose.draft import EMPTY, Draft, Law
+from outrider.propose.method import Method, ProposerContext
+
+
+class Ngram(Method):
+    """The continuation of the latest earlier occurrence of the longest matching suffix; needs no model.
+
+    Attributes:
+        max_match: Longest suffix that is looked up.
+        min_match: Shortest one.
+    """
+
+    name: ClassVar[str] = "ngram"
+    takes_tree: ClassVar[bool] = False
+    instead_of_tree: ClassVar[str] = "Use another method."
+
+    max_match: int = Field(5, ge=1, description="Use 1 or more, at least min_match.")
+    min_match: int = Field(2, ge=1, description="Use 1 or more, at most max_match.")
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Ngram:
+        if self.min_match > self.max_match:
+            problem = f"more than max_match={self.max_match}"
+            raise ContradictionError("min_match", self.min_match, problem, "Lower it or raise max_match.")
+        return self
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return NgramProposer(self.max_match, self.min_match)
 
 
 class _Index:
@@ -16,16 +47,19 @@ class _Index:
         self._last_end: dict[tuple[int, ...], int] = {}
         self._known = 0  # n-grams ending before this position are indexed
 
-    def continuation(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens that followed the latest earlier occurrence of the longest known suffix."""
+    def continuation(self, tokens: Sequence[int], path: tuple[int, ...], count: int) -> list[int]:
+        """Up to `count` tokens that followed the latest occurrence in `tokens` of the longest known suffix of `tokens` and
+        `path`."""
         size = len(tokens)
         for end in range(self._known, size - 1):  # the suffix itself stays out: it is no earlier occurrence
             for length in self._lengths:
                 if length <= end + 1:
                     self._last_end[tuple(tokens[end + 1 - length : end + 1])] = end + 1
         self._known = max(self._known, size - 1)
+        longest = self._lengths[-1]
+        suffix = (*tokens[max(0, size - longest) : size], *path)[-longest:]
         for length in reversed(self._lengths):
-            start = self._last_end.get(tuple(tokens[size - length : size])) if length <= size else None
+            start = self._last_end.get(suffix[len(suffix) - length :]) if length <= len(suffix) else None
             if start is not None:
                 return list(tokens[start : start + count])
         return []
@@ -35,12 +69,12 @@ class NgramProposer(Proposer):
     """Proposes the continuation of the latest earlier occurrence of the longest matching suffix.
 
     Args:
-        ngram_max: Longest suffix looked up.
-        ngram_min: Shortest one.
+        max_match: Longest suffix looked up.
+        min_match: Shortest one.
     """
 
-    def __init__(self, ngram_max: int, ngram_min: int) -> None:
-        self._lengths = range(ngram_min, ngram_max + 1)
+    def __init__(self, max_match: int, min_match: int) -> None:
+        self._lengths = range(min_match, max_match + 1)
         self._indices: dict[int, _Index] = {}
 
     def begin(self, sequence: ProposerSequence) -> None:
@@ -54,5 +88,5 @@ class NgramProposer(Proposer):
 
     def _lookup(self, request: ProposeRequest) -> Draft:
         index = self._indices[request.sequence.seq_id]
-        tokens = index.continuation(request.sequence.token_ids, request.budget)
+        tokens = index.continuation(request.sequence.token_ids, request.path, request.budget)
         return Draft.chain(tokens, Law.DETERMINISTIC) if tokens else EMPTY

@@ -7,17 +7,49 @@ ones of the same namespace. The longer the match, the further it drafts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import ClassVar
 
+from pydantic import Field
+
+from outrider.draft import EMPTY, Draft, Law
 from outrider.propose.automaton import ROOT, SuffixAutomaton
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
-from outrider.propose.draft import EMPTY, Draft, Law
+from outrider.propose.method import Method, ProposerContext
 
 #: Shorter contexts tried beside the longest match: they have been seen more often.
 _CONTEXTS = 3
 #: A node is worth its row where the target follows the draft that far at least so often.
 _LEAST_CHANCE = 0.1
+
+
+class Suffix(Method):
+    """What followed the longest matching suffix, most often first; needs no model.
+
+    Attributes:
+        min_match: Shortest match that it drafts from.
+        factor: Most draft tokens for each token of the match.
+        branches: Whether it drafts branches where texts went on in several ways.
+        shared: Whether it also learns from finished requests of the same namespace.
+        cache_mib: Memory for these, all namespaces together.
+    """
+
+    name: ClassVar[str] = "suffix"
+    default_num_draft_tokens: ClassVar[int] = 16
+    takes_tree: ClassVar[bool] = False
+    instead_of_tree: ClassVar[str] = "Use Suffix(branches=True)."
+
+    min_match: int = Field(2, ge=1, description="Use 1 or more.")
+    factor: float = Field(2.0, gt=0.0, le=64.0, description="Use a value above 0, up to 64.")
+    branches: bool = False
+    shared: bool = False
+    cache_mib: int = Field(64, ge=1, description="Use 1 or more.")
+
+    def build(self, context: ProposerContext) -> Proposer:
+        shared = SharedTexts(self.cache_mib * 2**20) if self.shared else None
+        return SuffixProposer(self.min_match, self.factor, branches=self.branches, shared=shared)
 
 
 @dataclass
@@ -108,14 +140,14 @@ class SuffixProposer(Proposer):
     Args:
         min_match: Shortest suffix that counts as a match.
         factor: Most draft tokens for each token of the match.
-        tree: Whether to draft branches where texts went on in several ways.
+        branches: Whether to draft branches where texts went on in several ways.
         shared: Earlier texts to look in beside the sequence's own; None for none.
     """
 
-    def __init__(self, min_match: int, factor: float, *, tree: bool = False, shared: SharedTexts | None = None) -> None:
+    def __init__(self, min_match: int, factor: float, *, branches: bool = False, shared: SharedTexts | None = None) -> None:
         self._min_match = min_match
         self._factor = factor
-        self._tree = tree
+        self._branches = branches
         self.shared = shared
         self._lookups: dict[int, _Lookup] = {}
 
@@ -128,6 +160,13 @@ class SuffixProposer(Proposer):
     def finish(self, sequence: ProposerSequence) -> None:
         if self._lookups.pop(sequence.seq_id, None) is not None and self.shared is not None:
             self.shared.add(sequence.namespace, sequence.token_ids)
+
+    def snapshot(self) -> object | None:
+        return None if self.shared is None else deepcopy(self.shared)
+
+    def restore(self, state: object) -> None:
+        assert isinstance(state, SharedTexts)
+        self.shared = deepcopy(state)
 
     def _draft(self, request: ProposeRequest) -> Draft:
         best = max(self._guesses(request), key=lambda guess: guess.expected, default=None)
@@ -143,10 +182,12 @@ class SuffixProposer(Proposer):
         for token in tokens[lookup.num_read :]:
             own.append(token)
         lookup.num_read = len(tokens)
-        match = own.links[own.last]
-        yield from self._contexts(own, match, own.lengths[match] if match >= 0 else 0, request, Law.DETERMINISTIC)
+        match = max(own.links[own.last], ROOT)
+        state, length = _along(own, match, own.lengths[match], request.path)
+        yield from self._contexts(own, state, length, request, Law.DETERMINISTIC)
         for reader in self._readers(lookup, request.sequence):
-            yield from self._contexts(reader.automaton, reader.state, reader.length, request, Law.OPAQUE)
+            state, length = _along(reader.automaton, reader.state, reader.length, request.path)
+            yield from self._contexts(reader.automaton, state, length, request, Law.OPAQUE)
 
     def _readers(self, lookup: _Lookup, sequence: ProposerSequence) -> list[_Reader]:
         """The namespace's earlier texts, read up to where the sequence stands."""
@@ -171,25 +212,36 @@ class SuffixProposer(Proposer):
                 return
             size = min(request.budget, max(1, int(length * self._factor)))
             depth = min(size, request.max_depth)
-            yield self._branches(automaton, state, size, depth, law) if self._tree else _chain(automaton, state, depth, law)
+            if self._branches:
+                yield _tree(automaton, state, size, depth, law)
+            else:
+                yield _chain(automaton, state, depth, law)
             state = automaton.links[state]
             length = automaton.lengths[state]
 
-    def _branches(self, automaton: SuffixAutomaton, state: int, size: int, depth: int, law: Law) -> _Guess:
-        """The most likely nodes, best first; a parent is always likelier than its child."""
-        guess = _Guess(law)
-        heap = [(-chance, token, -1, below, 1) for token, below, chance in _followers(automaton, state, 1.0)]
-        heap.sort()
-        while heap and len(guess.tokens) < size:
-            chance, token, parent, below, level = heappop(heap)
-            guess.expected -= chance
-            guess.tokens.append(token)
-            guess.parents.append(parent)
-            if level < depth:
-                node = len(guess.tokens) - 1
-                for following, state_below, odds in _followers(automaton, below, -chance):
-                    heappush(heap, (-odds, following, node, state_below, level + 1))
-        return guess
+
+def _along(automaton: SuffixAutomaton, state: int, length: int, tokens: Sequence[int]) -> tuple[int, int]:
+    """From a match of `length` tokens in `state` to the longest match after more tokens."""
+    for token in tokens:
+        state, length = automaton.step(state, length, token)
+    return state, length
+
+
+def _tree(automaton: SuffixAutomaton, state: int, size: int, depth: int, law: Law) -> _Guess:
+    """The most likely nodes, best first; a parent is always likelier than its child."""
+    guess = _Guess(law)
+    heap = [(-chance, token, -1, below, 1) for token, below, chance in _followers(automaton, state, 1.0)]
+    heap.sort()
+    while heap and len(guess.tokens) < size:
+        chance, token, parent, below, level = heappop(heap)
+        guess.expected -= chance
+        guess.tokens.append(token)
+        guess.parents.append(parent)
+        if level < depth:
+            node = len(guess.tokens) - 1
+            for following, state_below, odds in _followers(automaton, below, -chance):
+                heappush(heap, (-odds, following, node, state_below, level + 1))
+    return guess
 
 
 def _chain(automaton: SuffixAutomaton, state: int, depth: int, law: Law) -> _Guess:

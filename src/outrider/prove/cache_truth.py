@@ -34,7 +34,7 @@ class CacheAudit:
         while self.engine.has_work:
             self.engine.step()
             for seq in self.engine.scheduler.running:
-                if seq.num_computed:
+                if seq.kv.num_computed:
                     self.worst = max(self.worst, self.difference(seq))
                     self.num_checked += 1
 
@@ -45,16 +45,16 @@ class CacheAudit:
 
 
 def _held(runner: ModelRunner, seq: Sequence) -> Iterator[Tensor]:
-    slots = torch.from_numpy(slots_of(seq.block_table, seq.num_computed, runner.blocks.block_size))
+    slots = torch.from_numpy(slots_of(seq.kv.block_table, seq.kv.num_computed, runner.blocks.block_size))
     for layer in runner.pool.layers:
         yield from runner.pool.read(layer, slots.to(runner.loaded.device))
 
 
 def _fresh(runner: ModelRunner, seq: Sequence) -> Iterator[Tensor]:
     size = runner.blocks.block_size
-    blocks = BlockManager(-(-seq.num_computed // size), size)
+    blocks = BlockManager(-(-seq.kv.num_computed // size), size)
     other = ModelRunner(runner.loaded, runner.backend, blocks)
     table = blocks.allocate(blocks.num_blocks)
-    other.forward([Segment(seq.token_ids[: seq.num_computed], 0, table, long_rope=seq.long_rope)])
+    other.forward([Segment(seq.token_ids[: seq.kv.num_computed], 0, table, long_rope=seq.kv.long_rope)])
     for layer in other.pool.layers:
-        yield from other.pool.read(layer, slice(0, seq.num_computed))
+        yield from other.pool.read(layer, slice(0, seq.kv.num_computed))

@@ -8,26 +8,29 @@ leaves three digits; the smallest planted error measured 1e-4, and a penalty rou
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from outrider.config import SpeculationConfig
+from outrider.draft import Draft, Law
+from outrider.engine.scheduler import as_requested
 from outrider.llm import LLM
 from outrider.params import SamplingParams, StructuredOutputs
-from outrider.propose import registry
-from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.propose.draft import Draft, Law
-from outrider.propose.draft_model import DraftModelProposer
+from outrider.propose import methods
+from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
+from outrider.propose.draft_model import DraftModel, DraftModelProposer
+from outrider.propose.method import Method, ProposerContext
+from outrider.propose.speculation import SpeculationConfig
 from outrider.prove.forking import ForkingNoise, Outcome, explore, total_variation
 from outrider.prove.forking import Law as JointLaw
 from outrider.prove.report import Finding
 from outrider.prove.teacher_forced import TeacherForced
 from outrider.prove.tiny import PIECES, raise_engine_norms, raise_norms
+from outrider.verify.noise import KeyedNoise
 
 BOUND = 1e-12
 PROMPT = (0, 1, 2, 0, 1)
@@ -40,23 +43,35 @@ class Setting:
 
     Attributes:
         name: Short.
-        speculation: Fields of SpeculationConfig; the draft model's path is filled in.
+        speculation: In the form of one mapping; the draft model's path is filled in.
         params: Fields of SamplingParams.
+        turns: Methods by the round that they draft in, each behind the one before: round r has those at r modulo their
+            number. Empty for the request's own method in every round.
         language: Every text that the structure asked for admits; then the pair must speak.
     """
 
     name: str
-    speculation: dict[str, Any] = field(default_factory=lambda: {"proposer": "none"})
+    speculation: dict[str, Any] = field(default_factory=lambda: {"method": "none"})
     params: dict[str, Any] = field(default_factory=dict)
+    turns: tuple[tuple[dict[str, Any], ...], ...] = ()
     language: tuple[str, ...] = ()
 
 
+#: Stands in a setting for the draft model of the proof.
+DRAFT = "the draft model of the proof"
+
+
 def _drafted(rule: str, **more: Any) -> dict[str, Any]:
-    return {"proposer": "draft_model", "num_draft_tokens": 2, "rule": rule, **more}
+    return {"method": "draft_model", "model": DRAFT, "num_draft_tokens": 2, "rule": rule, **more}
 
 
 #: The fault is a function of the committed length alone, never of what was drawn.
 FAULTS = ("raises", "nan row", "truncated", "token outside", "too long")
+
+LOOKUP = {"method": "ngram", "num_draft_tokens": 2, "min_match": 1}
+_ONE = _drafted("auto", num_draft_tokens=1)
+#: Learns from other texts of its namespace.
+_SHARED = {"method": "suffix", "num_draft_tokens": 2, "min_match": 1, "shared": True}
 
 QUICK_SETTINGS = (
     Setting("token", _drafted("token")),
@@ -70,16 +85,33 @@ SETTINGS = (
     Setting("walk", _drafted("walk")),
     Setting("auto, seeded", _drafted("auto"), {"seed": 5}),
     Setting("greedy drafts", _drafted("auto", draft_sampling="greedy")),
-    Setting("ngram", {"proposer": "ngram", "num_draft_tokens": 2, "ngram_min": 1}),
-    Setting("ngram, seeded", {"proposer": "ngram", "num_draft_tokens": 2, "ngram_min": 1}, {"seed": 6}),
+    Setting("ngram", {"method": "ngram", "num_draft_tokens": 2, "min_match": 1}),
+    Setting("ngram, seeded", {"method": "ngram", "num_draft_tokens": 2, "min_match": 1}, {"seed": 6}),
+    Setting("suffix", {"method": "suffix", "num_draft_tokens": 2, "min_match": 1}),
+    Setting("suffix, seeded", {"method": "suffix", "num_draft_tokens": 2, "min_match": 1}, {"seed": 4}),
+    Setting("suffix, branches", {"method": "suffix", "num_draft_tokens": 3, "min_match": 1, "branches": True}),
+    Setting("suffix, shared texts", _SHARED),
+    Setting("suffix, shared texts, two samples", _SHARED, {"n": 2, "max_tokens": 2}),
     Setting("tree, traversal", _drafted("block", tree=(2, 1))),
     Setting("tree, recursive rejection", _drafted("token", tree=(2, 1))),
     Setting("tree, coupled", _drafted("coupled", tree=(2, 1))),
     Setting("tree, walk", _drafted("walk", tree=(2,))),
     Setting("tree, most likely tokens", _drafted("auto", tree=(2, 1), draft_sampling="greedy")),
     Setting("tree, wider than its law", _drafted("block", tree=(3, 1)), {"top_k": 2}),
-    Setting("merged tree", _drafted("auto", tree=(1, 1), num_draft_tokens=4) | {"proposer": "prove_merged"}),
-    Setting("merged tree, three laws", _drafted("token", tree=(2,), num_draft_tokens=4) | {"proposer": "prove_merged"}),
+    Setting("merged tree", _drafted("auto", tree=(1, 1), num_draft_tokens=4) | {"method": "prove_merged"}),
+    Setting("merged tree, three laws", _drafted("token", tree=(2,), num_draft_tokens=4) | {"method": "prove_merged"}),
+    Setting("two methods in turns", turns=((_drafted("block"),), (LOOKUP,), (_drafted("token", tree=(2,)),))),
+    Setting("a lookup, then the draft model behind it", turns=((LOOKUP | {"num_draft_tokens": 1}, _drafted("block")),)),
+    Setting(
+        "the draft model, then a lookup behind it",
+        turns=((_drafted("block", num_draft_tokens=1), LOOKUP | {"num_draft_tokens": 1}),),
+    ),
+    Setting(
+        "two drawn drafts, one behind the other", turns=((_ONE, _drafted("block", dtype="float64", num_draft_tokens=1)),)
+    ),
+    Setting("the same under the token rule", turns=((_ONE | {"rule": "token"}, _drafted("block", dtype="float64")),)),
+    Setting("a drawn tree behind a drawn chain", turns=((_ONE, _drafted("block", dtype="float64", tree=(2,))),)),
+    Setting("coupled drafts, one behind the other", turns=((_ONE, _drafted("auto", dtype="float64")),), params={"seed": 2}),
     Setting("block, temperature", _drafted("block"), {"temperature": 0.6}),
     Setting("block, top_k", _drafted("block"), {"top_k": 2}),
     Setting("token, top_p", _drafted("token"), {"top_p": 0.8, "temperature": 1.5}),
@@ -89,18 +121,10 @@ SETTINGS = (
     Setting("token, min_tokens", _drafted("token"), {"stop_token_ids": (1,), "min_tokens": 2}),
     Setting("block, two samples", _drafted("block", num_draft_tokens=1), {"n": 2, "max_tokens": 2}),
     Setting("auto, seeded, two samples", _drafted("auto", num_draft_tokens=1), {"n": 2, "max_tokens": 2, "seed": 3}),
-    *(
-        Setting(f"block, fault: {f}", _drafted("block", options={"fault": f}) | {"proposer": "prove_faulty"})
-        for f in FAULTS
-    ),
-    *(
-        Setting(f"token, fault: {f}", _drafted("token", options={"fault": f}) | {"proposer": "prove_faulty"})
-        for f in FAULTS[1:3]
-    ),
-    Setting("coupled, fault: raises", _drafted("coupled", options={"fault": "raises"}) | {"proposer": "prove_faulty"}),
-    Setting(
-        "tree, fault: nan row", _drafted("block", tree=(2,), options={"fault": "nan row"}) | {"proposer": "prove_faulty"}
-    ),
+    *(Setting(f"block, fault: {f}", _drafted("block", fault=f) | {"method": "prove_faulty"}) for f in FAULTS),
+    *(Setting(f"token, fault: {f}", _drafted("token", fault=f) | {"method": "prove_faulty"}) for f in FAULTS[1:3]),
+    Setting("coupled, fault: raises", _drafted("coupled", fault="raises") | {"method": "prove_faulty"}),
+    Setting("tree, fault: nan row", _drafted("block", tree=(2,), fault="nan row") | {"method": "prove_faulty"}),
 )
 
 
@@ -133,9 +157,9 @@ DRAFTED_BY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token": (_drafted("token"), {}),
     "tree": (_drafted("block", tree=(2, 1)), {"max_tokens": 2}),
     "recursive": (_drafted("token", tree=(2,)), {"max_tokens": 2}),
-    "merged": (_drafted("auto", tree=(2,), num_draft_tokens=4) | {"proposer": "prove_merged"}, {"max_tokens": 2}),
+    "merged": (_drafted("auto", tree=(2,), num_draft_tokens=4) | {"method": "prove_merged"}, {"max_tokens": 2}),
     "coupled": (_drafted("auto"), {"seed": 8}),
-    "lookup": ({"proposer": "ngram", "num_draft_tokens": 2, "ngram_min": 1}, {}),
+    "lookup": ({"method": "ngram", "num_draft_tokens": 2, "min_match": 1}, {}),
 }
 
 PARAMETER_SETTINGS = tuple(
@@ -158,7 +182,7 @@ STRUCTURES: dict[str, StructuredOutputs] = {
 
 STRUCTURE_SETTINGS = (
     *(
-        Setting(f"{name}, block", _drafted("block"), {"structured_outputs": structure, "max_tokens": 5}, _LANGUAGE)
+        Setting(f"{name}, block", _drafted("block"), {"structured_outputs": structure, "max_tokens": 5}, language=_LANGUAGE)
         for name, structure in STRUCTURES.items()
     ),
     *(
@@ -166,7 +190,7 @@ STRUCTURE_SETTINGS = (
             f"regex, {law}",
             speculation,
             {"structured_outputs": STRUCTURES["regex"], **extra, "max_tokens": 5, "frequency_penalty": 0.5},
-            _LANGUAGE,
+            language=_LANGUAGE,
         )
         for law, (speculation, extra) in DRAFTED_BY.items()
         if law != "block"
@@ -174,23 +198,39 @@ STRUCTURE_SETTINGS = (
 )
 
 
-class MergedProposer(Proposer):
-    """A draft model's tree with a guess below the root that follows from the length of the text alone.
+class _Around(Proposer):
+    """A draft model whose answers are changed.
 
-    The guess may repeat a sampled sibling; the last of its nodes stands under it and is declared opaque.
+    Args:
+        inner: The draft model.
     """
 
     def __init__(self, inner: DraftModelProposer) -> None:
         self._inner = inner
         self.runner = inner.runner
-        self.finish = inner.finish  # type: ignore[method-assign]
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
         drafts = self._inner.propose(requests, noise)
-        return [self._merge(draft, request) for draft, request in zip(drafts, requests, strict=True)]
+        return [self.changed(draft, request) for draft, request in zip(drafts, requests, strict=True)]
 
-    def _merge(self, draft: Draft, request: ProposeRequest) -> Draft:
-        token = len(request.sequence.token_ids) % 3
+    def changed(self, draft: Draft, request: ProposeRequest) -> Draft:
+        raise NotImplementedError
+
+    def finish(self, sequence: ProposerSequence) -> None:
+        self._inner.finish(sequence)
+
+    def check_integrity(self) -> None:
+        self._inner.check_integrity()
+
+
+class MergedProposer(_Around):
+    """A draft model's tree with a guess below the root that follows from the length of the text alone.
+
+    The guess may repeat a sampled sibling; the last of its nodes stands under it and is declared opaque.
+    """
+
+    def changed(self, draft: Draft, request: ProposeRequest) -> Draft:
+        token = request.length % 3
         extra = min(2, request.max_depth, request.budget - len(draft))
         if not len(draft) or extra <= 0:
             return draft
@@ -203,24 +243,22 @@ class MergedProposer(Proposer):
         )
 
 
-class FaultyProposer(Proposer):
+class FaultyProposer(_Around):
     """A draft model whose answers are spoilt on every other length of the text."""
 
     def __init__(self, inner: DraftModelProposer, fault: str) -> None:
-        self._inner, self._fault = inner, fault
-        self.runner = inner.runner
-        self.finish = inner.finish  # type: ignore[method-assign]
+        super().__init__(inner)
+        self._fault = fault
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
-        drafts = self._inner.propose(requests, noise)
-        spoilt = [len(r.sequence.token_ids) % 2 == 1 for r in requests]
-        if self._fault == "raises":
-            if any(spoilt):
-                raise RuntimeError("planted fault")
-            return drafts
-        return [self._spoil(d) if bad and len(d) else d for d, bad in zip(drafts, spoilt, strict=True)]
+        drafts = super().propose(requests, noise)
+        if self._fault == "raises" and any(request.length % 2 == 1 for request in requests):
+            raise RuntimeError("planted fault")
+        return drafts
 
-    def _spoil(self, draft: Draft) -> Draft:
+    def changed(self, draft: Draft, request: ProposeRequest) -> Draft:
+        if request.length % 2 == 0 or not len(draft) or self._fault == "raises":
+            return draft
         if self._fault == "truncated":
             return draft.first(1)
         if self._fault == "token outside":
@@ -237,19 +275,55 @@ class FaultyProposer(Proposer):
         )
 
 
-def _build_inner(context: registry.ProposerContext) -> DraftModelProposer:
-    assert context.config.draft_model is not None
-    runner = context.load_runner(context.config.draft_model, None)
-    raise_norms(runner.loaded.model)
-    return DraftModelProposer(runner, context.target.vocab_size, context.max_num_batched_tokens)
+class _OfDraftModel(Method):
+    """Settings of a method that changes what a draft model answers.
+
+    Attributes:
+        model: The draft model.
+    """
+
+    name: ClassVar[str] = "prove_around"
+
+    model: str
+
+    def inner(self, context: ProposerContext) -> DraftModelProposer:
+        """The draft model, in float64 throughout."""
+        proposer = context.build(DraftModel(model=self.model))
+        assert isinstance(proposer, DraftModelProposer)
+        raise_norms(proposer.runner.loaded.model)
+        return proposer
 
 
-registry.register("prove_faulty", lambda context: FaultyProposer(_build_inner(context), context.config.options["fault"]))
-registry.register("prove_merged", lambda context: MergedProposer(_build_inner(context)))
+class Merged(_OfDraftModel):
+    """A draft model's tree and a guess beside it."""
+
+    name: ClassVar[str] = "prove_merged"
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return MergedProposer(self.inner(context))
+
+
+class Faulty(_OfDraftModel):
+    """A draft model that fails.
+
+    Attributes:
+        fault: How.
+    """
+
+    name: ClassVar[str] = "prove_faulty"
+
+    fault: Literal["raises", "nan row", "truncated", "token outside", "too long"]
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return FaultyProposer(self.inner(context), self.fault)
+
+
+methods.register(Merged)
+methods.register(Faulty)
 
 
 class EngineProof:
-    """One loaded pair, and the laws of its engine under any setting.
+    """One loaded pair, and the distributions of its engine under any setting.
 
     Args:
         target: Path of a checkpoint over three tokens.
@@ -259,15 +333,14 @@ class EngineProof:
 
     def __init__(self, target: str, draft: str, *, speaks: bool = False) -> None:
         self._draft = draft
-        speculation = SpeculationConfig(proposer="draft_model", draft_model=draft)
-        self.llm = LLM(target, dtype="float64", device="cpu", speculation=speculation, block_size=2, max_num_seqs=_WIDTH)
+        self.llm = LLM(target, dtype="float64", device="cpu", draft_model=draft, block_size=2, max_num_seqs=_WIDTH)
         raise_engine_norms(self.llm)
         # A prompt that is not yet cached is computed in a pass without drafts; every path must find it cached.
         self.llm.generate(PROMPT, SamplingParams(max_tokens=1))
         self._reference = TeacherForced(target, (len(PIECES) - 1,) if speaks else ())
 
     def prove(self, setting: Setting, length: int = 4) -> Finding:
-        """Total variation between the engine's joint law and that of the stock model."""
+        """Total variation between the engine's joint distribution and that of the stock model."""
         params = SamplingParams(**{"max_tokens": length, **setting.params})
         law = self.law(setting, params)
         missing = abs(sum(law.probs.values()) - 1.0)
@@ -275,30 +348,57 @@ class EngineProof:
         return Finding(distance, BOUND, f"{law.num_paths} paths, joint of {params.max_tokens} tokens x {params.n}")
 
     def law(self, setting: Setting, params: SamplingParams) -> JointLaw:
-        """The joint law of what `LLM.generate` returns."""
-        noise = ForkingNoise()
-        self.llm.engine.use_noise(noise)
-        speculation = dict(setting.speculation)
-        if speculation["proposer"] not in ("ngram", "none"):
-            speculation["draft_model"] = self._draft
-        config = SpeculationConfig(**speculation)
+        """The joint distribution of what `LLM.generate` returns. Every path starts from the same state of the proposer."""
+        noise, engine = ForkingNoise(), self.llm.engine
+        config = SpeculationConfig.of(_filled(setting.speculation, self._draft))
+        rounds = [tuple(SpeculationConfig.of(_filled(turn, self._draft)) for turn in turns) for turns in setting.turns]
+        learnt = self._learnt([config, *(turn for turns in rounds for turn in turns)])
+        engine.use_noise(noise)
+        engine.scheduler.planner = (lambda seq: rounds[seq.view.round % len(rounds)]) if rounds else as_requested
 
         def run(count: int) -> Iterator[Outcome]:
+            for proposer, state in learnt:
+                proposer.restore(state)
             for output in self.llm.generate([PROMPT] * count, params, speculation=config):
                 if output.error is not None:
                     raise output.error
                 yield tuple(sample.token_ids for sample in output.outputs)
 
         with quiet():
-            # Samples of one request share a path, so they run alone; a fault that raises takes its whole batch with it.
-            alone = params.n > 1 or speculation.get("options") == {"fault": "raises"}
+            # Samples of one request share a path, so they run alone; so do paths that would learn from one another, and
+            # a fault that raises takes its whole batch with it.
+            alone = params.n > 1 or bool(learnt) or getattr(config.method, "fault", None) == "raises"
             return explore(run, noise, width=1 if alone else _WIDTH)
+
+    def _learnt(self, configs: Sequence[SpeculationConfig]) -> list[tuple[Proposer, object]]:
+        """The proposers that remember earlier texts, each with what it remembers once it has seen some."""
+        found: list[tuple[Proposer, object]] = []
+        self.llm.engine.use_noise(KeyedNoise())
+        self.llm.engine.scheduler.planner = as_requested
+        for config in configs:
+            proposer = None if config.method is None else self.llm.engine.proposers.get(config.method)
+            if proposer is None or proposer.snapshot() is None or any(proposer is known for known, _ in found):
+                continue
+            for seed in range(3):
+                params = SamplingParams(seed=seed, max_tokens=6)
+                self.llm.generate(PROMPT, params, speculation=config.replace(rule="auto"))
+            found.append((proposer, proposer.snapshot()))
+        return found
+
+
+def _filled(settings: Any, draft: str) -> Any:
+    """Settings with the draft model's path where it belongs, in nested ones too."""
+    if isinstance(settings, Mapping):
+        return {name: _filled(value, draft) for name, value in settings.items()}
+    if isinstance(settings, list | tuple):
+        return type(settings)(_filled(value, draft) for value in settings)
+    return draft if settings == DRAFT else settings
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Planted faults are counted by the engine and need not fill the log."""
-    logger = logging.getLogger("outrider.engine.drafting")
+    logger = logging.getLogger("outrider.engine.drafter")
     before, logger.disabled = logger.disabled, True
     try:
         yield

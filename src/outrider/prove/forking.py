@@ -23,8 +23,8 @@ from outrider.verify.noise import Key, Stream
 FLOOR = 1e-14
 
 Outcome = tuple[Hashable, ...]
-#: What a decision is called: sample, stream, position, round, branch. Not the seed, which the engine may draw afresh.
-Name = tuple[int, int, int, int, int]
+#: What a decision is called: sample, stream, position, round, branch, drafter. Not the seed: the engine may draw it afresh.
+Name = tuple[int, int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Path:
     weight: float = 1.0
     owners: list[int] = field(default_factory=list)
     spent: set[Key] = field(default_factory=set)
-    races: dict[tuple[int, int, int], Polygon | None] = field(default_factory=dict)  # None: known to be used, not how
+    races: dict[tuple[int, int, int, int], Polygon | None] = field(default_factory=dict)  # None: known to be used, not how
     met: set[Name] = field(default_factory=set)
 
 
@@ -121,7 +121,8 @@ class ForkingNoise:
 
     def _race(self, path: _Path, key: Key, probs: list[float], total: float) -> int:
         """A draw whose noise another draw may share."""
-        noise = (key.seed, key.sample, key.position)
+        drafter = 0 if key.stream is Stream.GUESS else key.drafter  # whoever guesses, guesses the target's own noise
+        noise = (key.seed, key.sample, key.position, drafter)
         if len(probs) != 3:
             assert key.stream is Stream.TARGET, "guesses can be followed over a vocabulary of 3 only"
             assert noise not in path.races, f"{key}: the noise of this position was used before"
@@ -158,7 +159,7 @@ class ForkingNoise:
         branches = sorted((b for b in branches if b[1] >= FLOOR), key=lambda b: -b[1])
         if len(branches) == 1:
             return branches[0][0]
-        name = (key.sample, int(key.stream), key.position, key.round, key.branch)
+        name = (key.sample, int(key.stream), key.position, key.round, key.branch, key.drafter)
         path.met.add(name)
         if name in path.choices:
             return path.choices[name]

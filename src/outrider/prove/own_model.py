@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from outrider.config import DTypeName, SpeculationConfig
+from outrider.config import DTypeName
 from outrider.llm import LLM, default_model
 from outrider.params import SamplingParams
+from outrider.propose.draft_model import DraftModel
+from outrider.propose.ngram import Ngram
+from outrider.propose.speculation import SpeculationConfig
+from outrider.propose.suffix import Suffix
 from outrider.prove.cache_truth import CacheAudit
 from outrider.prove.report import Finding
 
@@ -30,28 +34,33 @@ class OwnModel:
     Args:
         model: Path or hub id; None takes the embedded pair.
         draft_model: Its draft model, if any.
+        speculations: Ways to draft; None takes the built-in methods.
     """
 
-    def __init__(self, model: str | None, draft_model: str | None) -> None:
+    def __init__(
+        self, model: str | None, draft_model: str | None, speculations: Sequence[SpeculationConfig] | None = None
+    ) -> None:
         self._model = model
         self._draft = draft_model or (default_model("draft") if model is None else None)
+        self._asked = speculations
 
     @cached_property
     def llm(self) -> LLM:
-        return LLM(self._model, dtype="float64", speculation="none", block_size=8)
+        return LLM(self._model, dtype="float64", draft_model=self._draft, block_size=8)
 
     @cached_property
     def speculations(self) -> list[SpeculationConfig]:
+        """Ways to draft."""
+        if self._asked is not None:
+            return [self.llm.resolve(config) for config in self._asked]
         ways = [
-            SpeculationConfig(proposer="ngram", ngram_min=1, num_draft_tokens=4),
-            SpeculationConfig(proposer="suffix", suffix_min_match=1, suffix_tree=True),
+            SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=4),
+            SpeculationConfig(method=Suffix(min_match=1, branches=True)),
         ]
         if self._draft is not None:
-            lengths = (1, 3, 6)
-            ways += [
-                SpeculationConfig(proposer="draft_model", draft_model=self._draft, num_draft_tokens=k) for k in lengths
-            ]
-            ways.append(SpeculationConfig(proposer="draft_model", draft_model=self._draft, tree=(3, 2)))
+            method = DraftModel(model=self._draft)
+            ways += [SpeculationConfig(method=method, num_draft_tokens=k) for k in (1, 3, 6)]
+            ways.append(SpeculationConfig(method=method, tree=(3, 2)))
         return ways
 
     @cached_property
@@ -63,7 +72,7 @@ class OwnModel:
 
     def text_is_identical(self, params: SamplingParams) -> Finding:
         """Token by token the same with every proposer and length, in a batch, as plainly and alone."""
-        plain = [self.llm.generate(prompt, params)[0].token_ids for prompt in self.prompts]
+        plain = [self.llm.generate(prompt, params, speculation="none")[0].token_ids for prompt in self.prompts]
         wrong = compared = 0
         for config in self.speculations:
             batch = self.llm.generate(self.prompts, params, speculation=config)
@@ -87,11 +96,21 @@ class OwnModel:
         detail = f"{len(found)} texts of {length} tokens, {llm.stats.finished.num_preemptions} preemptions"
         return Finding(wrong, 0.0, detail)
 
+    def drafts(self, length: int) -> Finding:
+        """Draft tokens and faults: of a method that drafts nothing the other proofs would say nothing."""
+        self.llm.stats.reset()
+        for config in self.speculations:
+            self.llm.generate(self.prompts, SamplingParams(max_tokens=length), speculation=config)
+        stats = self.llm.stats.finished
+        detail = f"{stats.num_draft_tokens} draft tokens, {stats.num_accepted_tokens} accepted"
+        faults = stats.num_proposer_faults
+        return Finding(faults, 0.0, f"{detail}, {faults} faults", stats.num_draft_tokens > 0 and faults == 0)
+
     def cache_is_true(self, max_tokens: int) -> Finding:
         """KV of every running sequence after every commit, relative to a fresh prefill of its tokens."""
         for prompt, config in self._pairs():
             params = SamplingParams(seed=5, max_tokens=max_tokens)
-            self.llm.engine.add_request(prompt, params, config, self.llm.proposers.get(config))
+            self.llm.engine.add_request(prompt, params, config)
         audit = CacheAudit(self.llm.engine)
         audit.run()
         holds = audit.num_checked > 0 and audit.worst <= KV_BOUND

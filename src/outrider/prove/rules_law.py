@@ -9,21 +9,17 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from outrider.config import RuleName, SpeculationConfig
-from outrider.engine.detokenizer import TextStream
-from outrider.engine.sequence import Request, Sequence
-from outrider.engine.verifier import Candidate, Verifier
-from outrider.params import SamplingParams
+from outrider.draft import EMPTY, Draft, Law
 from outrider.propose.base import DraftNoise
-from outrider.propose.draft import EMPTY, Draft, Law
 from outrider.prove import forking, reference, tree_reference
 from outrider.prove.reference import VOCAB_SIZE, Case, Context, ReferenceRule
 from outrider.prove.report import Finding
 from outrider.prove.tree_reference import TreeRule
+from outrider.prove.written import WrittenText
 from outrider.verify import rules
 from outrider.verify.noise import Key, NoiseSource
+from outrider.verify.verifier import Verifier
 
-_PROMPT = (0,)
 _MANY = 1_000
 
 
@@ -117,11 +113,11 @@ def prove_decisions(rule: ReferenceRule, count: int, steps: int = 7, k: int = 2)
 
 
 def _accepted(case: Case, rule: ReferenceRule, draft: Context, coins: Seq[Fraction]) -> int:
-    seq = make_sequence(0, rule.value)
+    text = WrittenText.begin(0, rule.value)
     guess = Draft.chain(draft, Law.SAMPLED, tensor([case.draft(draft[:i]) for i in range(len(draft))]))
     logits = tensor([case.target(draft[:i]) for i in range(len(draft) + 1)]).log()
     verifier = Verifier(GridNoise([float(c) for c in coins]))
-    return len(verifier.verify([Candidate(seq, guess, (0, len(draft) + 1))], logits)[0].path)
+    return len(verifier.verify([text.candidate(guess, (0, len(draft) + 1))], logits)[0].path)
 
 
 def _expected(case: Case, rule: ReferenceRule, draft: Context, coins: Seq[Fraction]) -> int:
@@ -154,52 +150,41 @@ def verifier_law(case: Case, rule: ReferenceRule, num_draft_tokens: int, length:
 
 
 def _decode(case: Case, rule: ReferenceRule, noise: NoiseSource, k: int, length: int, width: int) -> list[forking.Outcome]:
-    sequences = [make_sequence(i, rule.value) for i in range(width)]
+    texts = [WrittenText.begin(i, rule.value) for i in range(width)]
     verifier = Verifier(noise)
-    while running := [s for s in sequences if s.num_output_tokens < length]:
+    while running := [text for text in texts if len(text.output) < length]:
         drafts = _draft(case, running, noise, k, length)
         rows: list[reference.Probs] = []
         candidates = []
-        for seq, draft in zip(running, drafts, strict=True):
-            context = tuple(seq.output_token_ids)
+        for text, draft in zip(running, drafts, strict=True):
             first = len(rows)
-            rows += [case.target(context + draft.token_ids[:i]) for i in range(len(draft) + 1)]
-            candidates.append(Candidate(seq, draft, (first, len(rows))))
+            rows += [case.target(text.output + draft.token_ids[:i]) for i in range(len(draft) + 1)]
+            candidates.append(text.candidate(draft, (first, len(rows))))
         verdicts = verifier.verify(candidates, tensor(rows).log())
-        for seq, draft, verdict in zip(running, drafts, verdicts, strict=True):
-            for token in (*(draft.token_ids[node] for node in verdict.path), verdict.token_id):
-                seq.append(token, verdict.origin)
-            seq.view.round += 1
-    return [tuple(s.output_token_ids[:length]) for s in sequences]
+        for text, draft, verdict in zip(running, drafts, verdicts, strict=True):
+            text.commit(draft, verdict)
+    return [text.output[:length] for text in texts]
 
 
-def _draft(case: Case, sequences: list[Sequence], noise: NoiseSource, k: int, length: int) -> list[Draft]:
+def _draft(case: Case, texts: list[WrittenText], noise: NoiseSource, k: int, length: int) -> list[Draft]:
     """Drafts of up to `k` tokens, never more than the text has room for beside the target's own token."""
     source = DraftNoise(noise)
-    budgets = [min(k, length - s.num_output_tokens - 1) for s in sequences]
-    tokens: list[list[int]] = [[] for _ in sequences]
-    laws: list[list[reference.Probs]] = [[] for _ in sequences]
+    budgets = [min(k, length - len(text.output) - 1) for text in texts]
+    tokens: list[list[int]] = [[] for _ in texts]
+    probs: list[list[reference.Probs]] = [[] for _ in texts]
     for offset in range(k):
         members = [i for i, budget in enumerate(budgets) if offset < budget]
         if not members:
             break
-        rows = [case.draft((*sequences[i].output_token_ids, *tokens[i])) for i in members]
-        drawn = source.categorical(tensor(rows), [sequences[i].view for i in members], [offset] * len(members))
+        rows = [case.draft((*texts[i].output, *tokens[i])) for i in members]
+        drawn = source.categorical(tensor(rows), [texts[i].request for i in members], [offset] * len(members))
         for i, row, token in zip(members, rows, drawn.tolist(), strict=True):
             tokens[i].append(token)
-            laws[i].append(row)
+            probs[i].append(row)
     return [
-        Draft.chain(t, source.law(s.view), tensor(q)) if t else EMPTY
-        for s, t, q in zip(sequences, tokens, laws, strict=True)
+        Draft.chain(t, source.law(text.request), tensor(q)) if t else EMPTY
+        for text, t, q in zip(texts, tokens, probs, strict=True)
     ]
-
-
-def make_sequence(seq_id: int, rule: RuleName) -> Sequence:
-    """A sequence of one prompt token that asks for `rule`, outside any engine."""
-    speculation = SpeculationConfig(rule=rule)
-    params = SamplingParams(max_tokens=64)
-    request = Request(seq_id, None, _PROMPT, params, speculation, None, 0, frozenset())
-    return Sequence(seq_id, request, 0, TextStream(None, ()), 128)
 
 
 def tensor(values: object) -> Tensor:

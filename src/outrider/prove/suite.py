@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from outrider.model.loader import check_sources
 from outrider.params import SamplingParams
@@ -17,6 +18,7 @@ from outrider.prove.engine_law import (
     EngineProof,
     Setting,
 )
+from outrider.prove.one_method import method_proofs, speculations
 from outrider.prove.own_model import OwnModel
 from outrider.prove.reference import ReferenceRule
 from outrider.prove.report import Check, Finding, Report
@@ -63,6 +65,43 @@ def run_suite(
             return run_proofs(proofs(Path(folder), model, draft_model, quick=True), on_check)
         plan = partial(proofs, model=model, draft_model=draft_model, quick=False)
         return run_in_processes(plan, Path(folder), _PROCESSES, on_check)
+
+
+def run_method_suite(
+    asked: Mapping[str, Any],
+    model: str | None = None,
+    draft_model: str | None = None,
+    *,
+    quick: bool = False,
+    on_check: Callable[[Check], None] | None = None,
+) -> Report:
+    """Run the proofs of one method alone.
+
+    Args:
+        asked: Its settings in the form of one mapping, see SpeculationConfig.of.
+        model: A model to compare texts on; None takes the embedded pair.
+        draft_model: Its draft model.
+        quick: Fewer settings, shorter texts.
+        on_check: Called after each check.
+
+    Raises:
+        InputError: No such method, setting or folder.
+    """
+    check_sources(model=model, draft_model=draft_model)
+    own = OwnModel(model, draft_model, speculations(asked))
+    with TemporaryDirectory() as folder:
+        tiny = _TinyPair(Path(folder) / "tiny")
+        return run_proofs(method_proofs(asked, tiny.prove, own, quick=quick), on_check)
+
+
+def num_method_checks(asked: Mapping[str, Any], *, quick: bool = False) -> int:
+    """How many checks `run_method_suite` makes, for progress bars.
+
+    Raises:
+        InputError: No such method or setting.
+    """
+    own = OwnModel(None, None, speculations(asked))
+    return len(list(method_proofs(asked, _TinyPair(Path()).prove, own, quick=quick)))
 
 
 def num_checks(*, quick: bool = False) -> int:

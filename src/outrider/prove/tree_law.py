@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from outrider.config import RuleName
-from outrider.engine.sequence import Sequence
-from outrider.engine.verifier import Candidate, Verifier
+from outrider.draft import EMPTY, Draft, Law
 from outrider.propose.base import DraftNoise
-from outrider.propose.draft import EMPTY, Draft, Law
 from outrider.prove import forking, reference
 from outrider.prove.reference import VOCAB_SIZE, Case, Probs
 from outrider.prove.report import Finding
-from outrider.prove.rules_law import make_sequence, tensor
+from outrider.prove.rules_law import tensor
 from outrider.prove.tree_reference import TreeRule
+from outrider.prove.written import WrittenText
 from outrider.verify.noise import NoiseSource
+from outrider.verify.verifier import RuleName, Verifier
 
 #: What a request asks for so that the Verifier applies the rule.
 _RULE_NAMES: dict[TreeRule, RuleName] = {TreeRule.RECURSIVE: "token", TreeRule.TRAVERSAL: "block", TreeRule.MERGED: "auto"}
@@ -41,29 +40,27 @@ def tree_verifier_law(case: Case, rule: TreeRule, widths: tuple[int, ...], lengt
 def _decode(
     case: Case, rule: TreeRule, noise: NoiseSource, widths: tuple[int, ...], length: int, width: int
 ) -> list[forking.Outcome]:
-    sequences = [make_sequence(i, _RULE_NAMES[rule]) for i in range(width)]
+    texts = [WrittenText.begin(i, _RULE_NAMES[rule]) for i in range(width)]
     verifier = Verifier(noise)
-    while running := [s for s in sequences if s.num_output_tokens < length]:
+    while running := [text for text in texts if len(text.output) < length]:
         candidates, rows = [], list[Probs]()
-        for seq in running:
-            context = tuple(seq.output_token_ids)
-            draft = _draw(case, seq, noise, widths[: length - len(context) - 1])
+        for text in running:
+            context = text.output
+            draft = _draw(case, text, noise, widths[: length - len(context) - 1])
             if rule is TreeRule.MERGED:
                 draft = _with_guess(draft, context)
             first = len(rows)
             rows += [case.target(context + path) for path in ((), *draft.paths)]
-            candidates.append(Candidate(seq, draft, (first, len(rows))))
-        for candidate, verdict in zip(candidates, verifier.verify(candidates, tensor(rows).log()), strict=True):
-            seq, draft = candidate.seq, candidate.draft
-            for token in (*(draft.token_ids[node] for node in verdict.path), verdict.token_id):
-                seq.append(token, verdict.origin)
-            seq.view.round += 1
-    return [tuple(s.output_token_ids[:length]) for s in sequences]
+            candidates.append(text.candidate(draft, (first, len(rows))))
+        verdicts = verifier.verify(candidates, tensor(rows).log())
+        for text, candidate, verdict in zip(running, candidates, verdicts, strict=True):
+            text.commit(candidate.draft, verdict)
+    return [text.output[:length] for text in texts]
 
 
-def _draw(case: Case, seq: Sequence, noise: NoiseSource, widths: tuple[int, ...]) -> Draft:
+def _draw(case: Case, text: WrittenText, noise: NoiseSource, widths: tuple[int, ...]) -> Draft:
     """A tree of `widths`, siblings drawn one after another from what is left of the law."""
-    source, context = DraftNoise(noise), tuple(seq.output_token_ids)
+    source, context = DraftNoise(noise), text.output
     tokens: list[int] = []
     parents: list[int] = []
     laws: list[Probs] = []
@@ -74,7 +71,7 @@ def _draw(case: Case, seq: Sequence, noise: NoiseSource, widths: tuple[int, ...]
             law = case.draft(context + path)
             left = tensor([law])
             for rank in range(min(width, sum(p > 0 for p in law))):
-                token = int(source.categorical(left, [seq.view], [depth], [place * width + rank])[0])
+                token = int(source.categorical(left, [text.request], [depth], [place * width + rank])[0])
                 left[0, token] = 0.0
                 below.append((len(tokens), (*path, token)))
                 tokens.append(token)
@@ -83,7 +80,7 @@ def _draw(case: Case, seq: Sequence, noise: NoiseSource, widths: tuple[int, ...]
         level = below
     if not tokens:
         return EMPTY
-    return Draft(tuple(tokens), tuple(parents), (source.law(seq.view),) * len(tokens), tensor(laws))
+    return Draft(tuple(tokens), tuple(parents), (source.law(text.request),) * len(tokens), tensor(laws))
 
 
 def _with_guess(draft: Draft, context: tuple[int, ...]) -> Draft:

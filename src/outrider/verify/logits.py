@@ -12,7 +12,7 @@ from outrider.params import SamplingParams
 
 
 def target_probs(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
-    """The law each row's token is drawn from: [n, vocab_size], in the dtype of `logits`.
+    """The probabilities that each row's token is drawn from: [n, vocab_size], in the dtype of `logits`.
 
     Temperature, then top_k, then top_p, then min_p, each on what the one before left (transformers' order). A greedy row
     is a point mass on its largest logit, the lowest id among equals. Among tokens tied at the edge of top_k all stay; at

@@ -19,7 +19,7 @@ def raw_logprobs(logits: Tensor) -> Tensor:
 
 
 def processed_logprobs(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """Logarithms [n, vocab_size] of the law that tokens were drawn from; of its logits at temperature 1 where greedy.
+    """Logarithms [n, vocab_size] of what tokens were drawn from; of the logits at temperature 1 where greedy.
 
     Args:
         logits: [n, vocab_size] as `Processing.apply` left them.

@@ -26,7 +26,7 @@ class Stream(IntEnum):
     """What a draw is for. Streams are independent, but for GUESS, which reads TARGET's noise."""
 
     TARGET = 0  # the target's own choice of a token
-    DRAFT = 1  # a proposer's draw from its law
+    DRAFT = 1  # a proposer's draw from its probabilities
     ACCEPT = 2  # the coin of an acceptance rule
     RECOVER = 3  # the token after a rejection, from the residual
     GUESS = 4  # a coupled proposer's prediction of TARGET at the same position
@@ -46,6 +46,8 @@ class Key(NamedTuple):
         position: Index in the sequence of the token being chosen or checked.
         round: Verify pass of the sequence; 0 for TARGET and RECOVER, which happen once a position.
         branch: Tells apart draws for one position of one round: the node of a tree. No part of a guess's noise.
+        drafter: Who draws: 0 for the target's own verification and for a sequence's first proposer, others for further
+            proposers and for the members of a nested one. No part of a guess's noise.
     """
 
     owner: int
@@ -55,6 +57,7 @@ class Key(NamedTuple):
     position: int
     round: int = 0
     branch: int = 0
+    drafter: int = 0
 
 
 class NoiseSource(Protocol):
@@ -76,9 +79,9 @@ class NoiseSource(Protocol):
 class KeyedNoise:
     """The production source.
 
-    TARGET and GUESS draw by Gumbel-max, one exponential a token, so that close laws under the same key mostly agree
-    (a maximal-overlap coupling in the sense of Daliri et al. 2024). The other streams need no coupling and invert the
-    cumulative law with a single uniform.
+    TARGET and GUESS draw by Gumbel-max, one exponential a token, so that close distributions under the same key mostly
+    agree (a maximal-overlap coupling in the sense of Daliri et al. 2024). The other streams need no coupling and invert the
+    cumulative distribution with a single uniform.
     """
 
     def __init__(self) -> None:
@@ -132,7 +135,7 @@ def _mix_key(k: Key) -> int:
     if k.stream is Stream.GUESS:
         fields = (k.seed, k.sample, int(Stream.TARGET), k.position, 0)
     else:
-        fields = (k.seed, k.sample, int(k.stream), k.position, k.round + (k.branch << 32))
+        fields = (k.seed, k.sample, int(k.stream) + (k.drafter << 8), k.position, k.round + (k.branch << 32))
     state = 0
     for field in fields:
         x = (state + field + _GOLDEN) & _ALL
@@ -143,8 +146,8 @@ def _mix_key(k: Key) -> int:
 
 
 def mix_fields(fields: np.ndarray) -> np.ndarray:
-    """64 well-mixed bits a row, int64 [n], from (seed, sample, stream, position, round and branch) as uint64 [n, 5]; for
-    many rows at once."""
+    """64 well-mixed bits a row, int64 [n], from (seed, sample, stream and drafter, position, round and branch) as
+    uint64 [n, 5]; for many rows at once."""
     state = np.zeros(len(fields), np.uint64)
     for column in fields.T:
         state = _mix_numpy(state + column + np.uint64(_GOLDEN))

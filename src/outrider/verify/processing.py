@@ -1,4 +1,4 @@
-"""What a sequence's parameters do to its logits before they become a law, row by row along each row's own path."""
+"""What a sequence's parameters do to its logits before they become probabilities, row by row along each row's own path."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Processing:
 
         Returns:
             Logits [num_rows, vocab_size], finite or minus infinity, and for each row whether every token was forbidden.
-            Such a row comes back as it was: it has no law, and whoever would need one must give the text up.
+            Such a row comes back as it was: it has no probabilities, and whoever would need them must give the text up.
 
         Raises:
             ValueError: A logits processor answered with another shape, NaN or plus infinity.

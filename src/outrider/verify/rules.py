@@ -1,7 +1,7 @@
-"""Acceptance rules on chains as pure functions of laws; no random numbers, no sequences.
+"""Acceptance rules on chains as pure functions of probabilities; no random numbers, no sequences.
 
-Shapes: b drafts of k tokens each over a vocabulary of v. target_probs [b, k + 1, v] holds the target's law at every
-draft row and after the last; draft_probs [b, k, v] the law each draft token was really drawn from.
+Shapes: b drafts of k tokens each over a vocabulary of v. target_probs [b, k + 1, v] holds the target's probabilities at
+every draft row and after the last; draft_probs [b, k, v] those that each draft token was really drawn from.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def block_acceptance(target_probs: Tensor, draft_probs: Tensor, draft_token_ids:
         draft_token_ids: [b, k]
 
     Returns:
-        The chance of each coin [b, k], and the weights [b, k + 1] by which `residual` scales the target's law when the
-        accepted length is i.
+        The chance of each coin [b, k], and the weights [b, k + 1] by which `residual` scales the target's
+        probabilities when the accepted length is i.
     """
     ratios = _ratios(target_probs, draft_probs, draft_token_ids)
     weights = [torch.ones_like(ratios[:, 0])]
@@ -52,26 +52,26 @@ def block_acceptance(target_probs: Tensor, draft_probs: Tensor, draft_token_ids:
     return torch.cat([coins, weight[:, -1:]], 1), weight
 
 
-def residual(target_law: Tensor, draft_law: Tensor, weight: Tensor) -> Tensor:
+def residual(target_row: Tensor, draft_row: Tensor, weight: Tensor) -> Tensor:
     """What the target still owes after a rejection: (weight * p - q)+ normalised, [b, v]; p itself where that is empty.
 
     Args:
-        target_law: [b, v] at the row after the last accepted token.
-        draft_law: [b, v] there; zeros after full acceptance.
+        target_row: [b, v] at the row after the last accepted token.
+        draft_row: [b, v] there; zeros after full acceptance.
         weight: [b] 1 under R1, the prefix weight of the accepted length under R3.
     """
-    if sampling.usable(target_law, draft_law):
-        return sampling.owed_law(target_law[:, None], draft_law[:, None], weight[:, None]).squeeze(1)
-    owed = (weight[:, None] * target_law - draft_law).clamp(min=0.0)
+    if sampling.usable(target_row, draft_row):
+        return sampling.owed_probs(target_row[:, None], draft_row[:, None], weight[:, None]).squeeze(1)
+    owed = (weight[:, None] * target_row - draft_row).clamp(min=0.0)
     total = owed.sum(-1, keepdim=True)
-    return torch.where(total > 0, owed / total.clamp(min=torch.finfo(owed.dtype).tiny), target_law)
+    return torch.where(total > 0, owed / total.clamp(min=torch.finfo(owed.dtype).tiny), target_row)
 
 
-def owed_mass(target_law: Tensor, draft_law: Tensor, weight: Tensor) -> Tensor:
-    """Sums [b, n] of (weight * p - q)+ over laws [b, n, v], weights [b, n]."""
-    if sampling.usable(target_law, draft_law):
-        return sampling.owed_mass(target_law, draft_law, weight)
-    return (weight[..., None] * target_law - draft_law).clamp(min=0.0).sum(-1)
+def owed_mass(target_row: Tensor, draft_row: Tensor, weight: Tensor) -> Tensor:
+    """Sums [b, n] of (weight * p - q)+ over rows of probabilities [b, n, v], weights [b, n]."""
+    if sampling.usable(target_row, draft_row):
+        return sampling.owed_mass(target_row, draft_row, weight)
+    return (weight[..., None] * target_row - draft_row).clamp(min=0.0).sum(-1)
 
 
 def _ratios(target_probs: Tensor, draft_probs: Tensor, draft_token_ids: Tensor) -> Tensor:

@@ -1,23 +1,31 @@
-"""Which rule checks which draft, and the batched verdicts."""
+"""Checks drafts in batches: which rule fits which draft, and what stands of it.
+
+The driver knows drafts, probabilities and keys, and nothing of requests or engines. So a proposer that verifies the guess
+of its own drafter uses the same rules as the engine.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from outrider.engine.sequence import Sequence
-from outrider.params import TokenOrigin
-from outrider.propose.draft import Draft, Law
+from outrider.draft import Draft, Law
+from outrider.params import SamplingParams, TokenOrigin
+from outrider.trace import CoinToss
 from outrider.verify.logits import argmax, target_probs
 from outrider.verify.noise import Key, NoiseSource, Stream
 from outrider.verify.rules import block_acceptance, residual, token_acceptance
 from outrider.verify.trees import Coin, Conversation, Draw, Tree, recursive_rejection, traversal
+
+#: How a caller asks for a rule.
+RuleName = Literal["auto", "walk", "token", "block", "coupled"]
 
 
 class Rule(Enum):
@@ -31,18 +39,58 @@ class Rule(Enum):
 
 
 @dataclass(frozen=True)
+class CandidateKeys:
+    """How the draws that decide on one draft are named.
+
+    Attributes:
+        owner: Sequence id.
+        seed: Of the sequence's noise.
+        sample: Sample index within the request.
+        round: Verify pass of the sequence.
+        position: Index in the text of the draft's first token.
+        drafter: 0 for the engine's verification; a proposer that verifies the guess of its own drafter has another, so
+            that its draws have nothing to do with the target's.
+    """
+
+    owner: int
+    seed: int
+    sample: int
+    round: int
+    position: int
+    drafter: int = 0
+
+    def coin(self, node: int, depth: int) -> Key:
+        """Of the coin of `node`, `depth` tokens below the root. A position's coin may be tossed again in a later round,
+        after a rejection before it; hence the round."""
+        position = self.position + depth - 1
+        return Key(self.owner, self.seed, self.sample, Stream.ACCEPT, position, self.round, node, self.drafter)
+
+    def next(self, depth: int, *, owed: bool) -> Key:
+        """Of the token after a node at `depth`: once a position, from the target's own probabilities or from what they
+        still owe after a rejection."""
+        stream = Stream.RECOVER if owed else Stream.TARGET
+        return Key(self.owner, self.seed, self.sample, stream, self.position + depth, drafter=self.drafter)
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A draft to check.
 
     Attributes:
-        seq: Whose.
         draft: Empty where nothing was drafted.
-        rows: (first, end) rows of the logits: the last committed token, then the nodes.
+        rows: (first, end) rows of the logits: the token that the draft follows, then its nodes.
+        sampling: The request's parameters.
+        keys: Names of its draws.
+        rule: See `rule_for`.
+        coins: Where the coins that were tossed are recorded; None where nobody asked.
     """
 
-    seq: Sequence
     draft: Draft
     rows: tuple[int, int]
+    sampling: SamplingParams
+    keys: CandidateKeys
+    rule: Rule
+    coins: list[CoinToss] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,18 +108,18 @@ class Verdict:
     origin: TokenOrigin
 
 
-def rule_for(draft: Draft, rule_name: str, *, coupled: bool = False) -> Rule:
-    """The dispatcher by law: only nodes drawn from known laws gain from a ratio test; all else is walked.
+def rule_for(draft: Draft, rule_name: RuleName, *, coupled: bool = False) -> Rule:
+    """The rule by the draft's laws: only nodes drawn from known probabilities gain from a ratio test; all else is walked.
 
     Args:
         draft: The draft.
-        rule_name: SpeculationConfig.rule; "auto" takes block verification, or on trees traversal, where it applies.
+        rule_name: As asked for; "auto" takes block verification, or on trees traversal, where it applies.
         coupled: Whether the text must be a function of the target's noise alone, as a seed promises.
     """
-    laws = draft.candidate_laws
+    laws = set(draft.laws)
     if coupled or Law.SAMPLED not in laws or Law.COUPLED in laws or rule_name in ("walk", "coupled"):
         return Rule.WALK
-    all_sampled = set(draft.laws) == {Law.SAMPLED}
+    all_sampled = laws == {Law.SAMPLED}
     if draft.is_chain and all_sampled:
         return Rule.TOKEN if rule_name == "token" else Rule.BLOCK
     return Rule.TRAVERSAL if all_sampled and rule_name != "token" else Rule.RECURSIVE
@@ -87,7 +135,7 @@ class Verifier:
     def __init__(self, noise: NoiseSource) -> None:
         self.noise = noise
 
-    def verify(self, candidates: Seq[Candidate], logits: Tensor) -> list[Verdict]:
+    def verify(self, candidates: Sequence[Candidate], logits: Tensor) -> list[Verdict]:
         """Verdicts in the order of `candidates`.
 
         Args:
@@ -97,30 +145,28 @@ class Verifier:
         verdicts: dict[int, Verdict] = {}
         walkers, chains, trees = [], defaultdict(list), []
         for index, candidate in enumerate(candidates):
-            seq = candidate.seq
-            rule = rule_for(candidate.draft, seq.request.speculation.rule, coupled=seq.view.coupled)
-            if rule is Rule.WALK or seq.request.params.greedy:
+            if candidate.rule is Rule.WALK or candidate.sampling.greedy:
                 walkers.append(index)
-            elif rule in (Rule.TOKEN, Rule.BLOCK):
-                chains[rule, len(candidate.draft)].append(index)
+            elif candidate.rule in (Rule.TOKEN, Rule.BLOCK):
+                chains[candidate.rule, len(candidate.draft)].append(index)
             else:
-                trees.append((index, rule))
+                trees.append(index)
         verdicts.update(zip(walkers, self._walk([candidates[i] for i in walkers], logits), strict=True))
         for (rule, length), members in chains.items():
             found = self._test_chains(rule, length, [candidates[i] for i in members], logits)
             verdicts.update(zip(members, found, strict=True))
-        verdicts.update(self._test_trees({i: (candidates[i], rule) for i, rule in trees}, logits))
+        verdicts.update(self._test_trees({i: candidates[i] for i in trees}, logits))
         return [verdicts[i] for i in range(len(candidates))]
 
-    def _walk(self, candidates: Seq[Candidate], logits: Tensor) -> list[Verdict]:
+    def _walk(self, candidates: Sequence[Candidate], logits: Tensor) -> list[Verdict]:
         """Depth by depth over all trees at once, drawing only at rows that are reached."""
-        laws = _Laws(candidates, logits)
+        rows = _TargetRows(candidates, logits)
         paths: list[list[int]] = [[] for _ in candidates]
         verdicts: dict[int, Verdict] = {}
         alive = list(range(len(candidates)))
         while alive:
             nodes = [paths[i][-1] if paths[i] else -1 for i in alive]
-            tokens = self._draw(laws, alive, nodes)
+            tokens = self._draw(rows, alive, nodes, [len(paths[i]) for i in alive])
             for i, node, token in zip(alive, nodes, tokens, strict=True):
                 draft = candidates[i].draft
                 child = draft.child(node, token)
@@ -131,25 +177,25 @@ class Verifier:
             alive = [i for i in alive if i not in verdicts]
         return [verdicts[i] for i in range(len(candidates))]
 
-    def _draw(self, laws: _Laws, members: list[int], nodes: list[int]) -> list[int]:
+    def _draw(self, rows: _TargetRows, members: list[int], nodes: list[int], depths: list[int]) -> list[int]:
         """The target's own choice after each node: its most likely token, or a draw."""
         tokens = [0] * len(members)
         drawing = []
         for place, (member, node) in enumerate(zip(members, nodes, strict=True)):
-            if laws.candidates[member].seq.request.params.greedy:
-                tokens[place] = laws.best(member, node)
+            if rows.candidates[member].sampling.greedy:
+                tokens[place] = rows.best(member, node)
             else:
                 drawing.append(place)
         if drawing:
-            probs = torch.stack([laws.probs(members[p], nodes[p]) for p in drawing])
-            keys = [_next_key(laws.candidates[members[p]], nodes[p], owed=False) for p in drawing]
+            probs = torch.stack([rows.probs(members[p], nodes[p]) for p in drawing])
+            keys = [rows.candidates[members[p]].keys.next(depths[p], owed=False) for p in drawing]
             for place, token in zip(drawing, self.noise.categorical(probs, keys).tolist(), strict=True):
                 tokens[place] = token
         return tokens
 
-    def _test_chains(self, rule: Rule, length: int, candidates: Seq[Candidate], logits: Tensor) -> list[Verdict]:
+    def _test_chains(self, rule: Rule, length: int, candidates: Sequence[Candidate], logits: Tensor) -> list[Verdict]:
         """Rules R1 and R3 on chains of one length."""
-        params = [c.seq.view.sampling for c in candidates for _ in range(*c.rows)]
+        params = [c.sampling for c in candidates for _ in range(*c.rows)]
         flat = target_probs(_rows_of(candidates, logits), params)
         p = flat.view(len(candidates), length + 1, -1)  # [b, length + 1, vocab_size]
         q = _stacked([_draft_probs(c.draft) for c in candidates]).to(p)  # [b, length, vocab_size]
@@ -158,27 +204,28 @@ class Verifier:
             chances, weights = token_acceptance(p, q, x), p.new_ones(p.shape[:2])
         else:
             chances, weights = block_acceptance(p, q, x)
-        keys = [_coin_key(c, node) for c in candidates for node in range(length)]
+        keys = [c.keys.coin(node, node + 1) for c in candidates for node in range(length)]
         coins = self.noise.bernoulli(chances.reshape(-1), keys).view(-1, length)
+        _record_chains(candidates, chances, coins)
         if rule is Rule.TOKEN:
             accepted = coins.long().cumprod(1).sum(1)
         else:
             accepted = (coins * torch.arange(1, length + 1, device=p.device)).amax(1)
         lane = torch.arange(len(candidates), device=p.device)
         q_next = q[lane, accepted.clamp(max=length - 1)] * (accepted < length)[:, None]  # nothing is drafted after the last
-        laws = residual(p[lane, accepted], q_next, weights[lane, accepted])
+        owed = residual(p[lane, accepted], q_next, weights[lane, accepted])
         lengths: list[int] = accepted.tolist()
-        keys = [_next_key(c, k - 1, owed=k < length) for c, k in zip(candidates, lengths, strict=True)]
-        tokens: list[int] = self.noise.categorical(laws, keys).tolist()
+        keys = [c.keys.next(k, owed=k < length) for c, k in zip(candidates, lengths, strict=True)]
+        tokens: list[int] = self.noise.categorical(owed, keys).tolist()
         return [
             Verdict(tuple(range(k)), token, _origin(c.draft, k - 1))
             for c, k, token in zip(candidates, lengths, tokens, strict=True)
         ]
 
-    def _test_trees(self, candidates: dict[int, tuple[Candidate, Rule]], logits: Tensor) -> dict[int, Verdict]:
+    def _test_trees(self, candidates: dict[int, Candidate], logits: Tensor) -> dict[int, Verdict]:
         """Rules R4 and R5: all trees talk at once, and each round of questions is answered in one go."""
         verdicts: dict[int, Verdict] = {}
-        talks = {i: _open(candidate, rule, logits) for i, (candidate, rule) in candidates.items()}
+        talks = {i: _open(candidate, logits) for i, candidate in candidates.items()}
         answers: dict[int, int | None] = dict.fromkeys(talks)
         while talks:
             coins: dict[int, Coin] = {}
@@ -188,7 +235,7 @@ class Verifier:
                     question = talks[i].send(answers[i])  # type: ignore[arg-type]  # None opens a conversation
                 except StopIteration as end:
                     path, token = end.value
-                    draft = candidates[i][0].draft
+                    draft = candidates[i].draft
                     verdicts[i] = Verdict(path, token, _origin(draft, path[-1] if path else -1))
                     del talks[i]
                     continue
@@ -196,25 +243,29 @@ class Verifier:
             answers = {**self._toss(coins, candidates), **self._draw_next(draws, candidates)}
         return verdicts
 
-    def _toss(self, coins: dict[int, Coin], candidates: dict[int, tuple[Candidate, Rule]]) -> dict[int, int | None]:
+    def _toss(self, coins: dict[int, Coin], candidates: dict[int, Candidate]) -> dict[int, int | None]:
         if not coins:
             return {}
-        keys = [_coin_key(candidates[i][0], coin.node) for i, coin in coins.items()]
-        fallen = self.noise.bernoulli(torch.stack([coin.probability for coin in coins.values()]), keys)
-        return dict(zip(coins, fallen.tolist(), strict=True))
+        keys = [candidates[i].keys.coin(coin.node, _depth(candidates[i].draft, coin.node)) for i, coin in coins.items()]
+        fallen = self.noise.bernoulli(torch.stack([coin.probability for coin in coins.values()]), keys).tolist()
+        for (i, coin), fell in zip(coins.items(), fallen, strict=True):
+            _record(candidates[i], coin.node, coin.probability, fell)
+        return dict(zip(coins, fallen, strict=True))
 
-    def _draw_next(self, draws: dict[int, Draw], candidates: dict[int, tuple[Candidate, Rule]]) -> dict[int, int | None]:
+    def _draw_next(self, draws: dict[int, Draw], candidates: dict[int, Candidate]) -> dict[int, int | None]:
         if not draws:
             return {}
-        keys = [_next_key(candidates[i][0], draw.node, owed=draw.owed) for i, draw in draws.items()]
-        tokens = self.noise.categorical(torch.stack([draw.law for draw in draws.values()]), keys)
+        keys = [
+            candidates[i].keys.next(_depth(candidates[i].draft, draw.node), owed=draw.owed) for i, draw in draws.items()
+        ]
+        tokens = self.noise.categorical(torch.stack([draw.probs for draw in draws.values()]), keys)
         return dict(zip(draws, tokens.tolist(), strict=True))
 
 
-class _Laws:
-    """The target's law after each node of the candidates, computed in one go."""
+class _TargetRows:
+    """The target's probabilities after each node of the candidates, computed in one go."""
 
-    def __init__(self, candidates: Seq[Candidate], logits: Tensor) -> None:
+    def __init__(self, candidates: Sequence[Candidate], logits: Tensor) -> None:
         self.candidates = candidates
         self._first: list[int] = []
         num_rows = 0
@@ -223,7 +274,7 @@ class _Laws:
             num_rows += candidate.rows[1] - candidate.rows[0]
         if not num_rows:
             return
-        params = [c.seq.view.sampling for c in candidates for _ in range(*c.rows)]
+        params = [c.sampling for c in candidates for _ in range(*c.rows)]
         chosen = _rows_of(candidates, logits)
         self._best: list[int] = argmax(chosen).tolist()
         if not all(p.greedy for p in params):
@@ -236,7 +287,7 @@ class _Laws:
         return self._probs[self._first[member] + node + 1]
 
 
-def _rows_of(candidates: Seq[Candidate], logits: Tensor) -> Tensor:
+def _rows_of(candidates: Sequence[Candidate], logits: Tensor) -> Tensor:
     """Logits of all rows of the candidates; not copied where they follow one another."""
     spans = [c.rows for c in candidates]
     if all(before[1] == after[0] for before, after in pairwise(spans)):
@@ -244,21 +295,22 @@ def _rows_of(candidates: Seq[Candidate], logits: Tensor) -> Tensor:
     return logits[torch.tensor([row for span in spans for row in range(*span)], device=logits.device)]
 
 
-def _stacked(laws: list[Tensor]) -> Tensor:
-    return laws[0][None] if len(laws) == 1 else torch.stack(laws)
+def _stacked(rows: list[Tensor]) -> Tensor:
+    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
 
-def _open(candidate: Candidate, rule: Rule, logits: Tensor) -> Conversation:
+def _open(candidate: Candidate, logits: Tensor) -> Conversation:
     """Start a tree rule on one candidate."""
     draft = candidate.draft
-    p = target_probs(logits[slice(*candidate.rows)], [candidate.seq.view.sampling] * (len(draft) + 1))
+    p = target_probs(logits[slice(*candidate.rows)], [candidate.sampling] * (len(draft) + 1))
     children = {node: draft.children(node) for node in range(-1, len(draft))}
     tree = Tree(draft.token_ids, draft.parents, children, tuple(law is Law.SAMPLED for law in draft.laws))
-    return (recursive_rejection if rule is Rule.RECURSIVE else traversal)(tree, p, _draft_probs(draft).to(p))
+    rule = recursive_rejection if candidate.rule is Rule.RECURSIVE else traversal
+    return rule(tree, p, _draft_probs(draft).to(p))
 
 
 def _draft_probs(draft: Draft) -> Tensor:
-    assert draft.draft_probs is not None, "a sampled draft carries its law"
+    assert draft.draft_probs is not None, "a sampled draft carries its probabilities"
     return draft.draft_probs
 
 
@@ -273,15 +325,13 @@ def _depth(draft: Draft, node: int) -> int:
     return 0 if node < 0 else draft.depths[node]
 
 
-def _coin_key(candidate: Candidate, node: int) -> Key:
-    # A position's coin may be tossed again in a later round after a rejection before it, hence the round.
-    view = candidate.seq.view
-    position = len(view.token_ids) + _depth(candidate.draft, node) - 1
-    return Key(view.seq_id, view.seed, view.sample, Stream.ACCEPT, position, view.round, node)
+def _record_chains(candidates: Sequence[Candidate], chances: Tensor, coins: Tensor) -> None:
+    for index, candidate in enumerate(candidates):
+        if candidate.coins is not None:
+            for node, (chance, fell) in enumerate(zip(chances[index], coins[index].tolist(), strict=True)):
+                _record(candidate, node, chance, fell)
 
 
-def _next_key(candidate: Candidate, node: int, *, owed: bool) -> Key:
-    """Of the token after `node`: once a position, from the target's own law or from what it still owes."""
-    view = candidate.seq.view
-    stream = Stream.RECOVER if owed else Stream.TARGET
-    return Key(view.seq_id, view.seed, view.sample, stream, len(view.token_ids) + _depth(candidate.draft, node))
+def _record(candidate: Candidate, node: int, probability: Tensor, fell: bool) -> None:
+    if candidate.coins is not None:
+        candidate.coins.append(CoinToss(node, float(probability), bool(fell)))

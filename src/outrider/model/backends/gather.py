@@ -13,7 +13,7 @@ import torch
 
 from outrider.cache.pool import Slots
 from outrider.model import hf
-from outrider.model.attention.hosted import HostedAttention
+from outrider.model.backends.hosted import HostedAttention
 from outrider.model.context import ForwardContext, LayerReach, additive, visible
 
 

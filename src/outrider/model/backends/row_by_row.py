@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.kernels.row_by_row import RowByRow
 from outrider.model import hf
-from outrider.model.attention.paged import PagedAttention, attend
+from outrider.model.backends.paged import PagedAttention, attend
 from outrider.model.context import current_context
 
 

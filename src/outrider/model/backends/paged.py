@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.model import hf
-from outrider.model.attention.hosted import HostedAttention
+from outrider.model.backends.hosted import HostedAttention
 from outrider.model.context import ForwardContext, current_context
 
 

@@ -22,7 +22,7 @@ from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.kernels.packed import PackedWeights
 from outrider.kernels.weights import StoredWeight, empty_weight, restore_weight, stored_weight
 from outrider.model import hf
-from outrider.model.attention.base import AttentionBackend
+from outrider.model.backends.base import AttentionBackend, PartialPass, PassOutput
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import ForwardContext, LayerReach
 from outrider.model.loader import LoadedModel
@@ -67,11 +67,22 @@ class FusedDecoder(AttentionBackend):
         return self._kernel.head.kernels
 
     def forward(
-        self, loaded: LoadedModel, context: ForwardContext, aux_layers: Sequence[int]
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+        self, loaded: LoadedModel, context: ForwardContext, aux_layers: Sequence[int], part: PartialPass | None = None
+    ) -> PassOutput:
         self._use_memory(context, loaded)
         self._use_positions(max(s.context_len for s in context.batch.segments), loaded)
-        return self._kernel.forward(_rows(context.batch), aux_layers)
+        if part is None:
+            return PassOutput(*self._kernel.forward(_rows(context.batch), aux_layers))
+        return PassOutput(*self._kernel.forward_part(_rows(context.batch), aux_layers, part.layers, part.hidden))
+
+    def embed(self, loaded: LoadedModel, token_ids: Tensor) -> Tensor:
+        return self._kernel.embed(token_ids)
+
+    def norm(self, loaded: LoadedModel, hidden: Tensor) -> Tensor:
+        return self._kernel.norm(hidden)
+
+    def head(self, loaded: LoadedModel, hidden: Tensor) -> Tensor:
+        return self._kernel.logits(hidden)
 
     def _use_memory(self, context: ForwardContext, loaded: LoadedModel) -> None:
         if context.pool is self._memory:
@@ -253,7 +264,7 @@ def _rows(batch: RaggedBatch) -> PassRows:
         tables=[block for s in segments for block in s.block_table],
         table_at=table_at,
         ancestry_at=[-1 if s.parents is None else at for s, at in zip(segments, tree_at, strict=True)],
-        logit_rows=[end - left for (_, end), s in spans for left in range(s.num_rows - s.logits_from, 0, -1)],
+        logit_rows=[first + row for (first, _), s in spans for row in range(s.logits_from, s.logits_end)],
         ancestry=np.concatenate(trees).view(np.uint8),
         block_size=size,
     )

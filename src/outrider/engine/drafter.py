@@ -1,0 +1,36 @@
+"""One proposer at work for one sequence."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from outrider.propose.base import Proposer
+from outrider.propose.method import Method
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Drafter:
+    """How a proposer stands with a sequence. A sequence may have several, each with its own faults.
+
+    Attributes:
+        index: Names its draws in noise keys: 0 for the sequence's first, 1 for the next.
+        method: Its settings.
+        proposer: Shared with other sequences that ask for the same method.
+        demoted: A fault has happened; from then on its drafts are verified as opaque.
+        num_faults: How many.
+    """
+
+    index: int
+    method: Method
+    proposer: Proposer
+    demoted: bool = False
+    num_faults: int = 0
+
+    def report_fault(self, request_id: int, problem: str) -> None:
+        """Count a fault and stop believing what the proposer says of its laws, for the rest of this sequence."""
+        self.num_faults += 1
+        self.demoted = True
+        logger.warning("method %s, request %d: %s", self.method.name, request_id, problem)

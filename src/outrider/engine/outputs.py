@@ -1,0 +1,41 @@
+"""What callers get: finished completions, and the pieces of a stream."""
+
+from __future__ import annotations
+
+from outrider.engine.sequence import Sequence, Status
+from outrider.params import CompletionOutput, PositionLogprobs, StreamPiece
+
+
+def completion(seq: Sequence) -> CompletionOutput:
+    """What a finished sequence came to."""
+    assert seq.finish_reason is not None
+    return CompletionOutput(
+        index=seq.index,
+        text=seq.text.text,
+        token_ids=tuple(seq.output_token_ids),
+        origins=tuple(seq.origins),
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+        stats=seq.stats.copy(),
+        logprobs=_logprobs(seq, 0),
+        rounds=tuple(seq.rounds) if seq.request.traced else None,
+    )
+
+
+def piece(seq: Sequence, before: int) -> StreamPiece:
+    """What a step added to a text that had `before` output tokens."""
+    spans = tuple(seq.text.release())
+    return StreamPiece(
+        index=seq.index,
+        text="".join(text for text, _ in spans),
+        spans=spans,
+        token_ids=tuple(seq.output_token_ids[before:]),
+        origins=tuple(seq.origins[before:]),
+        output=completion(seq) if seq.status is Status.FINISHED else None,
+        logprobs=_logprobs(seq, before),
+    )
+
+
+def _logprobs(seq: Sequence, start: int) -> tuple[PositionLogprobs, ...] | None:
+    """Of the output tokens from `start` on; None where nobody asked."""
+    return None if seq.request.params.logprobs is None else tuple(seq.logprobs[start:])

@@ -1,0 +1,50 @@
+"""Loading models that draft beside a target."""
+
+from __future__ import annotations
+
+from outrider.config import CacheConfig, ModelConfig
+from outrider.model.factory import make_runner
+from outrider.model.loader import check_sources, load_model
+from outrider.model.runner import ModelRunner
+
+
+class DraftLoader:
+    """Loads models that draft beside a target, each with KV memory of its own that holds what the target's holds.
+
+    Args:
+        target: Its runner.
+        settings: How the target was loaded.
+        cache: How its memory is cut.
+        max_num_seqs: Sequences that run at a time.
+    """
+
+    def __init__(self, target: ModelRunner, settings: ModelConfig, cache: CacheConfig, max_num_seqs: int) -> None:
+        self._target = target
+        self._settings = settings
+        self._cache = cache
+        self._max_num_seqs = max_num_seqs
+
+    def __call__(
+        self, model: str, *, dtype: str | None = None, revision: str | None = None, trust_remote_code: bool = False
+    ) -> ModelRunner:
+        """Load a folder or hub id; `dtype` None takes the target's. Trust is given to each checkpoint alone.
+
+        Raises:
+            InvalidParameterError: No such folder.
+            ModelError: It cannot be used.
+        """
+        check_sources(draft_model=model)
+        target = self._target
+        settings = self._settings.replace(
+            model=model,
+            dtype=dtype or str(target.loaded.dtype).removeprefix("torch."),
+            device=str(target.loaded.device),
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            attention_backend="auto",
+            max_model_len=None,
+            quantization=None,  # a draft model is small already
+            batch_invariant=False,  # drafts may differ in their bits: they are guesses
+        )
+        capacity = target.blocks.num_blocks * target.blocks.block_size  # whatever fits the target's memory fits the draft's
+        return make_runner(load_model(settings), "auto", self._cache.replace(num_tokens=capacity), self._max_num_seqs)

@@ -1,0 +1,107 @@
+"""From a loaded model to a runner: the first backend that drives it exactly, and its KV memory."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import Tensor
+
+from outrider.cache.blocks import BlockManager
+from outrider.config import CacheConfig
+from outrider.errors import UnsupportedModelError
+from outrider.kernels.library import kernel_library
+from outrider.kernels.linear import use_packed_linear, use_stock_linear
+from outrider.model import hf
+from outrider.model.backends.base import AttentionBackend
+from outrider.model.backends.fused import FusedDecoder
+from outrider.model.backends.gather import GatherAttention
+from outrider.model.backends.paged import PagedAttention
+from outrider.model.backends.row_by_row import RowByRowAttention
+from outrider.model.loader import LoadedModel
+from outrider.model.memory import num_blocks
+from outrider.model.probe import is_causal, probe, probe_bits, reference
+from outrider.model.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    backend.name: backend for backend in (FusedDecoder, PagedAttention, GatherAttention, RowByRowAttention)
+}
+#: What "auto" tries, in this order.
+AUTO = ("fused", "paged", "gather")
+#: What it tries in batch-invariant mode: backends whose bits may not depend on the batch.
+INVARIANT = ("fused", "row_by_row")
+
+
+def make_runner(
+    loaded: LoadedModel,
+    attention_backend: str,
+    cache: CacheConfig,
+    max_num_seqs: int,
+    *,
+    batch_invariant: bool = False,
+) -> ModelRunner:
+    """Choose a backend by probing, size the KV memory from what the probe wrote, and put the runner together.
+
+    Args:
+        loaded: The model.
+        attention_backend: "auto" or a backend's name.
+        cache: Block size and capacity.
+        max_num_seqs: Sequences that run at a time, to bound the default capacity.
+        batch_invariant: Whether the backend must also reproduce its own bits, however rows are batched.
+
+    Raises:
+        UnsupportedModelError: No backend reproduces a plain forward pass.
+    """
+    kinds = hf.recurrent_layers(loaded.model.config)
+    if kinds:
+        raise UnsupportedModelError(
+            loaded.name,
+            f"it has layers with a running state ({', '.join(kinds)}), which rejected draft tokens would corrupt",
+            "Use a model whose layers all attend.",
+        )
+    if not is_causal(loaded):
+        raise UnsupportedModelError(
+            loaded.name,
+            "its tokens see those that come after them, so it is an encoder",
+            "Use a causal decoder; for masked models there is nothing to speculate on.",
+        )
+    want = reference(loaded)
+    failures = {}
+    for name, packed in _ways(attention_backend, batch_invariant=batch_invariant):
+        try:
+            backend, bytes_per_token = _install(loaded, name, want, packed=packed, bits=batch_invariant)
+        except Exception as error:  # whatever the model's own code raises decides against this backend
+            logger.info("attention backend %s (packed: %s) does not fit %s: %s", name, packed, loaded.name, error)
+            failures[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
+            continue
+        count = num_blocks(loaded, cache, max_num_seqs, bytes_per_token)
+        return ModelRunner(loaded, backend, BlockManager(count, cache.block_size, prefix_caching=cache.prefix_caching))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+    remedy = "Report it." if attention_backend == "auto" else "Use attention_backend='auto', or report it."
+    raise UnsupportedModelError(loaded.name, f"no attention backend reproduces its forward pass ({reasons})", remedy)
+
+
+def _ways(choice: str, *, batch_invariant: bool) -> list[tuple[str, bool]]:
+    """Backends to try, each with linear layers over packed weights first, where there are kernels, then with stock ones: a
+    model that reads its weights past its layers would find none in a packed one."""
+    names = (INVARIANT if batch_invariant else AUTO) if choice == "auto" else (choice,)
+    packed = (False,) if kernel_library() is None else (True, False)
+    return [(name, p) for name in names for p in ((False,) if name == FusedDecoder.name else packed)]
+
+
+def _install(loaded: LoadedModel, name: str, want: Tensor, *, packed: bool, bits: bool) -> tuple[AttentionBackend, int]:
+    """One way to drive the model, probed; it leaves no trace where it fails."""
+    backend = BACKENDS[name]()
+    library = kernel_library()
+    try:
+        if packed and library is not None:
+            use_packed_linear(loaded.model, library, hf.TRANSPOSED_LINEARS)
+        bytes_per_token = probe(loaded, backend, want)
+        if bits:
+            probe_bits(loaded, backend)
+    except Exception:
+        backend.uninstall()
+        use_stock_linear(loaded.model)
+        raise
+    return backend, bytes_per_token

@@ -1,0 +1,90 @@
+"""A method's settings: what a caller chooses, and what builds the proposer that drafts so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from outrider.errors import OutriderError, ProposerError
+from outrider.model.runner import ModelRunner
+from outrider.model.target import Target
+from outrider.propose.base import Proposer
+from outrider.validation import Frozen
+
+#: Names that the settings around a method use; one mapping holds both, so no method may have settings of these names.
+RESERVED = frozenset({"method", "num_draft_tokens", "tree", "rule", "draft_sampling"})
+
+
+class LoadRunner(Protocol):
+    """Loads another model with KV memory of its own."""
+
+    def __call__(
+        self, model: str, *, dtype: str | None = None, revision: str | None = None, trust_remote_code: bool = False
+    ) -> ModelRunner:
+        """Load a folder or hub id; `dtype` None takes the target's. Raises ModelError or InvalidParameterError."""
+        ...
+
+
+@dataclass(frozen=True)
+class ProposerContext:
+    """What a method may use to build its proposer.
+
+    Attributes:
+        target: The target.
+        max_num_batched_tokens: Rows that a pass may hold.
+        load_runner: Loads another model.
+    """
+
+    target: Target
+    max_num_batched_tokens: int
+    load_runner: LoadRunner
+
+    def build(self, method: Method) -> Proposer:
+        """The proposer of a method, for a nested method to build its members; it belongs to the one that asks.
+
+        Raises:
+            InputError: A setting is missing or does not fit the target.
+            ModelError: Its model cannot be loaded or speaks other tokens.
+            ProposerError: It cannot be built.
+        """
+        try:
+            proposer = method.build(self)
+        except OutriderError:
+            raise
+        except Exception as error:
+            raise ProposerError(f"method {method.name!r} cannot build its proposer: {error!r}") from error
+        if not isinstance(proposer, Proposer):
+            raise ProposerError(f"method {method.name!r} built {type(proposer).__name__}, which is no Proposer")
+        return proposer
+
+
+class Method(Frozen):
+    """Settings of one way to draft; a subclass adds its own and says how to build its proposer.
+
+    Two requests share a proposer exactly when these settings are equal.
+    """
+
+    #: What callers write: SpeculationConfig(method="...").
+    name: ClassVar[str]
+    #: Length of a draft where nobody asks for one.
+    default_num_draft_tokens: ClassVar[int] = 5
+    #: Whether drafts can follow a fixed shape (SpeculationConfig.tree), and what to do instead where they cannot.
+    takes_tree: ClassVar[bool] = True
+    instead_of_tree: ClassVar[str] = "Leave it out."
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        taken = sorted(RESERVED & cls.model_fields.keys())
+        if taken:
+            raise ProposerError(f"method {cls.__name__}: {taken[0]!r} is a setting of SpeculationConfig; use another name")
+        if not isinstance(getattr(cls, "name", None), str):
+            raise ProposerError(f"method {cls.__name__}: it has no name; write name: ClassVar[str] = '...'")
+
+    def build(self, context: ProposerContext) -> Proposer:
+        """The proposer with these settings.
+
+        Raises:
+            InputError: A setting is missing or does not fit the target.
+            ModelError: A model that it needs cannot be used.
+        """
+        raise NotImplementedError

@@ -1,0 +1,185 @@
+"""Who drafts for a request, how far, and how the draft is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_serializer, model_validator
+
+from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.propose import methods
+from outrider.propose.method import Method
+from outrider.validation import Frozen, unknown_setting
+from outrider.verify.verifier import RuleName
+
+#: Rows that a draft may ask for.
+MAX_ROWS = 512
+
+#: Names of earlier forms and of other engines, and how to say the same here.
+_FORMERLY = {
+    "proposer": "Use method={value!r}.",
+    "draft_model": "Use method=DraftModel(model={value!r}), or LLM(..., draft_model={value!r}).",
+    "draft_dtype": "Use method=DraftModel(model=..., dtype={value!r}).",
+    "ngram_max": "Use method=Ngram(max_match={value!r}).",
+    "ngram_min": "Use method=Ngram(min_match={value!r}).",
+    "suffix_min_match": "Use method=Suffix(min_match={value!r}).",
+    "suffix_factor": "Use method=Suffix(factor={value!r}).",
+    "suffix_tree": "Use method=Suffix(branches={value!r}).",
+    "suffix_shared": "Use method=Suffix(shared={value!r}).",
+    "suffix_cache_mib": "Use method=Suffix(cache_mib={value!r}).",
+    "options": "Use method=... with the settings of that method's own class.",
+    "num_speculative_tokens": "Use num_draft_tokens={value!r}.",
+}
+
+
+def _as_method(value: object) -> Method | None:
+    """A method from its settings, or from its name for the defaults; None for "none" and "off"."""
+    if value is None or isinstance(value, Method):
+        return value
+    if isinstance(value, str):
+        return None if value in ("none", "off") else methods.find(value)()
+    remedy = 'Use a name like "suffix", or settings like DraftModel(model="...").'
+    raise InvalidParameterError("method", value, "neither a method's name nor its settings", remedy)
+
+
+def _as_widths(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class SpeculationConfig(Frozen):
+    """How to speculate. Every setting gives the same output distribution.
+
+    Attributes:
+        method: Who drafts: a method's settings, or its name for the defaults; None decodes plainly.
+        num_draft_tokens: Most rows that a draft may have in a step. Unless given: the size of `tree`, or what suits the
+            method.
+        tree: Shape of drafts, children of each node by depth: (3, 2) has 3 nodes and 6 below them. Empty for chains.
+        rule: How sampled drafts are verified. "auto" takes block verification (Sun et al. 2024), traversal on trees (Weng
+            et al. 2025), or coupling for seeded requests; "block" is the same without a seed; "token" is Leviathan et al.
+            2023, and recursive rejection on trees (Jeon et al. 2024); "walk" ignores how the draft was drawn; "coupled"
+            shares the target's noise. Drafts that were not drawn are always verified by the walk.
+        draft_sampling: "sampled" draws drafts from the draft's probabilities, "greedy" takes the most likely token.
+    """
+
+    method: Annotated[Method | None, BeforeValidator(_as_method)] = None
+    num_draft_tokens: int = Field(
+        5, ge=1, le=MAX_ROWS, description=f"Use 1 to {MAX_ROWS}; method='none' turns drafting off."
+    )
+    tree: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], BeforeValidator(_as_widths)] = Field(
+        (), description=f"Use the number of children by depth, like (3, 2, 1); up to {MAX_ROWS} nodes."
+    )
+    rule: RuleName = Field("auto", description="Use auto, walk, token, block or coupled.")
+    draft_sampling: Literal["sampled", "greedy"] = Field("sampled", description="Use sampled or greedy.")
+
+    def __init__(self, **values: Any) -> None:
+        for name in sorted(values.keys() & _FORMERLY.keys()):
+            remedy = _FORMERLY[name].format(value=values[name])
+            raise InvalidParameterError(name, values[name], "SpeculationConfig has no such setting", remedy)
+        super().__init__(**values)
+
+    @classmethod
+    def of(cls, value: object) -> SpeculationConfig:
+        """The settings from any form a caller may use: themselves, a method or its name, or one flat mapping.
+
+        Args:
+            value: SpeculationConfig(method=DraftModel(model="m"), num_draft_tokens=5) and {"method": "draft_model",
+                "model": "m", "num_draft_tokens": 5} say the same.
+
+        Raises:
+            InvalidParameterError: An unknown method or setting, or a value out of range.
+            ContradictionError: Settings that cannot hold together.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            return cls(**cls._parted(dict(value)))
+        if value is None or isinstance(value, str | Method):
+            return cls(method=value)
+        remedy = "Use SpeculationConfig(...), a mapping like {'method': 'suffix'}, or a method's name."
+        raise InvalidParameterError("speculation", value, "not settings for speculation", remedy)
+
+    @classmethod
+    def _parted(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """A flat mapping with the method's own settings put into the method."""
+        own = {name: value for name, value in values.items() if name in cls.model_fields}
+        rest = {name: value for name, value in values.items() if name not in own}
+        method = own.get("method")
+        kind = methods.find(method) if isinstance(method, str) and method not in ("none", "off") else None
+        known = kind.model_fields.keys() if kind is not None else frozenset()
+        for name, value in rest.items():
+            if name not in known and name not in _FORMERLY:
+                owner = "SpeculationConfig" if kind is None else f"SpeculationConfig with method={kind.name!r}"
+                raise unknown_setting(owner, name, value, {*cls.model_fields, *known})
+        if kind is not None:
+            own["method"] = kind(**{name: rest.pop(name) for name in known & rest.keys()})
+        return own | rest
+
+    def as_mapping(self) -> dict[str, Any]:
+        """The same as one flat mapping of plain values; `of` reads it back. Defaults of the method are left out."""
+        own: dict[str, Any] = {"num_draft_tokens": self.num_draft_tokens, "tree": list(self.tree), "rule": self.rule}
+        own["draft_sampling"] = self.draft_sampling
+        if self.method is None:
+            return {"method": "none", **own}
+        return {"method": self.method.name, **self.method.model_dump(mode="json", exclude_defaults=True), **own}
+
+    @model_serializer(mode="plain")
+    def _as_nested(self) -> dict[str, Any]:
+        return self.as_mapping()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fitting_length(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Where no length is given: as many as the tree has, or what suits the method."""
+        values = {**values, "method": _as_method(values.get("method"))}
+        if "num_draft_tokens" in values:
+            return values
+        tree = values.get("tree")
+        if tree and all(isinstance(width, int) for width in tree):
+            size = tree_size(tree)
+            if size > MAX_ROWS:
+                remedy = f"Use fewer children or levels, up to {MAX_ROWS} nodes."
+                raise InvalidParameterError("tree", tree, f"it has {size} nodes", remedy)
+            return {**values, "num_draft_tokens": size}
+        method = values["method"]
+        return values if method is None else {**values, "num_draft_tokens": method.default_num_draft_tokens}
+
+    @model_validator(mode="after")
+    def _shape_fits(self) -> SpeculationConfig:
+        if self.tree and self.method is not None and not self.method.takes_tree:
+            problem = f"method={self.method.name!r} takes no fixed shape"
+            raise ContradictionError("tree", self.tree, problem, self.method.instead_of_tree)
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anybody drafts."""
+        return self.method is not None
+
+    @property
+    def name(self) -> str:
+        """The method's, "none" where nobody drafts."""
+        return "none" if self.method is None else self.method.name
+
+
+def tree_size(widths: tuple[int, ...]) -> int:
+    """Nodes of a shape, all levels together."""
+    size, level = 0, 1
+    for width in widths:
+        level *= width
+        size += level
+    return size
+
+
+PLAIN = SpeculationConfig()
+
+
+def _as_members(values: object) -> object:
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        return values
+    return tuple(SpeculationConfig.of(value) for value in values)
+
+
+#: A member of a nested method: whole settings of its own, in any form that `SpeculationConfig.of` takes; and several.
+Member = Annotated[SpeculationConfig, BeforeValidator(SpeculationConfig.of)]
+Members = Annotated[tuple[SpeculationConfig, ...], BeforeValidator(_as_members)]

@@ -1,0 +1,61 @@
+"""A text that rounds of drafting and verifying write outside any engine, for proofs of the verifier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.cache.blocks import BlockManager
+from outrider.cache.lease import KVLease
+from outrider.draft import Draft
+from outrider.params import SamplingParams
+from outrider.propose.base import ProposeRequest, ProposerSequence, Tokens
+from outrider.verify.processing import Processing
+from outrider.verify.verifier import Candidate, CandidateKeys, RuleName, Verdict, rule_for
+
+_PROMPT = (0,)
+
+
+@dataclass
+class WrittenText:
+    """One prompt token and what was written behind it.
+
+    Attributes:
+        view: What proposers see of it.
+        tokens: All tokens.
+        rule: How its drafts are checked.
+    """
+
+    view: ProposerSequence
+    tokens: list[int]
+    rule: RuleName
+
+    @staticmethod
+    def begin(seq_id: int, rule: RuleName) -> WrittenText:
+        """A text without output."""
+        tokens, params = list(_PROMPT), SamplingParams(max_tokens=64)
+        shown = Tokens(tokens)
+        kv = KVLease(BlockManager(1, 1))  # never asked for
+        view = ProposerSequence(seq_id, shown, len(_PROMPT), params, Processing(params, shown, 1), 0, 0, kv)
+        return WrittenText(view, tokens, rule)
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """What was written."""
+        return tuple(self.tokens[len(_PROMPT) :])
+
+    @property
+    def request(self) -> ProposeRequest:
+        """What a drafter is asked."""
+        return ProposeRequest(self.view, 64, coupled=self.rule == "coupled")
+
+    def candidate(self, draft: Draft, rows: tuple[int, int]) -> Candidate:
+        """A draft for it, as the Verifier sees it."""
+        view = self.view
+        keys = CandidateKeys(view.seq_id, view.seed, view.sample, view.round, len(self.tokens))
+        rule = rule_for(draft, self.rule, coupled=self.rule == "coupled")
+        return Candidate(draft, rows, view.sampling, keys, rule)
+
+    def commit(self, draft: Draft, verdict: Verdict) -> None:
+        """Append what stands."""
+        self.tokens += [*(draft.token_ids[node] for node in verdict.path), verdict.token_id]
+        self.view.round += 1

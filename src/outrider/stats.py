@@ -1,0 +1,85 @@
+"""What speculation did: the one type that counts it, for a completion, for an engine, for a benchmark."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
+
+
+@dataclass
+class RequestStats:
+    """Counts of one completion, or of several added up; definitions as in vLLM.
+
+    Attributes:
+        num_target_passes: Target passes in which a token was committed.
+        num_drafts: Of these, the passes that verified a draft of at least one token.
+        num_draft_tokens: Draft tokens verified.
+        num_accepted_tokens: Draft tokens that entered the text.
+        drafted_per_position: Drafts that reached position i (0-based).
+        tried_per_position: Drafts whose earlier tokens stood and that went on at position i, so that its fate was decided.
+        accepted_per_position: Drafts whose token at position i was accepted.
+        acceptance_histogram: Number of drafts by how many of their tokens were accepted.
+        num_proposer_faults: Rounds in which a proposer misbehaved and its draft was cut or dropped.
+        num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
+        num_preemptions: How often a sequence lost its KV and was recomputed.
+    """
+
+    num_target_passes: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)
+    tried_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    acceptance_histogram: list[int] = field(default_factory=list)
+    num_proposer_faults: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted, without the bonus token; 0 where nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / drafts: tokens a verified draft yields, the target's own included (tau); 1 without drafts."""
+        return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
+
+    def observe_draft(self, num_draft_tokens: int, depth: int, num_accepted: int, *, rejected: bool) -> None:
+        """Count one verified draft.
+
+        Args:
+            num_draft_tokens: Nodes it held.
+            depth: Longest path, at most that many positions.
+            num_accepted: Tokens of it that entered the text.
+            rejected: Whether the target wrote another token in place of the next one.
+        """
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted
+        _count(self.drafted_per_position, depth)
+        _count(self.tried_per_position, num_accepted + rejected)
+        _count(self.accepted_per_position, num_accepted)
+        self.accepted_per_position += [0] * (len(self.drafted_per_position) - len(self.accepted_per_position))
+        self.acceptance_histogram += [0] * (num_accepted + 1 - len(self.acceptance_histogram))
+        self.acceptance_histogram[num_accepted] += 1
+
+    def add(self, other: RequestStats) -> None:
+        """Fold another's counts into these."""
+        for name in (each.name for each in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            both = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)] if isinstance(mine, list) else mine + theirs
+            setattr(self, name, both)
+
+    def copy(self) -> RequestStats:
+        """The same counts, which further ones do not change."""
+        return deepcopy(self)
+
+
+def _count(positions: list[int], length: int) -> None:
+    """One more draft at each of the first so many positions."""
+    positions += [0] * (length - len(positions))
+    for position in range(length):
+        positions[position] += 1

@@ -1,0 +1,72 @@
+"""What happened in one round of drafting and verifying, for those who want to look: frozen values, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CoinToss:
+    """A coin of an acceptance rule.
+
+    Attributes:
+        node: The draft token that it was about.
+        probability: With which it was to fall for the token.
+        stands: How it fell.
+    """
+
+    node: int
+    probability: float
+    stands: bool
+
+
+@dataclass(frozen=True)
+class DraftedBy:
+    """A method's share of a draft.
+
+    Attributes:
+        method: Its name.
+        first: Its first draft token.
+        end: One behind its last.
+    """
+
+    method: str
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class RoundTrace:
+    """One verify pass of one sequence.
+
+    Attributes:
+        round: Verify passes of the sequence before this one.
+        position: Index in the text of the first token that was committed.
+        token_ids: Draft tokens.
+        parents: Of each, the draft token that it follows; -1 is the last committed token.
+        laws: How each was chosen.
+        drafted_by: Which methods drafted.
+        draft_probs: Probability that each was drawn with; None where it was not drawn.
+        target_probs: The target's probability of each, after all parameters.
+        num_scratch_rows: Rows computed beside the draft.
+        rule: How the draft was checked; None where nothing was drafted.
+        coins: In the order they were tossed.
+        accepted: Draft tokens that entered the text.
+        token_id: The token that the target wrote behind them; None where an accepted token ended the text.
+        seconds: Of the step that held this round, by phase; shared with the other sequences of the step.
+    """
+
+    round: int
+    position: int
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    laws: tuple[str, ...]
+    drafted_by: tuple[DraftedBy, ...]
+    draft_probs: tuple[float | None, ...]
+    target_probs: tuple[float, ...]
+    num_scratch_rows: int
+    rule: str | None
+    coins: tuple[CoinToss, ...]
+    accepted: tuple[int, ...]
+    token_id: int | None
+    seconds: dict[str, float]

@@ -1,0 +1,218 @@
+"""Methods inside methods, under the engine's exact joint distribution: members with draws of their own, and a stage that
+verifies its own drafter's guess with the engine's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from outrider.draft import EMPTY, Draft, Law
+from outrider.errors import ContradictionError, InvalidParameterError, NoiseReuseError
+from outrider.params import SamplingParams
+from outrider.propose import methods
+from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
+from outrider.propose.draft_model import DraftModel, DraftModelProposer
+from outrider.propose.method import Method, ProposerContext
+from outrider.propose.speculation import Member, Members, SpeculationConfig
+from outrider.prove.engine_law import DRAFT, EngineProof, Setting, _filled
+from outrider.prove.tiny import raise_norms, save_tiny_llama
+from outrider.verify.logits import target_probs
+from outrider.verify.noise import KeyedNoise
+from outrider.verify.verifier import Candidate, CandidateKeys, Verifier, rule_for
+
+
+def build(context: ProposerContext, member: SpeculationConfig) -> Proposer:
+    assert member.method is not None
+    proposer = context.build(member.method)
+    if isinstance(proposer, DraftModelProposer):
+        raise_norms(proposer.runner.loaded.model)
+    return proposer
+
+
+class ChainedProposer(Proposer):
+    """Each member goes on behind the one before."""
+
+    def __init__(self, members: Sequence[Proposer], lengths: Sequence[int]) -> None:
+        self.members, self.lengths = members, lengths
+
+    def begin(self, sequence: ProposerSequence) -> None:
+        for member in self.members:
+            member.begin(sequence)
+
+    def finish(self, sequence: ProposerSequence) -> None:
+        for member in self.members:
+            member.finish(sequence)
+
+    def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
+        drafts = [EMPTY for _ in requests]
+        for index, (member, length) in enumerate(zip(self.members, self.lengths, strict=True)):
+            asked = [
+                replace(
+                    r,
+                    budget=max(0, min(length, r.budget - len(d), r.max_depth - len(d))),
+                    max_depth=max(0, r.max_depth - len(d)),
+                    path=(*r.path, *d.token_ids),
+                    tree=(),
+                )
+                for r, d in zip(requests, drafts, strict=True)
+            ]
+            more = member.propose(asked, noise.member(index))
+            drafts = [d.extended(tail) for d, tail in zip(drafts, more, strict=True)]
+        return drafts
+
+
+class Chained(Method):
+    name: ClassVar[str] = "test_chained"
+    takes_tree: ClassVar[bool] = False
+
+    members: Members
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return ChainedProposer([build(context, m) for m in self.members], [m.num_draft_tokens for m in self.members])
+
+
+class StagedProposer(Proposer):
+    """A middle model verifies what a drafter guesses, and what comes out is drawn from the middle model's probabilities."""
+
+    def __init__(self, drafter: Proposer, middle: DraftModelProposer) -> None:
+        self.drafter, self.middle = drafter, middle
+        self.apart = True
+
+    def begin(self, sequence: ProposerSequence) -> None:
+        self.drafter.begin(sequence)
+
+    def finish(self, sequence: ProposerSequence) -> None:
+        self.drafter.finish(sequence)
+
+    def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
+        return [self._one(request, noise) if request.max_depth > 0 else EMPTY for request in requests]
+
+    def _one(self, request: ProposeRequest, noise: DraftNoise) -> Draft:
+        """One token guessed, verified by the middle model, and the token that follows from that."""
+        guess_room = min(1, request.budget - 1, request.max_depth - 1)
+        asked = replace(request, budget=max(guess_room, 0), max_depth=max(guess_room, 0))
+        (guess,) = self.drafter.propose([asked], noise.member(0)) if guess_room > 0 else (EMPTY,)
+        text = [*request.sequence.token_ids, *request.path]
+        logits = torch.stack([self._logits([*text, *guess.token_ids[:i]]) for i in range(len(guess) + 1)])
+        sampling = request.sequence.sampling
+        sequence = request.sequence
+        keys = CandidateKeys(
+            sequence.seq_id,
+            sequence.seed,
+            sequence.sample,
+            sequence.round,
+            len(text),
+            noise.member(1).drafter(request) if self.apart else 0,
+        )
+        rule = rule_for(guess, "block")
+        (verdict,) = Verifier(noise.source).verify([Candidate(guess, (0, len(guess) + 1), sampling, keys, rule)], logits)
+        tokens = [*(guess.token_ids[node] for node in verdict.path), verdict.token_id]
+        return Draft.chain(tokens, Law.SAMPLED, target_probs(logits[: len(tokens)], [sampling] * len(tokens)))
+
+    def _logits(self, tokens: list[int]) -> torch.Tensor:
+        from outrider.model.batch import Segment
+
+        blocks = self.middle.runner.blocks
+        table = blocks.allocate(blocks.blocks_for(len(tokens)))
+        logits = self.middle.runner.forward([Segment(tokens, 0, table, None, len(tokens) - 1)]).logits[0]
+        blocks.free(table)
+        return logits
+
+
+class Staged(Method):
+    name: ClassVar[str] = "test_staged"
+    takes_tree: ClassVar[bool] = False
+
+    drafter: Member
+    middle: str
+
+    def build(self, context: ProposerContext) -> Proposer:
+        middle = build(context, SpeculationConfig(method=DraftModel(model=self.middle)))
+        assert isinstance(middle, DraftModelProposer)
+        return StagedProposer(build(context, self.drafter), middle)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    for kind in (Chained, Staged):
+        methods.register(kind)
+    yield
+    for kind in (Chained, Staged):
+        del methods._registered[kind.name]
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> EngineProof:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    return EngineProof(save_tiny_llama(folder / "target", 1), save_tiny_llama(folder / "draft", 2))
+
+
+_MODEL = {"method": "draft_model", "model": DRAFT, "num_draft_tokens": 1}
+CHAINED = {"method": "test_chained", "members": [_MODEL, {**_MODEL, "dtype": "float64"}], "num_draft_tokens": 2}
+STAGED = {"method": "test_staged", "drafter": {"method": "ngram", "min_match": 1}, "middle": DRAFT, "num_draft_tokens": 2}
+DRAWN = {**STAGED, "drafter": {**_MODEL, "dtype": "float64"}}
+
+
+@pytest.mark.parametrize("rule", ["auto", "token"])
+@pytest.mark.parametrize("settings", [CHAINED, STAGED, DRAWN], ids=["two drawn members", "staged lookup", "staged drawn"])
+def test_nested_methods_are_exact(proof: EngineProof, settings: dict[str, Any], rule: str) -> None:
+    finding = proof.prove(Setting("nested", {**settings, "rule": rule}), 3)
+    assert finding.passed, finding
+
+
+def _method(proof: EngineProof, settings: dict[str, Any]) -> Method:
+    method = SpeculationConfig.of(_filled(settings, proof._draft)).method
+    assert method is not None
+    return method
+
+
+def proposer_of(proof: EngineProof, settings: dict[str, Any]) -> Any:
+    return proof.llm.proposers.get(_method(proof, settings))
+
+
+def test_a_stage_that_draws_as_the_target_does_is_noticed(proof: EngineProof) -> None:
+    """The negative control: its draws under the keys of the engine's own verification."""
+    proposer = proposer_of(proof, STAGED)
+    proposer.apart = False
+    try:
+        with pytest.raises(NoiseReuseError, match="used before"):
+            proof.prove(Setting("nested", {**STAGED, "rule": "walk"}), 3)
+    finally:
+        proposer.apart = True
+
+
+def test_a_member_that_draws_twice_is_noticed(proof: EngineProof) -> None:
+    """Keys of members are counted like all others: one that is used twice is a fault."""
+    proposer = proposer_of(proof, CHAINED)
+    stock = proposer.propose
+
+    def twice(requests: Any, noise: Any) -> Any:
+        stock(requests, noise)
+        return stock(requests, noise)
+
+    proposer.propose = twice
+    try:
+        proof.llm.engine.use_noise(KeyedNoise())
+        config = SpeculationConfig(method=_method(proof, CHAINED), num_draft_tokens=2)
+        output = proof.llm.generate([0, 1, 2], SamplingParams(max_tokens=6), speculation=config)[0]
+        assert output.stats.num_proposer_faults > 0, "a key used twice is a fault of the proposer's"
+    finally:
+        del proposer.propose
+
+
+def test_nested_settings_are_checked_whole() -> None:
+    with pytest.raises(InvalidParameterError, match=r"num_draft_tokens=0"):
+        SpeculationConfig.of({**CHAINED, "members": [{**_MODEL, "num_draft_tokens": 0}]})
+    with pytest.raises(ContradictionError, match=r"tree=\(2,\): method='ngram' takes no fixed shape"):
+        SpeculationConfig.of({**STAGED, "drafter": {"method": "ngram", "tree": [2]}})
+    with pytest.raises(InvalidParameterError, match="Did you mean ngram"):
+        SpeculationConfig.of({**STAGED, "drafter": "ngramm"})
+    with pytest.raises(InvalidParameterError, match="members=5"):
+        SpeculationConfig.of({**CHAINED, "members": 5})
+    config = SpeculationConfig.of(CHAINED)
+    assert SpeculationConfig.of(config.as_mapping()) == config
