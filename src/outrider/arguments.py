@@ -12,7 +12,7 @@ import torch
 
 from outrider.errors import InvalidParameterError, InvalidPromptError
 from outrider.params import SamplingParams
-from outrider.propose.speculation import SpeculationConfig
+from outrider.propose.speculation import FORMERLY, SpeculationConfig
 from outrider.validation import Frozen, unknown_setting
 
 
@@ -233,3 +233,8 @@ def _refuse_misplaced(owner: str, name: str, value: object, places: Mapping[type
         if name in kind.model_fields:
             remedy = f"Give it in {place.format(name)}."
             raise InvalidParameterError(name, value, f"a setting of {kind.__name__}, not of {owner}", remedy)
+    if name == "speculative_config":
+        raise InvalidParameterError(name, value, "no such setting", "Its name here is speculation.")
+    if name in FORMERLY:
+        remedy = f"{FORMERLY[name].format(value=value).removesuffix('.')}, in speculation=SpeculationConfig(...)."
+        raise InvalidParameterError(name, value, "no such setting", remedy)

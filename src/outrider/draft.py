@@ -189,11 +189,13 @@ def _moved(parent: int, root: int, offset: int) -> int:
 
 def _joined_probs(head: Draft, tail: Draft) -> Tensor | None:
     """Probabilities [num_nodes, vocab_size] of both; zeros for the nodes of the one that has none."""
-    known = head.draft_probs if head.draft_probs is not None else tail.draft_probs
-    if known is None:
+    known = [draft.draft_probs for draft in (head, tail) if draft.draft_probs is not None]
+    if not known:
         return None
+    dtype = torch.promote_types(known[0].dtype, known[-1].dtype)  # so that neither is rounded
+    wide = known[0].to(dtype)
     parts = [
-        known.new_zeros(len(draft), known.shape[-1]) if draft.draft_probs is None else draft.draft_probs.to(known)
+        wide.new_zeros(len(draft), wide.shape[-1]) if draft.draft_probs is None else draft.draft_probs.to(wide)
         for draft in (head, tail)
     ]
     return torch.cat(parts)

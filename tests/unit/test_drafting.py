@@ -56,7 +56,9 @@ def with_row(row: int, values: Sequence[float]) -> torch.Tensor:
 )
 def test_a_sound_draft_passes_as_it_is(draft: Draft) -> None:
     found, problem = sound_prefix(draft, 5, 9, VOCAB)
-    assert found is draft
+    assert (found.token_ids, found.parents, found.laws) == (draft.token_ids, draft.parents, draft.laws)
+    assert found.scratch == draft.scratch
+    assert found.draft_probs is draft.draft_probs
     assert problem is None
 
 
@@ -487,7 +489,7 @@ def test_a_fault_is_logged_with_proposer_request_and_problem(caplog: pytest.LogC
 
 
 def test_each_turn_goes_on_behind_the_deepest_token_of_the_one_before() -> None:
-    tree = Draft((1, 2, 3), (-1, -1, 1), (Law.OPAQUE,) * 3, scratch=ScratchRows((0,), (-1,)))
+    tree = Draft((1, 2, 3), (-1, 0, -1), (Law.OPAQUE,) * 3, scratch=ScratchRows((0,), (-1,)))
     one = Stub(lambda requests: [tree] * len(requests))
     seen: list[ProposeRequest] = []
 
@@ -498,7 +500,7 @@ def test_each_turn_goes_on_behind_the_deepest_token_of_the_one_before() -> None:
     asked = scheduled(one, Stub(second), Stub(lambda requests: [GOOD]))
     (step,) = steps(asked)
     assert step.draft.token_ids == (1, 2, 3, 1, 2, 1, 2)
-    assert step.draft.parents == (-1, -1, 1, 2, 3, 4, 5)
+    assert step.draft.parents == (-1, 0, -1, 1, 3, 4, 5)
     assert step.draft.scratch == ScratchRows((0, 3), (-1, 4))
     assert step.parts == [
         Part(asked.drafters[0], (0, 3), (0, 1)),  # type: ignore[arg-type]
@@ -506,7 +508,7 @@ def test_each_turn_goes_on_behind_the_deepest_token_of_the_one_before() -> None:
         Part(asked.drafters[2], (5, 7), (2, 2)),  # type: ignore[arg-type]
     ]
     (request,) = seen
-    assert (request.path, request.length, request.last_token_id, request.drafter) == ((2, 3), 5, 3, 1)
+    assert (request.path, request.length, request.last_token_id, request.drafter) == ((1, 2), 5, 2, 1)
 
 
 def test_a_request_says_what_its_turn_says() -> None:

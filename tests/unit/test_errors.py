@@ -146,8 +146,11 @@ def _all_kinds() -> list[type[OutriderError]]:
 
 def _example(kind: type[OutriderError]) -> OutriderError:
     """An error with something in every argument, a cause, notes and an attribute of somebody else."""
-    names = [p.name for p in signature(kind.__init__).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
-    error = kind(*(7 if name == "request_id" else f"some {name}" for name in names or ["message"]))
+    parameters = signature(kind.__init__).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        names.append("message")
+    error = kind(*(7 if name == "request_id" else f"some {name}" for name in names))
     error.__cause__ = KeyError("reason")
     error.add_note("first note")
     error.add_note("second note")

@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+import outrider
 
 LONG = ("generate", "-p", "def f(", "--max-tokens", "1900", "--ignore-eos", "-n", "64")
 #: What is imported before the command takes Ctrl-C over; Python reports an import when it is finished.

@@ -106,8 +106,8 @@ def test_the_least_recently_used_is_let_go_first() -> None:
     known = acquired(alive, *range(MAX_IDLE + 3))
     assert tags(alive, known) == set(known), "all are in use"
     alive.get(Counted(tag=0))  # looked at last
-    for proposer in known.values():
-        alive.release(proposer)
+    for tag in known:
+        alive.release(Counted(tag=tag))
     left = tags(alive, known)
     assert 0 in left
     assert MAX_IDLE <= len(left) <= MAX_IDLE + 1
@@ -116,8 +116,8 @@ def test_the_least_recently_used_is_let_go_first() -> None:
 
 def test_only_so_many_are_kept_that_nobody_uses() -> None:
     alive = proposers()
-    for proposer in acquired(alive, *range(MAX_IDLE + 3)).values():
-        alive.release(proposer)
+    for tag in acquired(alive, *range(MAX_IDLE + 3)):
+        alive.release(Counted(tag=tag))
     assert len(list(alive)) == MAX_IDLE
 
 
@@ -127,7 +127,7 @@ def test_one_in_use_is_never_let_go() -> None:
     for tag in range(3 * MAX_IDLE):
         alive.get(Counted(tag=tag))
     assert alive.get(Counted(tag=100)) is used
-    alive.release(used)
+    alive.release(Counted(tag=100))
     for tag in range(3 * MAX_IDLE):
         alive.get(Counted(tag=tag))
     assert alive.get(Counted(tag=100)) is not used, "it was free to go, and is built anew"
@@ -136,7 +136,7 @@ def test_one_in_use_is_never_let_go() -> None:
 def test_a_sequence_that_ends_leaves_it_to_the_others_that_use_it() -> None:
     alive = proposers()
     used = [alive.acquire(Counted(tag=100)) for _ in range(2)]
-    alive.release(used[0])
+    alive.release(Counted(tag=100))
     for tag in range(3 * MAX_IDLE):
         alive.get(Counted(tag=tag))
     assert alive.get(Counted(tag=100)) is used[1]
@@ -147,7 +147,8 @@ def test_the_kept_one_is_never_let_go(kept: Method) -> None:
     alive = proposers(kept)
     proposer = alive.get(kept)
     for tag in range(3 * MAX_IDLE):
-        alive.release(alive.acquire(Counted(tag=tag)))
+        alive.acquire(Counted(tag=tag))
+        alive.release(Counted(tag=tag))
     assert alive.get(kept) is proposer
 
 
@@ -161,10 +162,10 @@ def test_another_class_with_the_settings_of_the_kept_one_is_not_kept() -> None:
 
 def test_releasing_more_often_than_acquiring_is_a_defect() -> None:
     alive = proposers()
-    proposer = alive.acquire(Counted())
-    alive.release(proposer)
+    alive.acquire(Counted())
+    alive.release(Counted())
     with pytest.raises(AssertionError, match="more often"):
-        alive.release(proposer)
+        alive.release(Counted())
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -176,7 +177,7 @@ def test_books_hold_whatever_comes(moves: list[tuple[str, int]]) -> None:
         if verb == "release":
             if not uses[tag]:
                 continue
-            alive.release(known[tag])
+            alive.release(Counted(tag=tag))
             uses[tag] -= 1
         else:
             found = getattr(alive, verb)(Counted(tag=tag))
@@ -191,3 +192,20 @@ def test_books_hold_whatever_comes(moves: list[tuple[str, int]]) -> None:
         idle = [t for t in left if not uses[t] and t != 0]
         assert len(idle) <= MAX_IDLE + 1, "one more than so many while it is handed out"
         assert len(list(alive)) == len(left)
+
+
+def test_two_methods_that_build_one_object_are_counted_apart() -> None:
+    alive, one = proposers(), Proposer()
+
+    class Same(Method):
+        name: ClassVar[str] = "same"
+        tag: int = 0
+
+        def build(self, context: ProposerContext) -> Proposer:
+            return one
+
+    assert alive.acquire(Same(tag=0)) is alive.acquire(Same(tag=1))
+    alive.release(Same(tag=0))
+    alive.release(Same(tag=1))
+    with pytest.raises(AssertionError, match="more often"):
+        alive.release(Same(tag=0))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from outrider.draft import EMPTY, Draft, Law
+from outrider.draft import EMPTY, NO_SCRATCH, Draft, Law, ScratchRows
 from outrider.engine.drafter import Drafter
 from outrider.engine.scheduler import ScheduledSequence, Turn
 from outrider.engine.sequence import Sequence
@@ -150,8 +150,10 @@ def sound_prefix(draft: Draft, budget: int, max_depth: int, vocab_size: int) -> 
     size = len(draft.token_ids)
     if not size == len(draft.parents) == len(draft.laws):
         return EMPTY, "token_ids, parents and laws differ in length"
-    if Law.SAMPLED in draft.laws and (draft.draft_probs is None or draft.draft_probs.shape != (size, vocab_size)):
+    fitting = isinstance(draft.draft_probs, Tensor) and draft.draft_probs.shape == (size, vocab_size)
+    if Law.SAMPLED in draft.laws and not fitting:
         return EMPTY, f"draft_probs is not [{size}, {vocab_size}]"
+    draft = _plain(draft, draft.draft_probs if fitting else None)
     bad_probs = _unsound_probs(draft)
     depths: list[int] = []
     for node in range(size):
@@ -163,14 +165,27 @@ def sound_prefix(draft: Draft, budget: int, max_depth: int, vocab_size: int) -> 
             problem = f"deeper than {max_depth}" if depths[-1] > max_depth else None
         if problem is not None:
             return draft.first(node) if node else EMPTY, f"node {node}: {problem}"
-    if problem := _misdrawn_siblings(draft):
-        return draft.opaque(), problem  # whatever they are, following them where the target goes is exact
-    return _sound_scratch(draft, budget, max_depth, vocab_size)
+    misdrawn = _misdrawn_siblings(draft)
+    if misdrawn is not None:  # whatever they are, following them where the target goes is exact
+        draft = draft.opaque()
+    sound, problem = _sound_scratch(draft, budget, max_depth, vocab_size)
+    return sound, misdrawn or problem
+
+
+def _plain(draft: Draft, draft_probs: Tensor | None) -> Draft:
+    """The draft with tuples in the place of whatever sequences its proposer used, and probabilities only if they fit."""
+    scratch = draft.scratch
+    if isinstance(scratch, ScratchRows):
+        scratch = ScratchRows(tuple(scratch.token_ids), tuple(scratch.parents))
+    tokens, parents, laws = tuple(draft.token_ids), tuple(draft.parents), tuple(draft.laws)
+    return replace(draft, token_ids=tokens, parents=parents, laws=laws, draft_probs=draft_probs, scratch=scratch)
 
 
 def _sound_scratch(draft: Draft, budget: int, max_depth: int, vocab_size: int) -> tuple[Draft, str | None]:
     """The draft with the scratch rows before the first faulty one, and what is wrong with that one."""
     scratch, size, depths = draft.scratch, len(draft), draft.depths
+    if not isinstance(scratch, ScratchRows):
+        return replace(draft, scratch=NO_SCRATCH), f"its scratch rows are {type(scratch).__name__} instead of ScratchRows"
     if len(scratch.token_ids) != len(scratch.parents):
         return draft.with_scratch(0), "token_ids and parents of its scratch rows differ in length"
     for row, (token, parent) in enumerate(zip(scratch.token_ids, scratch.parents, strict=True)):

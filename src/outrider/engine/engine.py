@@ -426,7 +426,7 @@ class Engine:
         self.noise.forget(seq.seq_id)
         for drafter in seq.drafters:
             self._tell(seq, drafter, "finish", seq.view)
-            self.proposers.release(drafter.proposer)
+            self.proposers.release(drafter.method)
         self.stats.finished.add(seq.stats)
 
     def _fail(

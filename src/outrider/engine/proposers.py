@@ -55,28 +55,32 @@ class ProposerSet:
         found.num_users += 1
         return found.proposer
 
-    def release(self, proposer: Proposer) -> None:
-        """A sequence no longer uses it."""
-        for found in self._alive:
-            if found.proposer is proposer:
-                found.num_users -= 1
-                assert found.num_users >= 0, "released more often than acquired"
-        self._let_go()
+    def release(self, method: Method) -> None:
+        """A sequence no longer uses the proposer with these settings."""
+        found = next(found for found in self._alive if _same(found.method, method))
+        found.num_users -= 1
+        assert found.num_users >= 0, "released more often than acquired"
+        self._let_go(self._alive)
 
     def __iter__(self) -> Iterator[Proposer]:
         return iter([found.proposer for found in self._alive])
 
     def _find(self, method: Method) -> _Alive:
         for place, found in enumerate(self._alive):
-            if type(found.method) is type(method) and found.method == method:
+            if _same(found.method, method):
                 self._alive.append(self._alive.pop(place))
                 return found
         built = _Alive(method, self._context.build(method))
         self._alive.append(built)
-        self._let_go()
+        self._let_go(self._alive[:-1])  # the new one is about to be used
         return built
 
-    def _let_go(self) -> None:
-        idle = [found for found in self._alive[:-1] if not found.num_users and found.method != self._kept]
+    def _let_go(self, candidates: list[_Alive]) -> None:
+        idle = [found for found in candidates if not found.num_users and not _same(found.method, self._kept)]
         for found in idle[: max(0, len(idle) - MAX_IDLE)]:
             self._alive.remove(found)
+
+
+def _same(one: Method, other: Method | None) -> bool:
+    """Whether two settings mean the same proposer."""
+    return type(one) is type(other) and one == other

@@ -98,8 +98,10 @@ class ProposeRequest:
         return self.path[-1] if self.path else self.sequence.token_ids[-1]
 
 
-#: Members that one nested proposer may have; keys count drafters in this base.
+#: Members that one nested proposer may have; keys count them in this base.
 _MOST_MEMBERS = 15
+#: Bits of a key's drafter that name a sequence's own proposer; those of its members come above.
+_DRAFTER_BITS = 20
 
 
 class DraftNoise:
@@ -121,10 +123,10 @@ class DraftNoise:
 
     def drafter(self, request: ProposeRequest) -> int:
         """The number that names in keys who draws here for `request`."""
-        number = request.drafter
+        number = 0
         for index in self._members:
             number = number * (_MOST_MEMBERS + 1) + index + 1
-        return number + (1 << 20 if self._members else 0)  # apart from the numbers of proposers that are no members
+        return (number << _DRAFTER_BITS) + request.drafter
 
     def law(self, request: ProposeRequest) -> Law:
         """The law that tokens drawn here for `request` have."""

@@ -21,10 +21,20 @@ _BUILT_IN = {
     "suffix": "outrider.propose.suffix:Suffix",
 }
 _registered: dict[str, type[Method]] = {}
+_NO_METHOD = "Give a subclass of outrider.propose.method.Method with a name of its own."
 
 
 def register(method: type[Method]) -> type[Method]:
-    """Make a method known by its name in this process; serves as a decorator."""
+    """Make a method known by its name in this process; serves as a decorator.
+
+    Raises:
+        InvalidParameterError: It is no method, or has a name that nobody could ask for.
+    """
+    if not _is_method(method):
+        raise InvalidParameterError("method", method, "it is no method", _NO_METHOD)
+    if method.name in ("none", "off"):
+        problem = f"{method.name!r} stands for plain decoding"
+        raise InvalidParameterError("name", method.name, problem, "Give the method another name.")
     _registered[method.name] = method
     return method
 
@@ -67,13 +77,18 @@ def load(address: str) -> type[Method]:
         sys.path.insert(0, os.getcwd())
     try:
         found = _imported(address)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever the module's own code raises
         remedy = "Use module:Class, where Python finds the module."
         raise InvalidParameterError("method", address, f"it cannot be imported ({error})", remedy) from error
-    if not (isinstance(found, type) and issubclass(found, Method)):
-        remedy = "Give a subclass of outrider.propose.method.Method."
-        raise InvalidParameterError("method", address, "it is no method", remedy)
-    return register(found)
+    if not _is_method(found):
+        raise InvalidParameterError("method", address, "it is no method", _NO_METHOD)
+    kind: type[Method] = found
+    return register(kind)
+
+
+def _is_method(found: Any) -> bool:
+    """Whether it is a settings class that can be asked for: the base class has no name."""
+    return isinstance(found, type) and issubclass(found, Method) and isinstance(getattr(found, "name", None), str)
 
 
 def _imported(address: str) -> Any:
@@ -82,6 +97,7 @@ def _imported(address: str) -> Any:
 
 
 def _checked(name: str, found: Any) -> type[Method]:
-    if not (isinstance(found, type) and issubclass(found, Method)):
+    if not _is_method(found):
         raise ProposerError(f"method {name!r}: {found!r} is no subclass of outrider.propose.method.Method")
-    return found
+    kind: type[Method] = found
+    return kind

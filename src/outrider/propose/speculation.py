@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_serializer, model_validator
@@ -17,7 +17,7 @@ from outrider.verify.verifier import RuleName
 MAX_ROWS = 512
 
 #: Names of earlier forms and of other engines, and how to say the same here.
-_FORMERLY = {
+FORMERLY = {
     "proposer": "Use method={value!r}.",
     "draft_model": "Use method=DraftModel(model={value!r}), or LLM(..., draft_model={value!r}).",
     "draft_dtype": "Use method=DraftModel(model=..., dtype={value!r}).",
@@ -73,8 +73,8 @@ class SpeculationConfig(Frozen):
     draft_sampling: Literal["sampled", "greedy"] = Field("sampled", description="Use sampled or greedy.")
 
     def __init__(self, **values: Any) -> None:
-        for name in sorted(values.keys() & _FORMERLY.keys()):
-            remedy = _FORMERLY[name].format(value=values[name])
+        for name in sorted(values.keys() & FORMERLY.keys()):
+            remedy = FORMERLY[name].format(value=values[name])
             raise InvalidParameterError(name, values[name], "SpeculationConfig has no such setting", remedy)
         super().__init__(**values)
 
@@ -102,13 +102,16 @@ class SpeculationConfig(Frozen):
     @classmethod
     def _parted(cls, values: dict[str, Any]) -> dict[str, Any]:
         """A flat mapping with the method's own settings put into the method."""
+        for name in values:
+            if not isinstance(name, str):
+                raise InvalidParameterError("speculation", name, "not the name of a setting", "Use strings as names.")
         own = {name: value for name, value in values.items() if name in cls.model_fields}
         rest = {name: value for name, value in values.items() if name not in own}
         method = own.get("method")
         kind = methods.find(method) if isinstance(method, str) and method not in ("none", "off") else None
         known = kind.model_fields.keys() if kind is not None else frozenset()
         for name, value in rest.items():
-            if name not in known and name not in _FORMERLY:
+            if name not in known and name not in FORMERLY:
                 owner = "SpeculationConfig" if kind is None else f"SpeculationConfig with method={kind.name!r}"
                 raise unknown_setting(owner, name, value, {*cls.model_fields, *known})
         if kind is not None:
@@ -135,7 +138,7 @@ class SpeculationConfig(Frozen):
         if "num_draft_tokens" in values:
             return values
         tree = values.get("tree")
-        if tree and all(isinstance(width, int) for width in tree):
+        if isinstance(tree, tuple | list) and tree and all(isinstance(width, int) and width >= 1 for width in tree):
             size = tree_size(tree)
             if size > MAX_ROWS:
                 remedy = f"Use fewer children or levels, up to {MAX_ROWS} nodes."
@@ -162,7 +165,7 @@ class SpeculationConfig(Frozen):
         return "none" if self.method is None else self.method.name
 
 
-def tree_size(widths: tuple[int, ...]) -> int:
+def tree_size(widths: Sequence[int]) -> int:
     """Nodes of a shape, all levels together."""
     size, level = 0, 1
     for width in widths:
@@ -175,7 +178,7 @@ PLAIN = SpeculationConfig()
 
 
 def _as_members(values: object) -> object:
-    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+    if isinstance(values, str | Mapping | Frozen) or not isinstance(values, Iterable):
         return values
     return tuple(SpeculationConfig.of(value) for value in values)
 

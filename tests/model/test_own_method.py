@@ -1,0 +1,92 @@
+"""A method of the reader's own, from a file of the current folder, through the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.ways import parse_ways
+from outrider.cli.options import method_settings
+from outrider.errors import InvalidParameterError
+from outrider.propose import methods
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding_a_proposer.md"
+SOURCES = Path(__file__).parents[2] / "src"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Holds my_file.py with the method of docs/adding_a_proposer.md."""
+    block = re.search(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    assert block is not None
+    (tmp_path / "my_file.py").write_text(block[1], "utf-8")
+    return tmp_path
+
+
+def outrider(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "outrider", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_it_is_proved_and_the_verdict_is_stated(folder: Path) -> None:
+    done = outrider(folder, "prove", "--method", '{"method": "my_file:Bigram", "shared": true}', "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith("passed: all 8 checks hold")
+
+
+def test_one_that_biases_the_output_fails(folder: Path) -> None:
+    (folder / "liar.py").write_text(
+        "from dataclasses import replace\n"
+        "from typing import ClassVar\n"
+        "from my_file import Bigram, BigramProposer\n"
+        "class LiarProposer(BigramProposer):\n"
+        "    def propose(self, requests, noise):\n"
+        "        drafts = super().propose(requests, noise)\n"
+        "        return [d if d.draft_probs is None else replace(d, draft_probs=d.draft_probs * 0.5 + 0.5 / "
+        "d.draft_probs.shape[-1]) for d in drafts]\n"
+        "class Liar(Bigram):\n"
+        "    name: ClassVar[str] = 'liar'\n"
+        "    def build(self, context):\n"
+        "        return LiarProposer(context.target.vocab_size, shared=self.shared)\n"
+    )
+    done = outrider(folder, "prove", "--method", "liar:Liar", "--quick", "--json")
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert not report["passed"]
+    assert not report["checks"][0]["passed"]
+
+
+def test_it_is_measured_beside_plain_decoding(folder: Path) -> None:
+    ways = ("--way", "plain", "--way", "my_file:Bigram:3")
+    sizes = ("-w", "json", "-n", "1", "--max-tokens", "8", "--sampling", "T=1", "--batch", "1", "--json")
+    done = outrider(folder, "bench", *ways, *sizes)
+    assert done.returncode == 0, done.stderr
+    assert "bigram k=3" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("method", "problem"),
+    [
+        ("nowhere:Bigram", "cannot be imported"),
+        ("json:loads", "no method"),
+        ("outrider.propose.method:Method", "no method"),
+        ("{oops", "not JSON"),
+        ('{"shared": true}', "names no method"),
+        ('["suffix"]', "no such method"),
+    ],
+)
+def test_what_is_no_method_is_refused(method: str, problem: str) -> None:
+    with pytest.raises(InvalidParameterError, match=problem):
+        methods.find(method_settings(method)["method"])
+
+
+def test_a_way_that_cannot_be_imported_is_no_way() -> None:
+    with pytest.raises(InvalidParameterError, match="way='nowhere:Bigram:3'"):
+        parse_ways(["nowhere:Bigram:3"], None)
