@@ -1,1 +1,1 @@
-"""Measurements; ratios from one interleaved run, medians, with the command that makes them."""
+"""Measurements beside `outrider bench`. Each compares medians within one interleaved run."""

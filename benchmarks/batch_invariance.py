@@ -1,12 +1,12 @@
-"""Batch-invariant mode over many tokens: are the bits really a function of the text?
+"""Checks over many tokens that in batch-invariant mode the bits are a function of the text.
 
     python -m benchmarks.batch_invariance              10,000 tokens, some minutes; writes benchmarks/results/
     python -m benchmarks.batch_invariance --tokens 500
 
-In bfloat16 and float32, seeded and greedy texts are written alone and plainly, then by one engine with little memory, small
-chunks and several ways to draft in shuffled batches: preemptions and prefix hits are counted, and so is every token that
-differs. Three ways to compute stand side by side: our kernels, stock operators row by row, and stock operators in ordinary
-mode, for what the mode is worth. No speed is claimed here.
+In bfloat16 and float32, seeded and greedy texts are first decoded plainly and alone. Then one engine writes them with
+little memory, small chunks, and several ways to draft in shuffled batches. It counts preemptions, prefix hits, and tokens
+that differ. Three ways to compute are compared: our kernels, stock operators row by row, and stock operators in ordinary
+mode, which shows what the mode is worth. This says nothing about speed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ console = Console()
 
 
 def params(turn: int) -> SamplingParams:
-    """Greedy and seeded in turn, with filters and penalties among them."""
+    """Parameters of a text: greedy and seeded in turn, some with filters and penalties."""
     kinds: tuple[dict[str, Any], ...] = (
         {"seed": turn}, {"temperature": 0.0}, {"seed": turn, "top_p": 0.9}, {"seed": turn, "repetition_penalty": 1.2},
     )  # fmt: skip
@@ -49,7 +49,7 @@ def params(turn: int) -> SamplingParams:
 
 
 def compare(dtype: Any, num_tokens: int, mode: str) -> dict[str, Any]:
-    """Tokens compared and differing between each text alone and the same text in a crowd."""
+    """The numbers of tokens that were compared, and that differ, between texts alone and the same texts in a batch."""
     os.environ["OUTRIDER_KERNELS"] = "" if mode == "kernels" else "off"
     batch_invariant = mode != "ordinary, stock"
     alone = LLM(dtype=dtype, speculation="none", batch_invariant=batch_invariant, prefix_caching=False)
@@ -71,7 +71,7 @@ def compare(dtype: Any, num_tokens: int, mode: str) -> dict[str, Any]:
         "mode": mode, "backend": crowd.engine.runner.backend.name, "dtype": dtype, "tokens": compared,
         "tokens_differing": differing,
         "texts_differing": first, "preemptions": stats.num_preemptions, "cached_prompt_tokens": stats.num_cached_tokens,
-        "accepted_draft_tokens": stats.freeze().num_accepted_tokens,
+        "accepted_draft_tokens": stats.num_accepted_tokens,
     }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=10_000)
     tokens = parser.parse_args().tokens
     rows = [compare(dtype, tokens // 2, "kernels") for dtype in ("bfloat16", "float32")]
-    rows += [  # a tenth: stock operators are slow at this
+    rows += [  # a tenth of the tokens, since stock operators are slow here
         compare(dtype, tokens // 20, mode)
         for mode in ("row by row, stock", "ordinary, stock")
         for dtype in ("bfloat16", "float32")

@@ -1,11 +1,12 @@
-"""What laws and verification cost over a large vocabulary, by our kernels and by stock operators.
+"""What probabilities and verification cost over a large vocabulary, with our kernels and with stock operators.
 
     python -m benchmarks.large_vocabulary              half a minute; writes benchmarks/results/
     python -m benchmarks.large_vocabulary --vocab 32000 --draft-tokens 4
 
-Eight draft tokens make nine rows. The parts of a step are timed one by one: the target's laws from logits, the coins of
-block verification, the residual law, its draw; and beside them a race over all rows, which plain and coupled decoding run.
-Kernels and stock operators take turns; medians, with the least, since neighbours on a machine only ever add.
+Eight draft tokens make nine rows. Each part of a step is timed: the target's probabilities from logits, the coins of block
+verification, the residual, and the draw from it. Beside them, a race over all rows is timed, which plain and coupled
+decoding run. Kernels and stock operators take turns. The figures are the median and the least, since other programs on the
+machine only ever add time.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class Step:
     """One verification of a drafted block, part by part.
 
     Args:
-        logits: [k + 1, vocab_size] of the target.
-        draft_logits: [k, vocab_size] of the draft.
-        params: Of the request.
+        logits: The logits of the target [k + 1, vocab_size].
+        draft_logits: The logits of the draft [k, vocab_size].
+        params: The parameters of the request.
     """
 
     def __init__(self, logits: Tensor, draft_logits: Tensor, params: SamplingParams) -> None:
@@ -55,17 +56,17 @@ class Step:
         self._turn = 0
 
     def run(self) -> dict[str, float]:
-        """Milliseconds of each part."""
+        """The milliseconds of each part."""
         self._turn += 1
         noise, spent = KeyedNoise(), {}
-        spent["laws"], target = _timed(lambda: target_probs(self._logits, self._rows)[None])
+        spent["target_probs"], target = _timed(lambda: target_probs(self._logits, self._rows)[None])
         spent["coins"], (chances, weights) = _timed(lambda: block_acceptance(target, self._draft, self._tokens))
         accepted = self._accepted(noise, chances)
         at = min(accepted, self._draft.shape[1] - 1)
         rest = self._draft[:, at] * (accepted == at)
-        spent["residual"], law = _timed(lambda: residual(target[:, accepted], rest, weights[:, accepted]))
+        spent["residual"], probs = _timed(lambda: residual(target[:, accepted], rest, weights[:, accepted]))
         key = Key(0, self._turn, 0, Stream.RECOVER, accepted)
-        spent["draw"], _ = _timed(lambda: noise.categorical(law, [key]))
+        spent["draw"], _ = _timed(lambda: noise.categorical(probs, [key]))
         spent["verification"] = sum(spent.values())
         keys = [Key(0, self._turn, 0, Stream.TARGET, row) for row in range(len(self._logits))]
         spent["race, all rows"], _ = _timed(lambda: KeyedNoise().categorical(target[0], keys))
@@ -84,7 +85,7 @@ def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure(vocab_size: int, draft_tokens: int, rounds: int) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
-    """Settings -> kernels or stock -> part -> median and least milliseconds."""
+    """The median and least milliseconds, by settings, by kernels or stock operators, and by part."""
     torch.manual_seed(0)
     logits = torch.randn(draft_tokens + 1, vocab_size) * 3
     draft_logits = logits[:-1] + torch.randn(draft_tokens, vocab_size) * 0.5
@@ -105,8 +106,8 @@ def _summary(runs: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Measure, show and keep."""
-    parser = argparse.ArgumentParser(description="Laws and block verification over a large vocabulary.")
+    """Measure, print the figures, and write them to a file."""
+    parser = argparse.ArgumentParser(description="Probabilities and block verification over a large vocabulary.")
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--draft-tokens", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=40)

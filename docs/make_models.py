@@ -3,8 +3,8 @@
     python docs/make_models.py               some minutes
     python docs/make_models.py llama phi3    show these, write nothing
 
-Each type is built from its own configuration class with small sizes and wide random weights, in a process of its own with a
-limit on time and memory, and put before the very probe that runs when a model is loaded.
+Each type is built from its own configuration class with small sizes and random weights of a wide spread, in a process of
+its own with a limit on time and memory. It is tested by the same probe that runs when a model is loaded.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ SIZES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What became of a type: paged, gather, refused or not built, and why; and whether our kernels run it."""
+class Probed:
+    """What the probe found for a type: paged, gather, refused or not built, the reason, and whether our kernels run it."""
 
     kind: str
     outcome: str
@@ -65,28 +65,28 @@ class Verdict:
         return f"fused, {self.outcome}" if self.fused else self.outcome
 
 
-def judge(kind: str) -> Verdict:
+def judge(kind: str) -> Probed:
     """Build one type and probe it."""
     if getattr(CONFIG_MAPPING[kind](), "is_encoder_decoder", False):
-        return Verdict(kind, "refused", "an encoder-decoder")
+        return Probed(kind, "refused", "an encoder-decoder")
     try:
         model = _build(kind)
     except Exception as error:
-        return Verdict(kind, "not built", _first_line(error))
+        return Probed(kind, "not built", _first_line(error))
     recurrent = _recurrent(model)
     if recurrent:
-        return Verdict(kind, "refused", f"layers with a running state ({', '.join(recurrent)})")
+        return Probed(kind, "refused", f"layers with a running state ({', '.join(recurrent)})")
     loaded = _loaded(kind, model)
     if not is_causal(loaded):
-        return Verdict(kind, "refused", "an encoder: tokens see those after them")
+        return Probed(kind, "refused", "an encoder: tokens see those after them")
     fused = _obstacle(loaded, "fused") is None
     reasons = []
     for name in ("paged", "gather"):
         obstacle = _obstacle(loaded, name)
         if obstacle is None:
-            return Verdict(kind, name, "; ".join(reasons), fused)
+            return Probed(kind, name, "; ".join(reasons), fused)
         reasons.append(f"{name}: {obstacle}")
-    return Verdict(kind, "refused", "; ".join(reasons))
+    return Probed(kind, "refused", "; ".join(reasons))
 
 
 def _obstacle(loaded: LoadedModel, name: str) -> str | None:
@@ -182,47 +182,48 @@ def _child(kind: str, answers: Any) -> None:
         answers.send(judge(kind))
 
 
-def in_a_process(kind: str) -> Verdict:
-    """The verdict, or that the process died or took too long. A fork, so that imports are paid once."""
+def in_a_process(kind: str) -> Probed:
+    """Probe one type in a forked process, which may die or take too long. A fork does not import everything again."""
     context = multiprocessing.get_context("fork")
     mine, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(kind, theirs))
     process.start()
     theirs.close()
-    verdict = Verdict(kind, "not built", f"no answer within {SECONDS} seconds")
+    probed = Probed(kind, "not built", f"no answer within {SECONDS} seconds")
     try:
         if mine.poll(SECONDS):
-            verdict = mine.recv()
+            probed = mine.recv()
     except EOFError:
-        verdict = Verdict(kind, "not built", f"its process ended (more than {BYTES >> 30} GiB at the sizes given)")
+        probed = Probed(kind, "not built", f"its process ended (more than {BYTES >> 30} GiB at the sizes given)")
     process.kill()
     process.join()
-    return verdict
+    return probed
 
 
-def page(verdicts: list[Verdict]) -> str:
-    counts = Counter(v.outcome for v in verdicts)
+def page(found: list[Probed]) -> str:
+    counts = Counter(v.outcome for v in found)
     totals = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("paged", "gather", "refused", "not built"))
     head = f"""# Models
 
-Whether a model can be driven exactly is found by running it, at every load, never by its name. This page is that probe run
-over all {len(verdicts)} causal language model types of transformers {transformers.__version__}, each with small sizes and
-random weights (`python docs/make_models.py`): {totals}; of the
-paged, {sum(v.fused for v in verdicts)} are fused too.
+At every load, a probe runs the model to find out whether it can be driven exactly. Its name decides nothing. This page
+shows the result of this probe for all {len(found)} causal language model types of transformers {transformers.__version__},
+each with small sizes and random weights (`python docs/make_models.py`): {totals}.
+Of the paged ones, {sum(v.fused for v in found)} are fused too.
 
-- **paged**: the fast backend reproduces a plain forward pass, over a ragged batch, two chunks and a small tree.
-- **fused**: so do our own kernels, a whole pass in one call, and faster. They are taken on CPUs in float32, bfloat16 and
-  float64 where they are compiled; anywhere else the model runs as paged.
-- **gather**: the portable one does, and the fast one does not, for the reason given.
-- **refused**: neither does, or the model keeps a running state that rejected draft tokens would corrupt (Mamba, RWKV,
-  linear attention, hybrids), or it is an encoder or an encoder-decoder. Use a decoder whose layers all attend.
-- **not built**: the small random model could not be made from the configuration alone; real checkpoints are probed at load
+- **paged**: the fast backend gives the logits of a plain forward pass, over a ragged batch, two chunks and a small tree.
+- **fused**: our own kernels give them too, and are faster, since they run a whole pass in one call. They are used on CPUs
+  in float32, bfloat16 and float64 where they are compiled. Anywhere else the model runs as paged.
+- **gather**: the portable backend gives these logits, and the fast one does not, for the reason given.
+- **refused**: neither backend gives them; or the model keeps a running state that rejected draft tokens would corrupt
+  (Mamba, RWKV, linear attention, hybrids); or it is an encoder or an encoder-decoder. Use a decoder whose layers all
+  attend.
+- **not built**: the small random model could not be made from the configuration alone. A real checkpoint is probed at load
   like any other.
 
-| type | verdict | why |
+| type | result | why |
 |---|---|---|
 """
-    return head + "".join(f"| {v.kind} | {v.shown} | {v.reason} |\n" for v in verdicts)
+    return head + "".join(f"| {v.kind} | {v.shown} | {v.reason} |\n" for v in found)
 
 
 def main() -> None:
@@ -230,11 +231,11 @@ def main() -> None:
     chosen = sys.argv[1:]
     if not chosen and kernel_library() is None:
         sys.exit("the kernels are not compiled here, or are off: no row could say fused")
-    verdicts = [in_a_process(kind) for kind in track(chosen or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "probing")]
+    found = [in_a_process(kind) for kind in track(chosen or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "probing")]
     if chosen:
-        sys.stdout.write("".join(f"{v.kind}: {v.shown} {v.reason}\n" for v in verdicts))
+        sys.stdout.write("".join(f"{v.kind}: {v.shown} {v.reason}\n" for v in found))
     else:
-        PAGE.write_text(page(verdicts), "utf-8")
+        PAGE.write_text(page(found), "utf-8")
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def main() -> None:
     console.print(
         f"\nThe target is a wide copy of the embedded one in {dtype}: the same function at 25 times the weight traffic, "
         f"so what it writes is a small model's and what it costs is a 0.36 B model's. {num_draft_tokens} draft tokens a "
-        "step, T = 1. All texts are samples of the same law: `outrider prove` shows it.",
+        "step, T = 1. All texts are samples of the same distribution: `outrider prove` shows it.",
         style="dim",
     )
     gain = speedups(plain, drafted)

@@ -6,9 +6,10 @@
         --hidden 192 --layers 2 --heads 3 --kv-heads 1 --ffn 512
     python recipes/train_pair.py train DIR --out draft2 --init draft --teacher target --minutes 8     # distilled
 
-Llama architecture, byte-level BPE of 4096 tokens (0 is the end of a file), tied embeddings, RoPE base 10000.
-Optimiser: Muon for matrices, AdamW for embeddings and norms; bf16 autocast; the last quarter of the time at 1024 tokens.
-Time, not steps, sets the schedule, so the same command fits any machine. Held-out: one file in fifty, by hash of its path.
+Both models are Llamas with a byte-level BPE of 4096 tokens (0 is the end of a file), tied embeddings, and a RoPE base of
+10000. Muon optimises matrices, and AdamW embeddings and norms, under bf16 autocast. The last quarter of the time uses 1024
+tokens. The schedule follows the time and not the steps, so that the same command fits any machine. One file in fifty,
+chosen by the hash of its path, is held out.
 """
 
 import argparse

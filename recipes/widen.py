@@ -1,8 +1,8 @@
-"""Make a *wide* copy of a Llama-style checkpoint: the same function at many times the weights (outrider.bench.widen).
+"""Make a *wide* copy of a Llama-style checkpoint, which computes the same function with many times the weights.
 
     python recipes/widen.py SOURCE_DIR TARGET_DIR --hidden 4 --ffn 8 --dtype bfloat16
 
-With these factors the embedded target's 384 x 1024 becomes 1536 x 8192.
+With these factors the embedded target's 384 x 1024 becomes 1536 x 8192. See outrider.bench.widen.
 """
 
 import argparse

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from outrider.bench import machine
 from outrider.bench.peers.base import Peer, PeerMode, PeerModels, PeerRun
-from outrider.bench.peers.registry import PEERS
+from outrider.bench.peers.known_peers import PEERS
 from outrider.bench.row_costs import row_costs
 from outrider.bench.run import EncodedTask, Run, write
 from outrider.bench.session import Session
@@ -249,9 +249,9 @@ def test_the_verb_writes_tables_page_numbers_and_plots(tiny: str, tmp_path: Path
         assert "replay leaves draft models out" in text
         assert "replay/mail" in text
         assert "loops" in text
-        assert found["verdicts"]
-        for verdict in found["verdicts"]:
-            for line in (verdict["text"], verdict["python"], verdict["command"]):
+        assert found["advice"]
+        for said in found["advice"]:
+            for line in (said["text"], said["python"], said["command"]):
                 assert line is None or line in text
     as_json = CliRunner().invoke(app, [*command[:-2], "--json"])
     assert set(json.loads(as_json.stdout)["cells"]) == set(found["cells"])

@@ -483,5 +483,3 @@ def test_a_trace_tells_what_was_decided(llm: LLM, draft: str, way: str) -> None:
 
 def test_without_being_asked_there_is_none(llm: LLM) -> None:
     assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].rounds is None
-
-

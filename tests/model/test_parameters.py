@@ -1,6 +1,6 @@
 """Every sampling parameter, a test for each row of docs/parameters.md: the same text with and without speculation.
 
-The exact joint laws of the same parameters are in tests/statistical/test_engine_law.py.
+The exact joint laws of the same parameters are in tests/statistical/test_engine_distribution.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.bench.peers.base import PeerModels
-from outrider.bench.peers.registry import PEERS, open_peer
+from outrider.bench.peers.known_peers import PEERS, open_peer
 from outrider.llm import default_model
 
 NUM_TOKENS = 32

@@ -22,11 +22,11 @@ from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose import registry
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.prove.engine_law import SETTINGS, STRUCTURE_SETTINGS, EngineProof, Setting
+from outrider.prove.engine_distribution import SETTINGS, STRUCTURE_SETTINGS, EngineProof, Setting
 from outrider.prove.reference import ReferenceRule
-from outrider.prove.rules_law import prove_verifier
+from outrider.prove.rules_distribution import prove_verifier
 from outrider.prove.tiny import save_tiny_llama
-from outrider.prove.tree_law import prove_tree_verifier
+from outrider.prove.tree_distribution import prove_tree_verifier
 from outrider.prove.tree_reference import TreeRule
 from outrider.verify.noise import Key, KeyedNoise, Stream
 from outrider.verify.rules import residual
@@ -390,10 +390,10 @@ def kernels_laws() -> None:
 def kernels_exact_laws() -> None:
     """Laws against their definition, over logits that hypothesis draws."""
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from tests.unit import test_exact_laws
+    from tests.unit import test_exact_probabilities
 
-    test_exact_laws.test_a_law_is_what_its_parameters_mean()
-    test_exact_laws.test_top_k_keeps_the_largest_whatever_the_largest_is()
+    test_exact_probabilities.test_probabilities_are_what_the_parameters_mean()
+    test_exact_probabilities.test_top_k_keeps_the_largest_whatever_the_largest_is()
 
 
 #: By name.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.errors import NoiseReuseError
-from outrider.prove.forking import ForkingNoise, Law, explore, total_variation
+from outrider.prove.forking import Distribution, ForkingNoise, explore, total_variation
 from outrider.prove.simplex import WHOLE, area, cell
 from outrider.verify.noise import Key, KeyedNoise, Stream
 
@@ -15,27 +15,27 @@ def _key(stream: Stream, position: int = 0, round: int = 0) -> Key:
     return Key(0, 7, 0, stream, position, round)
 
 
-def _law(program) -> Law:
+def _distribution(program) -> Distribution:
     noise = ForkingNoise()
     return explore(lambda _: [program(noise)], noise)
 
 
-def test_two_decisions_make_a_product_law():
+def test_two_decisions_make_a_product_distribution():
     def program(noise):
         coin = noise.bernoulli(torch.tensor([0.25]), [_key(Stream.ACCEPT)])
         token = noise.categorical(torch.tensor([[0.5, 0.0, 0.25, 0.25]]), [_key(Stream.RECOVER)])
         return bool(coin), int(token)
 
-    law = _law(program)
+    found = _distribution(program)
     exact = {(c, t): a * b for c, a in ((True, 0.25), (False, 0.75)) for t, b in ((0, 0.5), (2, 0.25), (3, 0.25))}
-    assert total_variation(law.probs, exact) < 1e-15
-    assert law.num_paths == 6
+    assert total_variation(found.probs, exact) < 1e-15
+    assert found.num_paths == 6
 
 
 @pytest.mark.parametrize(("chance", "falls"), [(0.0, False), (1.0, True)])
 def test_sure_coins_do_not_fork(chance, falls):
-    law = _law(lambda noise: (bool(noise.bernoulli(torch.tensor([chance]), [_key(Stream.ACCEPT)])),))
-    assert law.probs == {(falls,): 1.0}
+    found = _distribution(lambda noise: (bool(noise.bernoulli(torch.tensor([chance]), [_key(Stream.ACCEPT)])),))
+    assert found.probs == {(falls,): 1.0}
 
 
 @pytest.mark.parametrize("make", [ForkingNoise, KeyedNoise])
@@ -58,14 +58,14 @@ def test_two_owners_on_one_noise_raise():
         noise.categorical(torch.tensor([[0.5, 0.5]]), [_key(Stream.DRAFT)._replace(owner=1)])
 
 
-def test_a_guess_under_the_same_law_is_always_right():
+def test_a_guess_under_the_same_probabilities_is_always_right():
     row = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
 
     def program(noise):
         return tuple(int(noise.categorical(row, [_key(s)])) for s in (Stream.GUESS, Stream.TARGET))
 
-    law = _law(program)
-    assert total_variation(law.probs, {(0, 0): 0.2, (1, 1): 0.5, (2, 2): 0.3}) < 1e-14
+    found = _distribution(program)
+    assert total_variation(found.probs, {(0, 0): 0.2, (1, 1): 0.5, (2, 2): 0.3}) < 1e-14
 
 
 def test_shared_noise_agrees_with_the_production_race():
@@ -81,14 +81,14 @@ def test_shared_noise_agrees_with_the_production_race():
     tokens = noise.categorical(p.expand(count, 3), [_key(Stream.TARGET, i) for i in range(count)]).tolist()
     pairs = list(zip(guesses, tokens, strict=True))
     measured = {pair: pairs.count(pair) / count for pair in set(pairs)}
-    assert total_variation(_law(program).probs, measured) < 0.01
+    assert total_variation(_distribution(program).probs, measured) < 0.01
     independent = {(g, t): float(q[g] * p[t]) for g in range(3) for t in range(3)}
-    assert total_variation(_law(program).probs, independent) > 0.1  # the control: sharing is seen
+    assert total_variation(_distribution(program).probs, independent) > 0.1  # the control: sharing is seen
 
 
 def test_cells_partition_the_simplex():
-    law = (0.2, 0.0, 0.8)
-    assert [float(area(cell(WHOLE, law, t))) for t in (0, 2)] == pytest.approx([0.2, 0.8], abs=1e-15)
+    probs = (0.2, 0.0, 0.8)
+    assert [float(area(cell(WHOLE, probs, t))) for t in (0, 2)] == pytest.approx([0.2, 0.8], abs=1e-15)
 
 
 def test_guesses_over_larger_vocabularies_are_refused():
@@ -107,4 +107,4 @@ def test_a_program_that_is_not_deterministic_is_refused():
         return ()
 
     with pytest.raises(AssertionError, match="deterministic"):
-        _law(program)
+        _distribution(program)

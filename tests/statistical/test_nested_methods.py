@@ -1,5 +1,7 @@
-"""Methods inside methods, under the engine's exact joint distribution: members with draws of their own, and a stage that
-verifies its own drafter's guess with the engine's rules."""
+"""The joint distribution of the engine with methods inside methods.
+
+Members have draws of their own, and a middle model verifies the guess of its own drafter with the engine's rules.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, Proposer
 from outrider.propose.draft_model import DraftModel, DraftModelProposer
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.speculation import Member, Members, SpeculationConfig
-from outrider.prove.engine_law import DRAFT, EngineProof, Setting, _filled
+from outrider.prove.engine_distribution import DRAFT, EngineProof, Setting, _filled
 from outrider.prove.tiny import raise_norms, save_tiny_llama
 from outrider.verify.logits import target_probs
 from outrider.verify.noise import KeyedNoise
@@ -176,7 +178,7 @@ def proposer_of(proof: EngineProof, settings: dict[str, Any]) -> Any:
 
 
 def test_a_stage_that_draws_as_the_target_does_is_noticed(proof: EngineProof) -> None:
-    """The negative control: its draws under the keys of the engine's own verification."""
+    """A negative control, whose draws have the keys of the engine's own verification."""
     proposer = proposer_of(proof, STAGED)
     proposer.apart = False
     try:
@@ -187,7 +189,7 @@ def test_a_stage_that_draws_as_the_target_does_is_noticed(proof: EngineProof) ->
 
 
 def test_a_member_that_draws_twice_is_noticed(proof: EngineProof) -> None:
-    """Keys of members are counted like all others: one that is used twice is a fault."""
+    """A key of a member that is used twice is a fault, like any other."""
     proposer = proposer_of(proof, CHAINED)
     stock = proposer.propose
 

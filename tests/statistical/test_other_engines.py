@@ -1,4 +1,4 @@
-"""The prover for other engines: what it says of transformers, and planted errors that it must find."""
+"""The proofs on transformers, with planted errors that they must find."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def engine(tmp_path_factory):
     torch.set_num_threads(threads)
 
 
-# -- torch with its chance taken over ----------------------------------------------------------------------------------
+# -- torch with its random draws replaced ------------------------------------------------------------------------------
 
 
 def test_draws_become_branches():
-    law = explore_torch(lambda: tuple(torch.multinomial(torch.tensor([[0.2, 0.8], [1.0, 3.0]]), 1).flatten().tolist()))
-    assert law.probs == pytest.approx({(0, 0): 0.05, (0, 1): 0.15, (1, 0): 0.2, (1, 1): 0.6})
+    found = explore_torch(lambda: tuple(torch.multinomial(torch.tensor([[0.2, 0.8], [1.0, 3.0]]), 1).flatten().tolist()))
+    assert found.probs == pytest.approx({(0, 0): 0.05, (0, 1): 0.15, (1, 0): 0.2, (1, 1): 0.6})
 
 
 def test_uniform_numbers_are_intervals():
@@ -40,16 +40,16 @@ def test_uniform_numbers_are_intervals():
         again = torch.tensor([0.25, 2.0]) > u  # the same numbers, with the tensor on the left
         return (*first.tolist(), *again.tolist())
 
-    law = explore_torch(program)
+    found = explore_torch(program)
     expected = {(True, False, True, True): 0.25, (True, False, False, True): 0.25, (False, False, False, True): 0.5}
-    assert law.probs == pytest.approx(expected)
-    assert law.num_paths == 3
+    assert found.probs == pytest.approx(expected)
+    assert found.num_paths == 3
 
 
 def test_a_threshold_that_is_no_number_is_passed_by_nobody():
     nan = torch.full((1,), float("nan"))
-    law = explore_torch(lambda: (bool(torch.rand(1) <= nan), bool(torch.rand(1) > nan)))
-    assert law.probs == {(False, False): 1.0}
+    found = explore_torch(lambda: (bool(torch.rand(1) <= nan), bool(torch.rand(1) > nan)))
+    assert found.probs == {(False, False): 1.0}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_chance_that_cannot_be_followed_is_noticed(program):
 
 @pytest.mark.parametrize("call", [DRAFT, TRUNCATED, Call({"assistant_early_exit": 1}, DRAFT.assistant, num_layers=2)])
 def test_lossless_calls(engine, call):
-    finding = engine.prove_law(call, 3)
+    finding = engine.prove_distribution(call, 3)
     assert finding.passed
     assert finding.measured < 1e-6
     assert not finding.informs
@@ -89,24 +89,24 @@ def test_plain_generation_is_what_it_is_compared_with(engine):
 
 
 def test_lossy_by_its_documentation(engine):
-    finding = engine.prove_law(next(call for call in CALLS if call.lossy_by_design), 2)
+    finding = engine.prove_distribution(next(call for call in CALLS if call.lossy_by_design), 2)
     assert finding.informs
     assert finding.measured > 0.01
 
 
 def test_stop_string_inside_a_draft(engine):
-    """Overrun in transformers 5.23; where a release mends it, the law is the plain one."""
-    finding = engine.prove_law(Call(LOOKUP, params={"tokenizer": "abcdef", "stop_strings": ["c"]}), 2)
+    """transformers 5.23 writes past the stop string. Once a release mends this, the distribution is the plain one."""
+    finding = engine.prove_distribution(Call(LOOKUP, params={"tokenizer": "abcdef", "stop_strings": ["c"]}), 2)
     assert finding.passed == (finding.measured < 1e-6)
 
 
 def test_a_call_that_may_raise_is_said_and_not_judged(engine):
     refused = {"prompt_lookup_num_tokens": -1}
-    finding = engine.prove_law(Call(refused, may_raise=True), 2)
+    finding = engine.prove_distribution(Call(refused, may_raise=True), 2)
     assert finding.informs
     assert "ValueError" in finding.detail
     with pytest.raises(ValueError, match="num_output_tokens"):
-        engine.prove_law(Call(refused), 2)
+        engine.prove_distribution(Call(refused), 2)
 
 
 def test_greedy_text(engine):
@@ -135,19 +135,19 @@ def test_control_residual_without_the_draft(engine, monkeypatch):
         return torch.cat([text[:, :-1], redrawn], -1), matches
 
     monkeypatch.setattr(utils, "_speculative_sampling", from_target)
-    assert engine.prove_law(DRAFT, 2).measured > 1e-3
+    assert engine.prove_distribution(DRAFT, 2).measured > 1e-3
 
 
-def test_control_law_reported_before_truncation(engine, monkeypatch):
+def test_control_probabilities_reported_before_truncation(engine, monkeypatch):
     from transformers.generation import utils
 
     real = utils._speculative_sampling
 
-    def with_raw_law(ids, draft_logits, length, target_logits, **more):
+    def with_raw_probabilities(ids, draft_logits, length, target_logits, **more):
         return real(ids, draft_logits.clamp(min=draft_logits[draft_logits.isfinite()].min()), length, target_logits, **more)
 
-    monkeypatch.setattr(utils, "_speculative_sampling", with_raw_law)
-    assert engine.prove_law(TRUNCATED, 2).measured > 1e-3
+    monkeypatch.setattr(utils, "_speculative_sampling", with_raw_probabilities)
+    assert engine.prove_distribution(TRUNCATED, 2).measured > 1e-3
 
 
 def test_control_unlikely_draft_token_dropped(engine, monkeypatch):
@@ -161,11 +161,11 @@ def test_control_unlikely_draft_token_dropped(engine, monkeypatch):
         return (ids, logits) if sure else (ids[:, :-1], logits[:, :-1] if logits.shape[1] > 1 else None)
 
     monkeypatch.setattr(Generator, "_generate_candidates", choosy)
-    assert engine.prove_law(DRAFT, 2).measured > 1e-3
+    assert engine.prove_distribution(DRAFT, 2).measured > 1e-3
 
 
 def test_control_coins_from_the_wrong_side(engine, monkeypatch):
-    """Accepting below one minus the ratio is as likely on average, and wrong."""
+    """A coin that accepts with one minus its probability must show."""
     real = torch.rand_like
 
     def turned(like, **more):
@@ -179,4 +179,4 @@ def test_control_coins_from_the_wrong_side(engine, monkeypatch):
             return self._uniforms >= thresholds
 
     monkeypatch.setattr(torch, "rand_like", turned)
-    assert engine.prove_law(DRAFT, 2).measured > 1e-3
+    assert engine.prove_distribution(DRAFT, 2).measured > 1e-3

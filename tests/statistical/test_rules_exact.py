@@ -1,11 +1,11 @@
-"""Rules R1, R2, R3 and RC: rational enumeration, production code against it, and the pitfalls that must show."""
+"""Enumerates the rules in rational numbers, compares the production code with them, and plants pitfalls that must show."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from outrider.prove import reference, rules_law, tree_law, tree_reference, written
+from outrider.prove import reference, rules_distribution, tree_distribution, tree_reference, written
 from outrider.prove.reference import ReferenceRule
 from outrider.prove.tree_reference import TreeRule
 from outrider.verify import rules, verifier
@@ -15,69 +15,69 @@ RATIO_RULES = (ReferenceRule.TOKEN, ReferenceRule.BLOCK)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_joint_law_is_the_targets_exactly(rule):
+def test_joint_distribution_is_the_targets_exactly(rule):
     length = 3 if rule is ReferenceRule.COUPLED else 4
-    finding = rules_law.prove_reference(rule, 56, 2, length)
+    finding = rules_distribution.prove_reference(rule, 56, 2, length)
     assert finding.measured == 0.0
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_longer_drafts_are_exact(rule):
-    assert rules_law.prove_reference(rule, 8, 3, 4).measured == 0.0
+    assert rules_distribution.prove_reference(rule, 8, 3, 4).measured == 0.0
 
 
 def test_acceptance_functions_are_the_reference():
-    finding = rules_law.prove_functions(56)
+    finding = rules_distribution.prove_functions(56)
     assert finding.measured <= finding.bound
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_decisions_on_a_grid_of_injected_coins(rule):
-    assert rules_law.prove_decisions(rule, 16).measured == 0.0
+    assert rules_distribution.prove_decisions(rule, 16).measured == 0.0
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_forked_verifier_has_the_targets_law(rule):
-    finding = rules_law.prove_verifier(rule, 56, 2, 3)
+def test_forked_verifier_has_the_targets_distribution(rule):
+    finding = rules_distribution.prove_verifier(rule, 56, 2, 3)
     assert finding.measured <= finding.bound
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_forked_verifier_over_more_rounds(rule):
-    finding = rules_law.prove_verifier(rule, 16, 2, 4)
+    finding = rules_distribution.prove_verifier(rule, 16, 2, 4)
     assert finding.measured <= finding.bound
 
 
 @pytest.mark.parametrize("widths", [(2,), (2, 1), (1, 2)])
 @pytest.mark.parametrize("rule", list(TreeRule))
-def test_joint_law_of_tree_rules_is_the_targets_exactly(rule, widths):
-    assert rules_law.prove_tree_reference(rule, widths, 56 if widths == (2,) else 16, 3).measured == 0.0
+def test_joint_distribution_of_tree_rules_is_the_targets_exactly(rule, widths):
+    assert rules_distribution.prove_tree_reference(rule, widths, 56 if widths == (2,) else 16, 3).measured == 0.0
 
 
 @pytest.mark.parametrize("widths", [(2, 2), (3,)])
 @pytest.mark.parametrize("rule", list(TreeRule))
-def test_joint_law_of_bushier_trees(rule, widths):
-    assert rules_law.prove_tree_reference(rule, widths, 8, 3).measured == 0.0
+def test_joint_distribution_of_bushier_trees(rule, widths):
+    assert rules_distribution.prove_tree_reference(rule, widths, 8, 3).measured == 0.0
 
 
 @pytest.mark.parametrize(("widths", "count", "length"), [((2,), 24, 3), ((2, 1), 8, 3), ((3,), 24, 2)])
 @pytest.mark.parametrize("rule", list(TreeRule))
-def test_forked_verifier_on_trees_has_the_targets_law(rule, widths, count, length):
-    finding = tree_law.prove_tree_verifier(rule, widths, count, length)
+def test_forked_verifier_on_trees_has_the_targets_distribution(rule, widths, count, length):
+    finding = tree_distribution.prove_tree_verifier(rule, widths, count, length)
     assert finding.measured <= finding.bound
 
 
 def test_traversal_of_a_chain_is_block_verification():
     for case in reference.cases(16, seed=6):
-        block = reference.round_law(case, ReferenceRule.BLOCK, (), 2)
-        assert tree_reference.round_law(case, TreeRule.TRAVERSAL, (), (1, 1)) == block
+        block = reference.round_distribution(case, ReferenceRule.BLOCK, (), 2)
+        assert tree_reference.round_distribution(case, TreeRule.TRAVERSAL, (), (1, 1)) == block
 
 
 # -- negative controls: each planted pitfall must turn a proof red -----------------------------------------------------
 
 
 def _red(rule: ReferenceRule) -> bool:
-    finding = rules_law.prove_verifier(rule, 24, 2, 3)
+    finding = rules_distribution.prove_verifier(rule, 24, 2, 3)
     return finding.measured > 1e-4 > finding.bound
 
 
@@ -97,7 +97,7 @@ def test_stopping_at_the_first_block_coin_shows(monkeypatch):
     assert _red(ReferenceRule.BLOCK)
 
 
-def test_an_epsilon_in_the_draft_law_shows(monkeypatch):
+def test_an_epsilon_in_the_drafts_probabilities_shows(monkeypatch):
     monkeypatch.setattr(verifier, "token_acceptance", lambda p, q, x: rules.token_acceptance(p, q + 0.01, x))
     assert _red(ReferenceRule.TOKEN)
 
@@ -111,7 +111,7 @@ def test_accepting_the_likeliest_token_shows(monkeypatch):
 
 
 def test_a_ratio_test_on_coupled_drafts_shows(monkeypatch):
-    """Guesses share the target's noise; drawing the recovered token with it too is biased under u * q < p."""
+    """Guesses share the noise of the target. Under u * q < p, a recovered token with the same noise is biased."""
     real = verifier.rule_for
     rule = verifier.Rule.TOKEN
     monkeypatch.setattr(written, "rule_for", lambda d, n, coupled: rule if len(d) else real(d, n, coupled=coupled))
@@ -121,7 +121,7 @@ def test_a_ratio_test_on_coupled_drafts_shows(monkeypatch):
 
 
 def test_dropping_unlikely_drawn_tokens_shows(monkeypatch):
-    real = rules_law._draft
+    real = rules_distribution._draft
 
     def unlikely(draft):
         return len(draft) > 0 and float(draft.draft_probs[0, draft.token_ids[0]]) < 0.4
@@ -129,19 +129,19 @@ def test_dropping_unlikely_drawn_tokens_shows(monkeypatch):
     def dropping(*args):
         return [draft.first(0) if unlikely(draft) else draft for draft in real(*args)]
 
-    monkeypatch.setattr(rules_law, "_draft", dropping)
+    monkeypatch.setattr(rules_distribution, "_draft", dropping)
     assert _red(ReferenceRule.TOKEN)
 
 
 def test_accepting_at_equality_shows(monkeypatch):
-    class Lenient(rules_law.GridNoise):
+    class Lenient(rules_distribution.GridNoise):
         def bernoulli(self, probability, keys):
             return torch.tensor(self.grid, dtype=probability.dtype) <= probability
 
-    monkeypatch.setattr(rules_law, "GridNoise", Lenient)
-    assert rules_law.prove_decisions(ReferenceRule.TOKEN, 8).measured > 0
+    monkeypatch.setattr(rules_distribution, "GridNoise", Lenient)
+    assert rules_distribution.prove_decisions(ReferenceRule.TOKEN, 8).measured > 0
 
 
 def test_a_wrong_reference_is_no_reference(monkeypatch):
     monkeypatch.setattr(reference, "owed", lambda p, q, weight: p)
-    assert rules_law.prove_reference(ReferenceRule.TOKEN, 8, 2, 3).measured > 0
+    assert rules_distribution.prove_reference(ReferenceRule.TOKEN, 8, 2, 3).measured > 0

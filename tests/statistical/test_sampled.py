@@ -13,7 +13,7 @@ SIGNIFICANCE = 1e-6
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "walk", "coupled"])
-def test_joint_law_of_three_tokens(rule):
+def test_joint_distribution_of_three_tokens(rule):
     assert sample_p_value(rule, 4_000_000) > SIGNIFICANCE
 
 

@@ -1,4 +1,4 @@
-"""The prover against servers over HTTP: one that is lossless, and others with a planted fault each."""
+"""The proofs on servers over HTTP: one server is lossless, and each of the others has a planted fault."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from outrider.cli.app import app
 from outrider.errors import EngineAnswerError, InvalidParameterError, MissingExtraError
 from outrider.prove.engines.cells import detectable, judge
 from outrider.prove.engines.completions import Answer, CompletionsClient
-from outrider.prove.engines.llama_cpp import running
-from outrider.prove.engines.openai_server import Reported, ServerProof, WeightsLaw
-from outrider.prove.engines.registry import ServerOptions, open_engine
-from outrider.prove.runner import run_proofs
+from outrider.prove.engines.known_engines import ServerOptions, open_engine
+from outrider.prove.engines.llama_cpp import open_llama_cpp
+from outrider.prove.engines.openai_server import ReferenceModel, Reported, ServerProof
+from outrider.prove.running import run_proofs
 from outrider.prove.tiny import save_tiny_llama
 from outrider.verify import verifier
 
@@ -67,12 +67,12 @@ class Served:
         return self.llm.generate(prompt, SamplingParams(**params), **more)[0].token_ids
 
     def _answer(self, prompt, ids):
-        laws = [self.weights.row(prompt + tuple(ids[:i])) for i in range(len(ids))]
+        rows = [self.weights.row(prompt + tuple(ids[:i])) for i in range(len(ids))]
         if self.certain:
-            laws = [{**law, t: 1.0} if t % 2 else law for t, law in zip(ids, laws, strict=True)]
-        tops = [sorted(law.items(), key=lambda entry: -entry[1])[:5] for law in laws]
+            rows = [{**row, t: 1.0} if t % 2 else row for t, row in zip(ids, rows, strict=True)]
+        tops = [sorted(row.items(), key=lambda entry: -entry[1])[:5] for row in rows]
         words = [LETTERS[t] for t in ids]
-        chosen = [log(law[t]) for t, law in zip(ids, laws, strict=True)]
+        chosen = [log(row[t]) for t, row in zip(ids, rows, strict=True)]
         choice = {"text": "".join(words), "token_ids": list(ids), "finish_reason": "length"}
         if self.style == "legacy":
             named = [{LETTERS[t]: log(p) for t, p in top} for top in tops]
@@ -144,7 +144,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def weights(pair):
-    return WeightsLaw(pair[1])
+    return ReferenceModel(pair[1])
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def honest(pair):
 
 @pytest.fixture(scope="module")
 def biased(pair):
-    """Written with the recovered token drawn from the draft's law instead of the residual."""
+    """A server that draws the recovered token from the draft's probabilities instead of the residual."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verifier, "residual", lambda p, q, weight: torch.where(q.sum(-1, keepdim=True) > 0, q, p))
         return texts_of(pair[0])
@@ -180,19 +180,19 @@ def test_a_lossless_server_passes(pair, weights, honest, style):
     assert served.requests["plain"]
     assert served.requests["drafted"] > NUM_TEXTS
     assert checks["seeded text is the plain one"].measured == 0  # ours promises it
-    assert "would be noticed" in checks[f"law of the texts behind {PROMPT}"].detail
+    assert "would be noticed" in checks[f"distribution of the texts behind {PROMPT}"].detail
 
 
 def test_a_biased_server_fails_by_its_own_report(pair, weights, biased):
     with serving(Served(pair[0], weights, biased)) as url:
-        assert not proof_of(url).prove_law(PROMPT, NUM_TEXTS).passed
+        assert not proof_of(url).prove_distribution(PROMPT, NUM_TEXTS).passed
 
 
-def test_reports_that_contradict_each_other_are_no_law(pair, weights, honest):
+def test_reports_that_contradict_each_other_are_refused(pair, weights, honest):
     with serving(Served(pair[0], weights, honest, certain=True)) as url:
         proof = proof_of(url)
         with pytest.raises(EngineAnswerError, match="contradict"):
-            proof.prove_law(PROMPT, NUM_TEXTS)
+            proof.prove_distribution(PROMPT, NUM_TEXTS)
         assert not proof.prove_reported([PROMPT], NUM_TEXTS).passed
 
 
@@ -200,7 +200,7 @@ def test_weights_decide_whatever_the_server_reports(pair, weights, honest, biase
     for texts, passed in ((honest, True), (biased, False)):
         with serving(Served(pair[0], weights, texts, certain=True)) as url:
             proof = proof_of(url, weights=weights)
-            assert proof.prove_law(PROMPT, NUM_TEXTS).passed is passed
+            assert proof.prove_distribution(PROMPT, NUM_TEXTS).passed is passed
             assert proof.prove_reported([PROMPT], NUM_TEXTS).informs
 
 
@@ -218,26 +218,26 @@ def test_a_greedy_text_that_is_not_the_plain_one_is_found(pair, weights):
 
 
 @pytest.mark.parametrize(
-    ("law", "passed"), [([0.5, 0.3, 0.2], True), ([0.42, 0.38, 0.2], False)], ids=["the same", "shifted"]
+    ("probs", "passed"), [([0.5, 0.3, 0.2], True), ([0.42, 0.38, 0.2], False)], ids=["the same", "shifted"]
 )
-def test_cells(law, passed):
+def test_cells(probs, passed):
     texts = torch.multinomial(torch.tensor([0.5, 0.3, 0.2]).expand(6000, -1), 1, generator=torch.Generator().manual_seed(1))
-    verdict = judge([(t,) for t in texts.flatten().tolist()], lambda start: dict(enumerate(law)), 1)
-    assert (verdict.p_value > 1e-6) is passed
-    assert verdict.num_cells == 3
+    judgement = judge([(t,) for t in texts.flatten().tolist()], lambda start: dict(enumerate(probs)), 1)
+    assert (judgement.p_value > 1e-6) is passed
+    assert judgement.num_cells == 3
 
 
 def test_unreported_and_ended_texts_have_their_cells():
-    """Two of four tokens reported, one text in two ended: the rest is a cell of its own."""
+    """Where only some tokens are reported, or texts ended, the rest has a cell of its own."""
     texts = [("a", "b")] * 300 + [("a", "c")] * 100 + [("a",)] * 100 + [("x", "y")] * 500
-    laws = {(): {"a": 0.5}, ("a",): {"b": 0.6, "c": 0.2, "</s>": 0.2}}
-    verdict = judge(texts, laws.get, 2)
-    assert verdict.num_cells == 4
-    assert verdict.p_value > 0.99
+    known = {(): {"a": 0.5}, ("a",): {"b": 0.6, "c": 0.2, "</s>": 0.2}}
+    judgement = judge(texts, known.get, 2)
+    assert judgement.num_cells == 4
+    assert judgement.p_value > 0.99
 
 
 def test_stated_power_is_kept():
-    """A shift of the stated size is noticed in all of twenty trials, one half as large is not promised."""
+    """A shift of the reported size is noticed in all of twenty trials. Smaller shifts need not be noticed."""
     generator = torch.Generator().manual_seed(3)
     least = detectable(2, 2000)
     shifted = torch.tensor([0.5 + least, 0.5 - least])
@@ -268,7 +268,7 @@ def test_answers_without_probabilities_are_refused(pair, weights):
 
 
 def test_reports_are_averaged():
-    assert Reported([]).law(()) is None
+    assert Reported([]).probs(()) is None
     assert Reported([]).contradiction == 0.0
 
 
@@ -287,8 +287,8 @@ def test_wrong_usage(arguments):
     assert isinstance(result.exception, InvalidParameterError | ValueError)
 
 
-def test_every_token_certain_is_no_law():
-    """What a server does that reports 1 for whatever it accepted, the same at every visit."""
+def test_every_token_certain_is_no_distribution():
+    """A server may report 1 for every accepted token, and the same at every request."""
     answers = [Answer(t, (t,), None, ({t: 1.0},)) for t in ("a", "b", "a")]
     assert Reported(answers).contradiction == 1.0
 
@@ -305,7 +305,7 @@ def test_llama_cpp_names_the_package_that_is_missing(monkeypatch, name):
 def test_llama_cpp(tmp_path):
     pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")
-    with running(tmp_path) as engine:
+    with open_llama_cpp(tmp_path) as engine:
         report = run_proofs(engine.proofs(quick=True))
     assert report.passed, report
     assert any(not check.finding.informs for check in report.checks)

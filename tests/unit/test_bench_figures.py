@@ -1,4 +1,4 @@
-"""The arithmetic of the bench, against hand-made cases and simulation."""
+"""The arithmetic of the benchmark, compared with cases by hand and with a simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cells a run measures, in which ways, and what it refuses before anything is loaded."""
+"""The cells and ways that a run measures, and what it refuses before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns, figures and marks, with contestants that are made up; and the folder that remembers."""
+"""Turns, figures and marks with contestants that are made up, and the folder that keeps results."""
 
 from __future__ import annotations
 

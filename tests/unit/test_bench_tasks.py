@@ -1,4 +1,4 @@
-"""What the bench reads: its own workloads, and files that may be wrong."""
+"""The tasks that the benchmark reads: its own workloads, and files that may be wrong."""
 
 from __future__ import annotations
 

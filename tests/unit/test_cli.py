@@ -173,7 +173,7 @@ def test_compare_shows_the_speedup() -> None:
     assert "same text, token by token" in result.stderr
     answer = as_json("-p", "x", "--max-tokens", "4", "--compare")
     assert answer["speedup"] > 0
-    assert answer["identical"] is None  # unseeded samples promise the same law, not the same text
+    assert answer["identical"] is None  # unseeded samples promise the same distribution, not the same text
 
 
 def test_the_closing_line_says_how_the_text_ended() -> None:
@@ -353,7 +353,7 @@ def test_unreadable_output_pipe_is_no_traceback() -> None:
 
 def test_prove_of_another_engine_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.prove.engines.assisted import AssistedGeneration
-    from outrider.prove.report import Finding
+    from outrider.prove.findings import Finding
 
     verdicts = ((Finding(0.0, 0.5, "a"), 0), (Finding(1.0, 0.5, "b"), 1), (Finding(1.0, 0.5, "c", informs=True), 0))
     for finding, code in verdicts:
@@ -367,7 +367,7 @@ def test_prove_of_another_engine_exits_by_the_verdict(monkeypatch: pytest.Monkey
 
 def test_prove_reports_and_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.prove import suite
-    from outrider.prove.report import Finding
+    from outrider.prove.findings import Finding
 
     for measured, code in ((0.0, 0), (1.0, 1)):
         finding = Finding(measured, 0.5, "planted")

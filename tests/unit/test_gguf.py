@@ -1,4 +1,4 @@
-"""The GGUF writer: what it writes, what llama.cpp makes of it, and what it refuses."""
+"""The GGUF writer: the files that it writes, how llama.cpp reads them, and the models that it refuses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from outrider.bench.peers.base import PeerMode, PeerModels, PeerRequest
+from outrider.convert import gguf as writer
+from outrider.convert.gguf import write_gguf
 from outrider.errors import InvalidParameterError, UnsupportedModelError
-from outrider.model import gguf as writer
-from outrider.model.gguf import write_gguf
 from tests.model import checkpoints
 
 PROMPT = tuple((7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(23))

@@ -20,7 +20,7 @@ from outrider.params import CompletionOutput, RequestOutput, SamplingParams, Tok
 from outrider.stats import RequestStats
 
 
-def test_defaults_change_nothing_about_the_models_own_law() -> None:
+def test_defaults_change_nothing_about_the_models_own_probabilities() -> None:
     params = SamplingParams()
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1.0, 0, 1.0, 0.0)
     assert (params.n, params.seed, params.stop, params.stop_token_ids, params.ignore_eos) == (1, None, (), (), False)

@@ -1,4 +1,4 @@
-"""Peers: what a failing one costs, what is refused, and what is said of one that is not installed."""
+"""Peers that fail, settings that are refused, and peers that are not installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from outrider.bench.peers.base import Peer, PeerEngine, PeerMode, PeerModels, PeerRequest, PeerRun, build_with
 from outrider.bench.peers.converted import converted_path
-from outrider.bench.peers.registry import PEERS, open_peer
+from outrider.bench.peers.known_peers import PEERS, open_peer
 from outrider.bench.peers.worker import Worker
 from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError, MissingExtraError
 
@@ -22,7 +22,7 @@ MODELS = PeerModels("target", None, "float32", 1, Path("unused"))
 
 
 class Obedient:
-    """Does what the prompt says."""
+    """An engine that does what the prompt says."""
 
     def __init__(self, models: PeerModels) -> None:
         if models.target == "missing":

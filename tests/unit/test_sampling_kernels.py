@@ -1,4 +1,4 @@
-"""The compiled laws and draws are the stock ones: same sets, same ties, same tokens."""
+"""The compiled probabilities and draws equal the stock ones, with the same sets, ties and tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def with_kernels(instruction_set: str, function, *arguments):  # type: ignore[no
         return function(*arguments)
 
 
-def assert_same_law(logits: Tensor, rows: list[SamplingParams]) -> None:
+def assert_same_probs(logits: Tensor, rows: list[SamplingParams]) -> None:
     want = with_kernels("off", target_probs, logits, rows)
     for name in SETS:
         got = with_kernels(name, target_probs, logits, rows)
@@ -50,22 +50,22 @@ def params(draw: st.DrawFn) -> SamplingParams:
     size=st.sampled_from([1, 2, 7, 16, 61, 300]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_laws_are_the_stock_ones(seed: int, rows: list[SamplingParams], size: int, dtype: torch.dtype) -> None:
+def test_probabilities_are_the_stock_ones(seed: int, rows: list[SamplingParams], size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows), size, generator=generator, dtype=dtype) * 3
     logits[torch.rand(logits.shape, generator=generator) < 0.1] = float("-inf")
     logits[:, 0] = 0.5
-    assert_same_law(logits, rows)
+    assert_same_probs(logits, rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ties_at_the_edges(dtype: torch.dtype) -> None:
     level = torch.zeros(1, 8, dtype=dtype)
     for top_p in (0.1, 0.125, 0.3, 0.5, 0.51, 0.99):
-        assert_same_law(level, [SamplingParams(top_p=top_p)])
-    assert_same_law(torch.tensor([[1.0, 2, 2, 2, 0, 2]], dtype=dtype), [SamplingParams(top_k=2)])
+        assert_same_probs(level, [SamplingParams(top_p=top_p)])
+    assert_same_probs(torch.tensor([[1.0, 2, 2, 2, 0, 2]], dtype=dtype), [SamplingParams(top_k=2)])
     for zero in (0.0, -0.0):
-        assert_same_law(torch.tensor([[zero, -zero, zero, -1]], dtype=dtype), [SamplingParams(top_k=1)])
+        assert_same_probs(torch.tensor([[zero, -zero, zero, -1]], dtype=dtype), [SamplingParams(top_k=1)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -86,7 +86,7 @@ def test_large_vocabularies(spread: float, grid: float) -> None:
     logits = (logits / grid).round() * grid if grid else logits
     logits[:, ::7] = float("-inf")
     for top_k in (0, 1, 50, 600, 20_000):
-        assert_same_law(logits, [SamplingParams(top_k=top_k, top_p=top_p) for top_p in (1.0, 0.95, 0.2)])
+        assert_same_probs(logits, [SamplingParams(top_k=top_k, top_p=top_p) for top_p in (1.0, 0.95, 0.2)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -112,16 +112,16 @@ def test_top_k_where_denormals_are_zero(instruction_set: str) -> None:
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
-def test_the_smallest_debt_is_a_law(instruction_set: str) -> None:
+def test_the_smallest_debt_becomes_probabilities(instruction_set: str) -> None:
     target = torch.full((1, 10), 0.1, dtype=torch.float64)
     target[0, 3] = 5e-310
     draft = target.clone()
     draft[0, 3] = 0
-    law = with_kernels(instruction_set, residual, target, draft, torch.ones(1, dtype=torch.float64))
-    assert torch.equal(law, torch.eye(10, dtype=torch.float64)[3:4])
+    probs = with_kernels(instruction_set, residual, target, draft, torch.ones(1, dtype=torch.float64))
+    assert torch.equal(probs, torch.eye(10, dtype=torch.float64)[3:4])
 
 
-def test_a_flat_law_over_a_large_vocabulary() -> None:
+def test_flat_probabilities_over_a_large_vocabulary() -> None:
     logits = torch.randn(2, 50_000) * 1e-4
     want = with_kernels("off", target_probs, logits, [SamplingParams(top_p=0.95)] * 2)
     for name in SETS:
@@ -154,11 +154,11 @@ def test_debts_are_the_stock_ones(dtype: torch.dtype) -> None:
         q[0, 1] = p[0, 1]  # a debt of nothing
         x = torch.randint(size, (2, 3))
         want = with_kernels("off", block_acceptance, p, q, x)
-        laws = with_kernels("off", residual, p[:, 1], q[:, 1], want[1][:, 1])
+        stock = with_kernels("off", residual, p[:, 1], q[:, 1], want[1][:, 1])
         for name in SETS:
             got = with_kernels(name, block_acceptance, p, q, x)
             for a, b in zip(got, want, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(
-                with_kernels(name, residual, p[:, 1], q[:, 1], want[1][:, 1]), laws, rtol=1e-5, atol=1e-6
+                with_kernels(name, residual, p[:, 1], q[:, 1], want[1][:, 1]), stock, rtol=1e-5, atol=1e-6
             )

@@ -1,1 +1,1 @@
-"""The instrument: what speculation is worth on this machine, measured in interleaved rounds."""
+"""The benchmark: it measures in interleaved rounds what speculation is worth on this machine."""

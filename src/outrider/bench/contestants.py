@@ -1,4 +1,4 @@
-"""Who writes in a round, and the order of turns: A B A B."""
+"""Those who write texts in a round, and the order of their turns: A B A B."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from outrider.stats import RequestStats
 
 @dataclass(frozen=True)
 class Contestant:
-    """Somebody who writes.
+    """One way to write the texts of a round.
 
     Attributes:
-        name: As reports show it.
-        write: The texts of one round.
-        peer: Whose it is; None for ours.
+        name: The name in reports.
+        write: Writes the texts of one round.
+        peer: The name of the peer to which it belongs. None for a way of our own.
     """
 
     name: str
@@ -29,12 +29,12 @@ class Contestant:
 
 
 def ours(llm: LLM, way: Way, temperature: float) -> Contestant:
-    """One of our ways."""
+    """A contestant for one of our own ways."""
     return Contestant(way.name, lambda tasks: write(llm, tasks, way, temperature))
 
 
 def theirs(peer: Peer, mode: PeerMode, temperature: float) -> Contestant:
-    """A peer in one of its modes, one text at a time."""
+    """A contestant for one mode of a peer, which writes one text at a time."""
 
     def generate(tasks: Sequence[EncodedTask]) -> Run:
         (task,) = tasks
@@ -45,9 +45,9 @@ def theirs(peer: Peer, mode: PeerMode, temperature: float) -> Contestant:
 
 
 def _as_run(run: PeerRun) -> Run:
-    """A peer's run in our terms. Every pass of the target commits one token and the accepted ones before it.
+    """The run of a peer as a Run. Every pass of its target commits the accepted tokens and one more.
 
-    A peer that hands out several tokens at first does not say how many: one is taken, in its favour.
+    A peer may hand out several tokens at first without saying how many. Then one is assumed, which is in its favour.
     """
     accepted = run.num_accepted_tokens
     num_passes = None if accepted is None else max(1, len(run.token_ids) - accepted)
@@ -62,14 +62,16 @@ def interleave(
     on_turn: Callable[[Contestant], None] = lambda _: None,
     on_dropout: Callable[[Contestant, OtherEngineError], None] = lambda *_: None,
 ) -> dict[str, list[Run]]:
-    """Runs by contestant. Each writes the prompts of a round before the next round begins, so that a slow moment of the
-    machine hits all alike.
+    """The runs of each contestant, by its name.
+
+    All contestants write the prompts of a round before the next round begins, so that a slow moment of the machine affects
+    all of them.
 
     Args:
-        rounds: The prompts of each.
-        contestants: In the order of their turns.
+        rounds: The prompts of each round.
+        contestants: The contestants in the order of their turns.
         on_turn: Called after every turn.
-        on_dropout: Called where a peer fails; it takes no further turns, and those it took do not count.
+        on_dropout: Called when a peer fails. It gets no further turns, and those that it had do not count.
     """
     runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
     for tasks in rounds:

@@ -1,4 +1,4 @@
-"""The arithmetic of speculation, as pure functions of counts and times."""
+"""The arithmetic of speculation: pure functions of counts and times."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Self
 
 from pydantic import BaseModel
 
-#: A text with a larger share of repeated 8-grams is in a loop, and its figure may be no headline.
+#: A text with a larger share of repeated 8-grams is in a loop. Its figures must not be a headline.
 LOOPS_ABOVE = 0.10
 
 
 class Spread(BaseModel):
-    """A median and the range around it."""
+    """A median, and the smallest and the largest value."""
 
     median: float
     low: float
@@ -24,21 +24,21 @@ class Spread(BaseModel):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self | None:
-        """None where there are no values."""
+        """The spread of some values. None where there are no values."""
         return cls(median=median(values), low=min(values), high=max(values)) if values else None
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least `share` (0 to 1) of them do not exceed; None where there are none."""
+    """The smallest value that at least a share (0 to 1) of the values do not exceed. None where there are no values."""
     return sorted(values)[max(0, ceil(share * len(values)) - 1)] if values else None
 
 
 def expected_tokens(acceptance: float, num_draft_tokens: float) -> float:
-    """Tokens a verified draft yields if every one is accepted with the same chance: (1 - a^(K+1)) / (1 - a).
+    """The tokens that a draft yields if each is accepted with the same probability: (1 - a^(K+1)) / (1 - a).
 
     Args:
-        acceptance: Conditional acceptance a, from 0 to 1.
-        num_draft_tokens: K, draft tokens in a row; a mean where lengths differ.
+        acceptance: The conditional acceptance a, from 0 to 1.
+        num_draft_tokens: The length K of a draft. It is a mean where lengths differ.
     """
     if acceptance >= 1.0:
         return num_draft_tokens + 1.0
@@ -46,24 +46,24 @@ def expected_tokens(acceptance: float, num_draft_tokens: float) -> float:
 
 
 def conditional_acceptance(accepted: Sequence[int], tried: Sequence[int]) -> list[float | None]:
-    """By position: of the drafts whose earlier tokens all stood and that went on, the share whose token stood too."""
+    """For each position, the share of drafts whose token stood there, among those that had one and stood until there."""
     return [a / t if t else None for a, t in zip(accepted, tried, strict=True)]
 
 
 def repeated_8grams(token_ids: Sequence[int]) -> float:
-    """Share of 8-grams that stood before in the same text, 0 to 1."""
+    """The share of 8-grams that occurred earlier in the same text, 0 to 1."""
     grams = Counter(tuple(token_ids[i : i + 8]) for i in range(len(token_ids) - 7))
     total = sum(grams.values())
     return (total - len(grams)) / total if total else 0.0
 
 
 def row_cost_ratio(seconds: Mapping[int, float], num_rows: float, base_rows: int = 1) -> float | None:
-    """C = T(num_rows) / T(base_rows), read off measured passes with straight lines between them.
+    """C = T(num_rows) / T(base_rows), interpolated linearly between measured passes.
 
     Args:
-        seconds: Of a pass, by rows.
-        num_rows: May be a fraction: a mean over passes.
-        base_rows: Rows of the plain pass: the batch.
+        seconds: The seconds of a pass by its number of rows.
+        num_rows: The number of rows. It may be a fraction, since it may be a mean over passes.
+        base_rows: The number of rows of a plain pass, which is the batch.
 
     Returns:
         None outside the measured range.

@@ -1,4 +1,4 @@
-"""The machine under measurement: what it is, how fast it reads memory, and how much of it is in use."""
+"""The machine: its hardware, how fast it reads memory, and how much memory is in use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MIB = 2**20
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Hardware and versions; figures are comparable where these are equal."""
+    """Hardware and versions. Figures can be compared only where these are equal."""
     return {
         "cpu": _cpu_name(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
@@ -42,19 +42,21 @@ def _cpu_name() -> str:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for the device, so that a clock read next counts all of its work."""
+    """Wait for the device, so that a clock that is read afterwards counts all of its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def read_bandwidth(device: torch.device, num_bytes: int | None = None, repeats: int = 5) -> float:
-    """Bytes a second that torch's threads read from memory at best: over a buffer that no cache holds, with the reductions
-    that come closest to the machine's limit (a product with a vector reads a third less).
+    """The most bytes per second that torch's threads read from memory.
+
+    The buffer is too large for any cache. The reductions are those that come closest to the limit of the machine; a product
+    with a vector reads a third less.
 
     Args:
-        device: Whose memory.
-        num_bytes: Size of the buffer; None takes several times the largest cache.
-        repeats: Reads of it.
+        device: The device whose memory is read.
+        num_bytes: The size of the buffer. None takes several times the size of the largest cache.
+        repeats: How many times the buffer is read.
     """
     num_bytes = num_bytes or (1024 * _MIB if device.type == "cuda" else max(256 * _MIB, 6 * _largest_cache()))
     buffer = torch.ones(max(1, num_bytes // 8), dtype=torch.int64, device=device)
@@ -70,15 +72,18 @@ def read_bandwidth(device: torch.device, num_bytes: int | None = None, repeats: 
 
 
 def _largest_cache() -> int:
-    """Bytes of the largest cache that Linux shows; 0 where it shows none."""
+    """The bytes of the largest cache that Linux lists. 0 where it lists none."""
     sizes = [file.read_text("ascii").strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
 
 
 def weight_bytes(model: Any) -> int | None:
-    """Bytes of weights that decoding one token reads: all of them once, but the table of input embeddings only where it is
-    the head too. None for mixtures of experts, where that depends on the token."""
+    """The bytes of weights that decoding one token reads.
+
+    These are all weights once; the table of input embeddings counts only where it is the output head too. The answer is
+    None for a mixture of experts, where it depends on the token.
+    """
     config = model.config.get_text_config()
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return None
@@ -91,11 +96,11 @@ def weight_bytes(model: Any) -> int | None:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Most memory in use at a time, bytes.
+    """The most memory that was in use at a time, in bytes.
 
     Attributes:
-        resident: Of the process in main memory; None where the system does not say.
-        cuda: Of tensors on the device; None without one.
+        resident: Main memory of the process. None where the system does not tell it.
+        cuda: Memory of tensors on the GPU. None without a GPU.
     """
 
     resident: int | None
@@ -103,20 +108,21 @@ class PeakMemory:
 
 
 class MemoryWatch:
-    """Peaks since it was made.
+    """Measures the peak of memory since it was made.
 
     Args:
-        device: Where tensors lie.
+        device: The device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        with suppress(OSError):  # elsewhere than on Linux the peak stays that of the process so far
+        with suppress(OSError):  # on other systems than Linux the peak counts from the start of the process
             Path("/proc/self/clear_refs").write_text("5", "ascii")
 
     def peak(self) -> PeakMemory:
+        """The peaks until now."""
         cuda = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
         return PeakMemory(_peak_resident(), cuda)
 

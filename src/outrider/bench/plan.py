@@ -1,4 +1,4 @@
-"""Which cells a run measures: a workload in one precision, sampled one way, so many texts at a time."""
+"""Which cells a run measures. A cell is a workload in one precision, with one kind of sampling and one batch size."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from outrider.errors import InvalidParameterError
 
 T = TypeVar("T")
 _ALL_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-#: A usual run samples every workload one text at a time; these show the rest in small.
+#: A usual run samples every workload one text at a time, and a single workload in this batch.
 _USUAL_BATCH, _USUAL_NUM_PROMPTS, _USUAL_MAX_TOKENS = 8, 3, 32
 _FULL_NUM_PROMPTS, _FULL_MAX_TOKENS = 16, 96
 
 
 class Cell(BaseModel):
-    """One comparison: every way writes the same prompts in the same rounds.
+    """One comparison, in which every way writes the same prompts in the same rounds.
 
     Attributes:
         model: Folder, hub id, "embedded" or "wide".
-        dtype: Of the weights.
-        workload: Name; "replay/..." for forced texts.
+        dtype: The type of the weights.
+        workload: The name of the workload. It is "replay/..." for forced texts.
         sampling: "greedy", "T=1" or "replay".
-        batch: Texts at a time.
-        num_prompts: Written by every way, in rounds of `batch`; rounded up to whole rounds.
-        max_tokens: Output tokens of a text; a replay has its own.
-        ways: Their names, plain decoding first.
-        peers: Peers and versions beside them.
-        tasks: Digest of the prompts.
+        batch: The number of texts at a time.
+        num_prompts: The prompts that every way writes, in rounds of `batch`. The last round is filled up.
+        max_tokens: The output tokens of a text. A replay has its own lengths.
+        ways: The names of the ways, plain decoding first.
+        peers: The peers beside them, with their versions.
+        tasks: A digest of the prompts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,7 +55,7 @@ class Cell(BaseModel):
 
     @property
     def key(self) -> str:
-        """Equal where the same thing was measured."""
+        """A key that is equal for cells that measure the same thing."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True)
 
     @property
@@ -72,34 +72,34 @@ class Cell(BaseModel):
 
     @property
     def group(self) -> str:
-        """What a verdict is about: the load without its workload, in one phrase."""
+        """The cells that get one advice together: the load without its workload, in one phrase."""
         return f"{self.model}, {self.dtype}, {self.sampling}, batch {self.batch}"
 
     @property
     def load(self) -> str:
-        """One phrase for tables."""
+        """The cell in one phrase, for tables."""
         return f"{self.model}, {self.dtype}, {self.workload}, {self.sampling}, batch {self.batch}"
 
     def rounds(self, tasks: Sequence[T]) -> Iterator[list[T]]:
-        """The prompts of every round, in turn and again from the first where there are too few."""
+        """The prompts of each round. They begin again from the first where there are too few."""
         for turn in range(self.num_rounds):
             yield [tasks[(turn * self.batch + i) % len(tasks)] for i in range(self.batch)]
 
 
 class Plan:
-    """Everything a run will measure, known before a model is loaded.
+    """Everything that a run will measure. It is known before a model is loaded.
 
     Args:
-        settings: What was asked for.
-        model: Its name in reports.
-        draft_model: For the ways that need one, or None.
+        settings: The settings of the run.
+        model: The name of the model in reports.
+        draft_model: The draft model for the ways that need one. None where there is none.
 
     Attributes:
-        tasks: By workload.
-        ways: Plain decoding first.
+        tasks: The tasks by workload.
+        ways: The ways to decode, plain decoding first.
 
     Raises:
-        InputError: A file cannot be read, or a way cannot be taken.
+        InputError: A file cannot be read, or a way is unknown or cannot be used.
     """
 
     def __init__(self, settings: BenchSettings, model: str, draft_model: str | None) -> None:
@@ -112,28 +112,29 @@ class Plan:
 
     @property
     def dtypes(self) -> tuple[PrecisionName, ...]:
-        """Precisions in turn; a full run takes both common ones."""
+        """The precisions, which are measured one after another. A full run takes both common ones."""
         return self._settings.dtypes or (("float32", "bfloat16") if self._settings.full else ("auto",))
 
     @property
     def max_tokens(self) -> int:
-        """Output tokens of a text that is not replayed."""
+        """The output tokens of a text that is not replayed."""
         return self._settings.max_tokens or (_FULL_MAX_TOKENS if self._settings.full else _USUAL_MAX_TOKENS)
 
     def ways_of(self, cell: Cell) -> list[Way]:
+        """The ways that take part in a cell."""
         return [way for way in self.ways if way.name in cell.ways]
 
     def cells(self, dtype: str, peers: Sequence[str] = ()) -> list[Cell]:
-        """Of one precision.
+        """The cells of one precision.
 
         Args:
-            dtype: Of the weights, as loaded.
-            peers: Those that run, with versions.
+            dtype: The type of the weights as they were loaded.
+            peers: The peers that take part, with their versions.
         """
         return [self._cell(dtype, *load, peers) for load in self._loads()]
 
     def _loads(self) -> Iterator[tuple[str, str, int]]:
-        """(workload, sampling, batch): all combinations of what was asked for, few of them where nothing was."""
+        """(workload, sampling, batch): all combinations that were asked for, or a small choice where none were."""
         settings, first = self._settings, next(iter(self.tasks))
         full = settings.full
         samplings = settings.samplings or (("T=1", "greedy") if full else ("T=1",))
@@ -159,7 +160,7 @@ class Plan:
             workload=workload,
             sampling=sampling,
             batch=batch,
-            num_prompts=min(num_prompts, len(tasks)) if batch == 1 else max(2 * batch, num_prompts),  # two rounds at least
+            num_prompts=min(num_prompts, len(tasks)) if batch == 1 else max(2 * batch, num_prompts),  # at least two rounds
             max_tokens=self.max_tokens,
             ways=tuple(way.name for way in self.ways if way.replays or not replay),
             peers=tuple(peers) if batch == 1 and not replay else (),
@@ -168,7 +169,7 @@ class Plan:
 
 
 def _tasks(settings: BenchSettings) -> dict[str, list[Task]]:
-    """By workload, in the order of the sources."""
+    """The tasks by workload, in the order of their sources."""
     names = settings.workloads if settings.chooses_tasks else WORKLOADS
     replay = settings.replay if settings.chooses_tasks else "copy"
     found = [task for name in names for task in built_in(name)]

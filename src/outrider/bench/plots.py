@@ -12,17 +12,17 @@ from outrider.bench.plan import Cell
 from outrider.bench.results import CellResult, Results, WayResult
 
 REMEDY = "pip install 'outrider[bench]'"
-#: Fewer drafts than this behind a position are no curve.
+#: A curve ends where fewer drafts than this reached the position.
 _LEAST_TRIES = 10
 
 
 def available() -> bool:
-    """Whether matplotlib is here; the extra `bench` brings it."""
+    """Whether matplotlib is installed. The extra `bench` installs it."""
     return find_spec("matplotlib") is not None
 
 
 def draw(results: Results, folder: Path) -> list[str]:
-    """Write every plot that there is something for; returns the names of the PNG files."""
+    """Write every plot for which there are results. Returns the names of the PNG files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -46,7 +46,7 @@ def draw(results: Results, folder: Path) -> list[str]:
 
 
 def _series(cells: Iterable[CellResult]) -> dict[str, list[CellResult]]:
-    """Cells by what one panel shows together: model, precision and sampling; a replay stands beside sampled text."""
+    """The cells that one panel shows together, by model, precision and sampling. A replay stands beside sampled text."""
     found: defaultdict[str, list[CellResult]] = defaultdict(list)
     for result in cells:
         cell = result.cell
@@ -55,7 +55,7 @@ def _series(cells: Iterable[CellResult]) -> dict[str, list[CellResult]]:
 
 
 def _panels(count: int, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
-    """A figure with `count` panels, each so many inches high, in so many columns."""
+    """A figure with `count` panels. Their height is in inches."""
     import matplotlib.pyplot as plt
 
     columns = min(columns, count)
@@ -75,7 +75,7 @@ def _colours(names: Iterable[str]) -> dict[str, Any]:
 
 
 def speedup(results: Results) -> Any | None:
-    """Bars: speedup by workload and way, one text at a time; looping greedy text is hatched."""
+    """Bars of the speedup by workload and way, one text at a time. Bars of greedy text that loops are hatched."""
     groups = _series(result for result in results.cells.values() if result.cell.batch == 1)
     groups = {title: cells for title, cells in groups.items() if any(_bars(result) for result in cells)}
     if not groups:
@@ -113,7 +113,7 @@ def _bars(result: CellResult) -> list[WayResult]:
 
 
 def row_costs(results: Results) -> Any | None:
-    """C(n) of every model."""
+    """The cost C(n) of n rows, for every model."""
     models = {name: model.row_costs() for name, model in results.models.items()}
     models = {name: costs for name, costs in models.items() if len(costs) > 1}
     if not models:
@@ -131,7 +131,7 @@ def row_costs(results: Results) -> Any | None:
 
 
 def acceptance(results: Results) -> Any | None:
-    """Conditional acceptance by position, of every way with drafts, one text at a time."""
+    """Conditional acceptance by position of every way that drafts, one text at a time."""
     groups = _series(result for result in results.cells.values() if result.cell.batch == 1 and _curves(result))
     if not groups:
         return None
@@ -150,7 +150,7 @@ def acceptance(results: Results) -> Any | None:
 
 
 def _curves(result: CellResult) -> dict[str, list[float]]:
-    """By way, as far as enough drafts got."""
+    """The curve of each way, up to the last position that enough drafts reached."""
     curves = {}
     for way in result.ways:
         pairs = zip(way.acceptance_by_position, way.tries_by_position, strict=True)
@@ -161,7 +161,7 @@ def _curves(result: CellResult) -> dict[str, list[float]]:
 
 
 def throughput(results: Results) -> Any | None:
-    """Tokens a second against the batch, for workloads that were measured at several."""
+    """Tokens per second against the batch, for workloads that were measured in several batches."""
     lines: defaultdict[str, defaultdict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for result in results.cells.values():
         for way in result.ways:

@@ -1,7 +1,8 @@
-"""Recorded text forced as the target's choice, at full target cost; and a set of such texts that copy much.
+"""Forces a recorded text as the target's choice, at the full cost of the target. It has a set of texts that copy much.
 
-The target computes everything it would compute otherwise; only what it says is decided beforehand, so that a model that
-cannot edit stands for one that can. A draft model's rows pass the same processor and would all be right: it takes no part.
+The target computes everything that it would compute otherwise, and only its choice of tokens is fixed. So a model that
+cannot edit code stands for one that can. A draft model takes no part: its logits would pass through the same processor,
+and all its draft tokens would be right.
 """
 
 from __future__ import annotations
@@ -15,29 +16,30 @@ from torch import Tensor
 
 from outrider.bench.tasks import Task
 
-#: The built-in set: functions of these modules, given back with their first parameter renamed.
+#: The built-in set: functions of these modules. The recorded answer is the function with its first parameter renamed.
 _MODULES = (
     "argparse", "ast", "bisect", "calendar", "cmd", "code", "codecs", "configparser", "copy", "csv", "difflib", "fnmatch",
     "fractions", "getopt", "gettext", "glob", "gzip", "heapq", "inspect", "json.decoder", "locale", "mailbox", "netrc",
     "pprint", "queue", "random", "sched", "shlex", "shutil", "statistics", "string", "textwrap",
 )  # fmt: skip
-#: Characters of a function: long enough to copy, short enough for a context of 1024 tokens with any tokenizer.
+#: The fewest and the most characters of a function: enough to copy, and short enough for a context of 1024 tokens with any
+#: tokenizer.
 _LEAST, _MOST = 350, 700
 
 
 class Replay:
-    """A logits processor that makes a recorded text the target's choice; every other token falls far behind.
+    """A logits processor that makes a recorded text the target's choice. Every other token becomes far less likely.
 
     Args:
-        num_prompt_tokens: Where the text begins.
-        answer: Its tokens.
+        num_prompt_tokens: The position at which the text begins.
+        answer: The tokens of the text.
     """
 
     def __init__(self, num_prompt_tokens: int, answer: tuple[int, ...]) -> None:
         self._start, self._answer = num_prompt_tokens, answer
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """ids [1, num_tokens], scores [1, vocab_size]."""
+        """Takes ids [1, num_tokens] and scores [1, vocab_size]; returns the changed scores."""
         place = ids.shape[1] - self._start
         if place < len(self._answer):
             scores[:, self._answer[place]] = scores.max() + 100.0
@@ -58,7 +60,7 @@ class _Renamed(ast.NodeTransformer):
 
 
 def copy_tasks() -> list[Task]:
-    """The first fitting function of every module that has one."""
+    """One task for each module: its first function that fits."""
     return [task for module in _MODULES if (task := next(_edits(module), None)) is not None]
 
 

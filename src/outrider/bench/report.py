@@ -1,4 +1,4 @@
-"""Results for readers: tables for the terminal and the same as Markdown. What may be no headline is marked."""
+"""Results as tables for the terminal and as Markdown. Figures that must not be a headline are marked."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.figures import LOOPS_ABOVE, Spread
-from outrider.bench.results import CellResult, Outcome, Results, Verdict, WayResult
+from outrider.bench.results import Advice, CellResult, Outcome, Results, WayResult
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-VERDICT = "What pays here"
+HEADING = "What pays here"
 SPEED = ("way", "tokens/s", "speedup", "with prompt", "first ms", "gaps ms", "GiB", "8-grams")
 DRAFTS = ("way", "tau", "expected", "a pass", "accepted %", "eta", "1/C", "time %")
 LEGEND = (
@@ -29,7 +29,7 @@ LEGEND = (
 
 
 def tables(results: Results, cells: Sequence[CellResult]) -> list[Table]:
-    """For the terminal: what a pass costs, then speed and drafts of each cell."""
+    """Tables for the terminal: what a pass costs, and then the speed and the drafts of each cell."""
     from rich.table import Table
 
     views = []
@@ -44,40 +44,40 @@ def tables(results: Results, cells: Sequence[CellResult]) -> list[Table]:
     return views
 
 
-def conclusion(verdicts: Iterable[Verdict]) -> Text:
-    """For the terminal: what pays, and what to paste."""
+def conclusion(advice: Iterable[Advice]) -> Text:
+    """Text for the terminal: what pays, and the lines that use it."""
     from rich.text import Text
 
     styles = {Outcome.PAYS: "bold green", Outcome.UNCLEAR: "bold yellow", Outcome.PLAIN: "bold red", Outcome.LOOPS: "bold"}
-    text = Text(VERDICT, "bold")
-    for verdict in verdicts:
-        text.append(f"\n{verdict.group}: ", "dim")
-        text.append(verdict.text, styles[verdict.outcome])
-        for line in pasted(verdict):
+    text = Text(HEADING, "bold")
+    for said in advice:
+        text.append(f"\n{said.group}: ", "dim")
+        text.append(said.text, styles[said.outcome])
+        for line in pasted(said):
             text.append(f"\n    {line}", "not bold")
     return text
 
 
-def pasted(verdict: Verdict) -> list[str]:
-    """The lines that use what is best, where there are any."""
-    return [] if verdict.python is None or verdict.command is None else [verdict.python, verdict.command]
+def pasted(advice: Advice) -> list[str]:
+    """The lines that use what is best. There are none where nothing is known."""
+    return [] if advice.python is None or advice.command is None else [advice.python, advice.command]
 
 
 def markdown(results: Results, cells: Sequence[CellResult], command: str, plots: Iterable[str] = ()) -> str:
     """A page for a document.
 
     Args:
-        results: Machine, costs and notes.
-        cells: What the page shows.
-        command: That makes it.
-        plots: Names of images beside it.
+        results: The results, with machine, costs and notes.
+        cells: The cells that the page shows.
+        command: The command that makes the page.
+        plots: The names of image files beside it.
     """
     lines = ["# Benchmark", "", f"{machine_line(results)} Made by `{command}`.", "", LEGEND, ""]
     lines += [f"- {note}" for note in results.remarks]
-    lines += ["", f"## {VERDICT}"]
-    for verdict in results.verdicts:
-        lines += ["", f"**{verdict.group}**: {verdict.text}"]
-        lines += ["", *(f"    {line}" for line in pasted(verdict))] if pasted(verdict) else []
+    lines += ["", f"## {HEADING}"]
+    for said in results.advice:
+        lines += ["", f"**{said.group}**: {said.text}"]
+        lines += ["", *(f"    {line}" for line in pasted(said))] if pasted(said) else []
     for title, columns, rows in _sections(results, cells):
         lines += ["", f"## {title}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
@@ -101,7 +101,7 @@ def machine_line(results: Results) -> str:
 def _sections(
     results: Results, cells: Sequence[CellResult]
 ) -> Iterable[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-    """(title, columns, rows)"""
+    """The tables of a report: (title, columns, rows)."""
     yield _costs(results)
     for found in cells:
         yield _title(found), SPEED, [speed_row(found, way) for way in found.shown]
@@ -111,7 +111,7 @@ def _sections(
 
 
 def _title(found: CellResult) -> str:
-    """The load, and how near plain decoding comes to the memory's limit."""
+    """The load, and how near plain decoding comes to the limit of the memory."""
     share = next((way.bandwidth_share for way in found.ways if way.bandwidth_share is not None), None)
     return found.cell.load + ("" if share is None else f" (plain decoding reads weights at {share:.0%} of the bandwidth)")
 

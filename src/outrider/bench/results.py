@@ -1,4 +1,4 @@
-"""What was found: figures of every way in every cell, and costs of rows; kept as JSON from run to run."""
+"""The results: the figures of every way in every cell, and the costs of rows. They are kept as JSON from run to run."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ from outrider.errors import InvalidParameterError
 
 
 class WayResult(BaseModel):
-    """One way in one cell, medians over rounds; None for what cannot be known.
+    """The figures of one way in one cell. A figure is None where it cannot be known.
 
     Attributes:
         name: "draft_model k=3", or "PEER: mode" for a peer.
-        peer: Whose it is; None for ours.
-        tokens_per_second: Of decoding: tokens after the first step over the time after it.
-        whole_tokens_per_second: Prompts included.
-        speedup: Decoding, over our plain decoding in the same round.
-        whole_speedup: The same, prompts included.
-        time_to_first_token: Seconds.
-        gap_p50, gap_p99: Seconds between arrivals within a text (inter-token latency).
-        num_tokens: Written in all rounds.
-        tau: Mean acceptance length: 1 + accepted / verified drafts; where a peer does not count those, tokens a pass.
-        tokens_per_pass: Tokens over target passes; passes without a draft count here.
-        draft_length: Positions of a draft, a mean.
-        rows: A mean over passes that verified a draft: draft tokens and one more.
-        acceptance: Conditional, all positions together.
-        acceptance_by_position: Conditional; None where no draft got so far.
-        tries_by_position: Drafts behind each of these.
-        expected_tokens: (1 - a^(K+1)) / (1 - a) at that acceptance and draft length.
+        peer: The peer to which the way belongs. None for a way of our own.
+        tokens_per_second: The speed of decoding: the tokens after the first step, over the time after it.
+        whole_tokens_per_second: All tokens over the whole time, prompts included.
+        speedup: The speed of decoding over that of our plain decoding in the same round.
+        whole_speedup: The same ratio with prompts included.
+        time_to_first_token: Seconds until the first token.
+        gap_p50, gap_p99: The median and the 99th percentile of the seconds between arrivals within a text.
+        num_tokens: The tokens written in all rounds.
+        tau: The mean acceptance length, 1 + accepted / verified drafts. Where a peer does not count these, it is the
+            number of tokens per pass.
+        tokens_per_pass: The tokens over the passes of the target, including passes without a draft.
+        draft_length: The mean number of positions of a draft.
+        rows: The mean number of rows of a pass that verified a draft: the draft tokens and one more.
+        acceptance: The conditional acceptance over all positions together.
+        acceptance_by_position: The conditional acceptance at each position. None where no draft reached the position.
+        tries_by_position: The number of drafts behind each of these.
+        expected_tokens: (1 - a^(K+1)) / (1 - a) for that acceptance and draft length.
         eta: speedup / tau.
-        eta_limit: 1 / C at those rows: what eta would be if only the target's pass cost time.
-        shares: Of a step by phase: propose, forward, verify, host.
-        peak_resident, peak_cuda: Bytes.
-        bandwidth_share: Weights read a second over what the machine reads; plain decoding, batch 1.
-        repeated_8grams: Median share over texts.
+        eta_limit: 1 / C for those rows. This is what eta would be if only the pass of the target cost time.
+        shares: The shares of a step's time by phase: propose, forward, verify, host.
+        peak_resident, peak_cuda: Peaks of memory in bytes.
+        bandwidth_share: The bytes of weights read per second, over what the machine can read. Known for plain decoding in
+            batch 1.
+        repeated_8grams: The median over texts of the share of repeated 8-grams.
         loops: Whether that share is too large for a headline.
     """
 
@@ -76,23 +78,23 @@ class WayResult(BaseModel):
 
     @property
     def plain(self) -> bool:
-        """Whether it is our own plain decoding."""
+        """Whether this is our own plain decoding."""
         return self.peer is None and self.name == "plain"
 
     @property
     def drafted(self) -> bool:
-        """Whether a draft of one of our ways was ever verified."""
+        """Whether any draft was verified."""
         return self.tau is not None
 
 
 class CellResult(BaseModel):
-    """A cell and its ways, in the order they took turns.
+    """A cell, and its ways in the order of their turns.
 
     Attributes:
-        cell: What was compared.
-        ways: Figures of those who came through.
-        dropouts: Who did not, and why.
-        recipes: How to use each of our ways, by name.
+        cell: The cell.
+        ways: The figures of every way that wrote all texts.
+        dropouts: Who failed, and why.
+        recipes: How to use each of our own ways, by its name.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -103,12 +105,12 @@ class CellResult(BaseModel):
     recipes: dict[str, Recipe] = {}
 
     def flatters(self, way: WayResult) -> bool:
-        """Whether this is greedy text that loops: every proposer guesses it, so that its figures are no headline."""
+        """Whether a way wrote greedy text that loops. Every proposer guesses it, so its figures must not be a headline."""
         return way.loops and self.cell.sampling == "greedy"
 
     @property
     def shown(self) -> list[WayResult]:
-        """Ours, and of every peer its plain decoding and the best of its other modes."""
+        """Our own ways, and for every peer its plain decoding and the best of its other modes."""
         return [way for way in self.ways if way.peer is None or way.name in self._chosen]
 
     @property
@@ -124,12 +126,12 @@ class CellResult(BaseModel):
 
 
 class ModelResult(BaseModel):
-    """What a model in one precision costs, whatever it writes.
+    """The costs of a model in one precision.
 
     Attributes:
-        row_seconds: Of a pass, by rows.
-        weight_bytes: Read to decode a token; None for mixtures of experts.
-        num_parameters: All of them.
+        row_seconds: The seconds of a pass by its number of rows.
+        weight_bytes: The bytes of weights that decoding a token reads. None for mixtures of experts.
+        num_parameters: The number of parameters.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -139,13 +141,13 @@ class ModelResult(BaseModel):
     num_parameters: int
 
     def row_costs(self) -> dict[int, float]:
-        """C(n) = T(n) / T(1)."""
+        """C(n) = T(n) / T(1) for each number n of rows. Empty where T(1) is not known."""
         base = self.row_seconds.get(1)
         return {} if base is None else {n: seconds / base for n, seconds in self.row_seconds.items()}
 
 
 class Outcome(StrEnum):
-    """What is to be done about drafts."""
+    """What an advice recommends."""
 
     PAYS = "pays"
     UNCLEAR = "unclear"
@@ -153,17 +155,18 @@ class Outcome(StrEnum):
     LOOPS = "loops"
 
 
-class Verdict(BaseModel):
+class Advice(BaseModel):
     """What pays in one precision, sampled one way, so many texts at a time.
 
     Attributes:
         group: "model, dtype, sampling, batch n".
-        outcome: A way pays; the ranges hold 1; plain decoding is faster; or the text loops and says nothing.
-        way: The best way to draft; None where none drafted text that counts.
-        speedup: Its decoding over plain decoding: the median over workloads, and the range over all rounds.
-        never_drafted: Ways that never found anything to draft.
+        outcome: PAYS where a way pays; UNCLEAR where the range holds 1; PLAIN where plain decoding is faster; LOOPS where
+            all text repeats itself and says nothing.
+        way: The best way to draft. None where no way drafted text that counts.
+        speedup: The speed of its decoding over plain decoding: the median over workloads, and the range over all rounds.
+        never_drafted: The ways that never found anything to draft.
         text: All of this in sentences.
-        python, command: How to use what is best, as a line of Python and as a command line; None where there is none.
+        python, command: A line of Python and a command line that use what is best. None where there is none.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -179,14 +182,14 @@ class Verdict(BaseModel):
 
 
 class Results(BaseModel):
-    """Everything found on one machine with one set of versions.
+    """All results of one machine with one set of versions.
 
     Attributes:
         machine: Hardware and versions.
-        bandwidth: Bytes a second read from memory.
-        models: By "model, dtype".
-        cells: By `Cell.key`.
-        verdicts: What pays, by group of cells.
+        bandwidth: The bytes per second that the machine reads from memory.
+        models: The costs of models, by "model, dtype".
+        cells: The cells, by `Cell.key`.
+        advice: What pays, for each group of cells.
         notes: What was left out, and why.
     """
 
@@ -196,25 +199,25 @@ class Results(BaseModel):
     bandwidth: float | None = None
     models: dict[str, ModelResult] = {}
     cells: dict[str, CellResult] = {}
-    verdicts: list[Verdict] = []
+    advice: list[Advice] = []
     notes: list[str] = []
 
     def note(self, text: str) -> None:
-        """Say it once."""
+        """Add a note, unless it is there already."""
         if text not in self.notes:
             self.notes.append(text)
 
     @property
     def remarks(self) -> list[str]:
-        """Notes, and who dropped out of a cell, each once."""
+        """The notes, and who dropped out of a cell, each once."""
         return list(dict.fromkeys([*self.notes, *(said for found in self.cells.values() for said in found.dropouts)]))
 
 
 class Store:
-    """Results in a folder, written after every cell, so that an interrupted run loses one cell at most.
+    """Results in a folder. They are written after every cell, so that an interrupted run loses at most one cell.
 
     Args:
-        folder: Where to; None keeps nothing.
+        folder: The folder. None keeps nothing.
     """
 
     NAME = "results.json"
@@ -223,10 +226,10 @@ class Store:
         self._folder = folder
 
     def open(self, machine: dict[str, Any]) -> Results:
-        """What runs on the same machine left here. Another machine's results are set aside under another name.
+        """The results of earlier runs on the same machine. Results of another machine are renamed and left aside.
 
         Raises:
-            InvalidParameterError: The folder cannot be written, or what lies there are no results.
+            InvalidParameterError: The folder cannot be written, or the file in it does not hold results.
         """
         if self._folder is None:
             return Results(machine=machine)
@@ -241,7 +244,7 @@ class Store:
                 "out", str(file), "not the results of a run of this version", "Move it away, or give another folder."
             ) from None
         if found.machine == machine:
-            found.notes.clear()  # every run says its own
+            found.notes.clear()  # every run adds its own
             return found
         aside = self._aside()
         file.rename(aside)
@@ -255,7 +258,7 @@ class Store:
         return next(path for path in names if not path.exists())
 
     def save(self, results: Results) -> None:
-        """Replace what is there, whole or not at all."""
+        """Replace the file. An interruption leaves either the old file or the new one."""
         if self._folder is not None:
             unfinished = self._folder / f"{self.NAME}.{os.getpid()}"
             unfinished.write_text(results.model_dump_json(indent=1) + "\n", "utf-8")

@@ -1,4 +1,4 @@
-"""What a pass costs by its rows: T(n), behind a context as in decoding."""
+"""Measures the time T(n) of a pass with n rows, behind a context as in decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.bench.machine import synchronise
 from outrider.model.batch import Segment
 from outrider.model.runner import ModelRunner
 
-#: Rows of the passes that a run times, and of those that a full one does.
+#: The numbers of rows whose passes a usual run times, and those of a full run.
 USUAL = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 ALL = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 _CONTEXT = 128
@@ -20,13 +20,13 @@ _CONTEXT = 128
 def row_costs(
     runner: ModelRunner, rows: tuple[int, ...], repeats: int, on_round: Callable[[], None] = lambda: None
 ) -> dict[int, float]:
-    """Median seconds of a pass by its number of rows; a round times every count once, so that a slow moment hits all.
+    """The median seconds of a pass by its number of rows. A round times every number once, so that slow moments hit all.
 
     Args:
-        runner: The target's; some of its blocks are borrowed.
-        rows: Counts; those that do not fit behind half the model's context or into its memory are left out.
-        repeats: Rounds, after one that is not counted.
-        on_round: Called after each.
+        runner: The runner of the target. Some of its blocks are used and given back.
+        rows: The numbers of rows. Numbers above half the model's context or half its KV memory are left out.
+        repeats: The number of rounds, after one that does not count.
+        on_round: Called after each round.
     """
     room = min(runner.loaded.max_model_len, runner.blocks.num_free * runner.blocks.block_size)
     rows = tuple(n for n in rows if n <= room // 2)

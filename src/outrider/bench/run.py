@@ -1,4 +1,4 @@
-"""One turn of one way: a batch of texts written under the clock."""
+"""One turn of one way: it writes a batch of texts and measures the time."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class EncodedTask:
     """A task in the target's tokens.
 
     Attributes:
-        name: The task's.
-        prompt_ids: Its prompt.
-        max_tokens: Output tokens that everybody writes, no more and no fewer.
-        answer_ids: What is replayed; None where the target chooses.
+        name: The name of the task.
+        prompt_ids: The tokens of its prompt.
+        max_tokens: The number of output tokens, which every contestant writes exactly.
+        answer_ids: The tokens that are replayed. None where the target chooses.
     """
 
     name: str
@@ -33,26 +33,26 @@ class EncodedTask:
     answer_ids: tuple[int, ...] | None = None
 
     def shortened(self, max_tokens: int) -> EncodedTask:
-        """The same, ended earlier: for warming up."""
+        """The same task with fewer output tokens, for warming up."""
         answer = None if self.answer_ids is None else self.answer_ids[:max_tokens]
         return replace(self, max_tokens=min(max_tokens, self.max_tokens), answer_ids=answer)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the clock saw; None and empty for what a peer does not say.
+    """The measurements of one turn. They are None or empty where a peer does not tell them.
 
     Attributes:
-        token_ids: Output of each text.
+        token_ids: The output of each text.
         seconds: Wall time from the request to the last token, prompts included.
-        first_token_seconds: To the first token of each text.
-        decode_tokens: Tokens after the first step that committed any.
+        first_token_seconds: Seconds until the first token of each text.
+        decode_tokens: The tokens after the first step that committed any.
         decode_seconds: Wall time after that step.
-        gaps: Seconds between arrivals within a text; a step's tokens arrive together.
-        num_passes: Target passes that committed tokens, summed over texts.
-        drafts: What became of them.
-        shares: Of the time by phase: propose, forward, verify, host.
-        peak: Memory.
+        gaps: Seconds between arrivals within a text. The tokens of a step arrive together.
+        num_passes: The passes of the target that committed tokens, summed over texts.
+        drafts: The counts of draft tokens.
+        shares: The shares of the time by phase: propose, forward, verify, host.
+        peak: The peak of memory.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -72,20 +72,20 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of decoding; None where every token came in the first step, or nobody told."""
+        """The speed of decoding. None where all tokens came in the first step, or where the time is not known."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else None
 
     @property
     def whole_tokens_per_second(self) -> float:
-        """Prompts included."""
+        """The speed with prompts included."""
         return self.num_tokens / self.seconds
 
 
 def write(llm: LLM, tasks: Sequence[EncodedTask], way: Way, temperature: float) -> Run:
-    """Write all `tasks` at a time, each to its full length.
+    """Write all `tasks` in one batch, each to its full length.
 
     Raises:
-        OutriderError: A prompt or a setting cannot be served, or a request failed.
+        OutriderError: A prompt or a setting is not possible, or a request failed.
     """
     engine = llm.engine
     if way.config.method is not None:
@@ -120,13 +120,13 @@ def _params(task: EncodedTask, temperature: float) -> SamplingParams:
 
 
 class _Arrivals:
-    """When which tokens of one text came."""
+    """The tokens of one text, with the times at which they came."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[float, StreamPiece]] = []
 
     def take(self, request: Request, now: float) -> None:
-        """Fetch what the last step added; raises the request's own error."""
+        """Fetch what the last step added. Raises the error of the request where it failed."""
         if request.error is not None:
             raise request.error
         assert request.outbox is not None

@@ -1,4 +1,4 @@
-"""A whole run: precisions in turn, costs of rows, then every cell of the plan, stored as it goes."""
+"""A whole run: for each precision the costs of rows, and then the cells of the plan. It stores results after each cell."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from dataclasses import dataclass
 import torch
 
 from outrider.bench import machine, row_costs
+from outrider.bench.advice import advise
 from outrider.bench.contestants import Contestant, interleave, ours, theirs
 from outrider.bench.peers.base import Peer, PeerModels
-from outrider.bench.peers.registry import PEERS, open_peer
+from outrider.bench.peers.known_peers import PEERS, open_peer
 from outrider.bench.plan import Cell, Plan
 from outrider.bench.results import CellResult, ModelResult, Results, Store
 from outrider.bench.run import EncodedTask
 from outrider.bench.settings import BenchSettings, PrecisionName
 from outrider.bench.summary import summarise
 from outrider.bench.tasks import Task
-from outrider.bench.verdict import verdicts
 from outrider.bench.widen import cache_folder, wide_target
 from outrider.errors import InvalidParameterError, InvalidPromptError, MissingExtraError, OtherEngineError
 from outrider.llm import LLM, default_model
 from outrider.model.loader import check_sources, usable_device
 
 _WARM_UP_TOKENS = 4
-#: Memory that the costs of rows need: a context and the rows behind it.
+#: KV memory, in tokens, for the costs of rows: a context and the rows behind it.
 _ROW_COST_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Somebody who is told how far a run is.
+    """The callbacks that show how far a run is.
 
     Attributes:
-        expect: Called with what comes next and its number of turns.
+        expect: Called with the name of what comes next and its number of turns.
         advance: Called after each turn.
     """
 
@@ -43,11 +43,11 @@ class Progress:
 
 
 class Session:
-    """One run of the instrument.
+    """One run of the benchmark.
 
     Args:
         settings: What to measure.
-        progress: Who is told.
+        progress: The callbacks that show how far the run is.
 
     Attributes:
         plan: What will be measured.
@@ -70,13 +70,13 @@ class Session:
         self.measured: list[CellResult] = []
 
     def run(self) -> Results:
-        """Measure every cell of the plan; in a full run, those that are missing.
+        """Measure every cell of the plan. A full run measures only those that are missing in its folder.
 
         Returns:
-            Everything in the folder where there is one, else this run's part.
+            All results in the folder, or those of this run where there is no folder.
 
         Raises:
-            OutriderError: The folder cannot be used, a model cannot be loaded, or a prompt cannot be served.
+            OutriderError: The folder cannot be used, a model cannot be loaded, or a prompt does not fit.
         """
         settings, store = self._settings, Store(self._settings.out)
         with _threads(settings.num_threads):
@@ -117,12 +117,12 @@ class Session:
                     rounds = list(cell.rounds(tasks[cell.workload]))
                     contestants = self._contestants(cell, llm, peers)
                     results.cells[cell.key] = self._measure(cell, rounds, contestants, model, results.bandwidth)
-                    results.verdicts = verdicts(results.cells.values())
+                    results.advice = advise(results.cells.values())
                     store.save(results)
                 self.measured.append(results.cells[cell.key])
 
     def _open_peers(self, models: PeerModels, stack: ExitStack, results: Results) -> list[Peer]:
-        """Those that can run on these weights; of the others the report says why they cannot."""
+        """The peers that can run with these weights. A note says why the others cannot."""
         peers = []
         for name in self._peer_names:
             try:
@@ -142,7 +142,7 @@ class Session:
         return wide_target("bfloat16" if dtype in ("auto", "int8") else dtype)  # "auto" is the embedded checkpoint's own
 
     def _load(self, target: str, dtype: PrecisionName) -> LLM:
-        """The target, with memory for the largest cell: a text has no more tokens than bytes, or few more."""
+        """The target, with KV memory for the largest cell. A text has hardly more tokens than bytes."""
         batch = max(cell.batch for cell in self.plan.cells("any"))
         texts = [task.prompt + (task.answer or "") for found in self.plan.tasks.values() for task in found]
         longest = max(len(text.encode()) for text in texts)
@@ -158,7 +158,7 @@ class Session:
         )
 
     def _encoded(self, task: Task, llm: LLM) -> EncodedTask:
-        """In the target's tokens; raises InvalidPromptError where they do not fit its context."""
+        """A task in the target's tokens. Raises InvalidPromptError where they do not fit into its context."""
         prompt = llm.encode(task.prompt)
         answer = None if task.answer is None else llm.encode(task.answer)
         length = self.plan.max_tokens if answer is None else len(answer)
@@ -173,7 +173,7 @@ class Session:
         return EncodedTask(task.name, prompt, length, answer)
 
     def _model_result(self, llm: LLM, key: str, results: Results) -> ModelResult:
-        """Costs of the target, measured in every run but once only for a full one."""
+        """The costs of the target. A full run measures them only where they are missing."""
         if self._settings.full and key in results.models:
             return results.models[key]
         rows, repeats = (row_costs.ALL, 15) if self._settings.full else (row_costs.USUAL, 5)
@@ -203,7 +203,7 @@ class Session:
         model: ModelResult,
         bandwidth: float | None,
     ) -> CellResult:
-        """A few tokens of everybody to warm up, then all rounds."""
+        """Let every contestant write a few tokens to warm up, and then measure all rounds."""
         dropouts: list[str] = []
 
         def dropped(contestant: Contestant, error: OtherEngineError) -> None:
@@ -230,7 +230,7 @@ class Session:
 
 
 def _peer_names(asked: tuple[str, ...]) -> tuple[str, ...]:
-    """Each once; "all" stands for every one that is known."""
+    """The names of the peers. "all" stands for all that are known."""
     for name in asked:
         if name != "all" and name not in PEERS:
             raise InvalidParameterError("peers", name, "no such peer", f"Known: {', '.join(('all', *PEERS))}.")
@@ -239,7 +239,7 @@ def _peer_names(asked: tuple[str, ...]) -> tuple[str, ...]:
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """Let torch compute on so many threads within the block."""
+    """Let torch compute with this number of threads within the block."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)

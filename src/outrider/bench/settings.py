@@ -15,32 +15,32 @@ from outrider.validation import Frozen
 SamplingName = Literal["greedy", "T=1"]
 Batch = Annotated[int, Field(ge=1, le=64)]
 
-#: How weights are held: a dtype, or rounded ones in bfloat16.
+#: How weights are held: in a dtype, or quantized.
 PrecisionName = DTypeName | QuantizationName
 
 
 class BenchSettings(Frozen):
-    """What to measure; empty tuples and None leave the choice to the plan.
+    """What to measure. Empty tuples and None leave the choice to the plan.
 
     Attributes:
-        model: Folder or hub id of the target; None takes the embedded one.
-        draft_model: Its draft model; None takes the embedded one for the embedded target, and none for others.
+        model: Folder or hub id of the target. None takes the embedded one.
+        draft_model: Its draft model. None takes the embedded one for the embedded target, and none for other targets.
         wide: Whether the target is the wide copy of the embedded one.
-        dtypes: Precisions, each measured in turn; int8 is weight-only, over bfloat16.
-        device: As LLM takes it.
-        num_threads: Threads that compute; None leaves torch's.
-        workloads: Of those built in.
-        prompts: A JSONL file of the user's.
-        spec_bench: A file in Spec-Bench's question format.
-        replay: "copy" or a JSONL file of recorded texts.
-        ways: In the form NAME or NAME:LENGTH.
-        batches: Texts at a time, 1 to 64.
+        dtypes: The precisions, measured one after another. int8 weights are used with bfloat16.
+        device: The device, as LLM takes it.
+        num_threads: The number of threads that compute. None leaves torch's.
+        workloads: Names of built-in workloads.
+        prompts: A JSONL file with prompts of the user.
+        spec_bench: A file in the question format of Spec-Bench.
+        replay: "copy", or a JSONL file of recorded texts.
+        ways: The ways to decode, in the form NAME or NAME:LENGTH.
+        batches: The numbers of texts at a time, 1 to 64.
         samplings: Greedy, or temperature 1.
-        num_prompts: Prompts of a workload, in rounds of the batch.
-        max_tokens: Output tokens of every text.
+        num_prompts: The number of prompts of a workload. They are written in rounds of the batch.
+        max_tokens: The output tokens of every text.
         peers: Other engines by name, or "all".
-        full: The whole matrix, resumed where an earlier run stopped.
-        out: Folder for results; None writes none.
+        full: Measure everything, and go on where an earlier run stopped.
+        out: The folder for results. None writes no results.
 
     Raises:
         InvalidParameterError: A value is outside its range.
@@ -79,5 +79,5 @@ class BenchSettings(Frozen):
 
     @property
     def chooses_tasks(self) -> bool:
-        """Whether the caller says what is to be written."""
+        """Whether the caller chooses what is written."""
         return bool(self.workloads or self.prompts or self.spec_bench or self.replay)

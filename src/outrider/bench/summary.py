@@ -1,4 +1,4 @@
-"""From runs to figures: medians over rounds, ratios within them."""
+"""Turns runs into figures: medians over rounds, and ratios within each round."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def summarise(
     model: ModelResult,
     bandwidth: float | None,
 ) -> list[WayResult]:
-    """Figures of every contestant, over our plain decoding in the same round.
+    """The figures of every contestant. Speedups are over our plain decoding in the same round.
 
     Args:
-        contestants: In the order of their turns.
-        runs: Of each, round by round; those who dropped out have none and get no figures.
-        batch: Texts at a time.
-        model: Costs of the target.
-        bandwidth: Bytes a second that the machine reads.
+        contestants: The contestants in the order of their turns.
+        runs: The runs of each contestant by its name, round by round. Contestants without runs get no figures.
+        batch: The number of texts at a time.
+        model: The costs of the target.
+        bandwidth: The bytes per second that the machine reads.
     """
     return [_summary(c, runs[c.name], runs[PLAIN], batch, model, bandwidth) for c in contestants if c.name in runs]
 
@@ -76,13 +76,13 @@ def _certain(values: list[float]) -> Spread:
 
 
 def _ratios(runs: list[Run], plain: list[Run], speed: Callable[[Run], float | None]) -> Spread | None:
-    """Within each round; where one of the two cannot be known the round does not count."""
+    """The ratios of two speeds within each round. A round does not count where one of the two is not known."""
     pairs = [(speed(run), speed(base)) for run, base in zip(runs, plain, strict=True)]
     return Spread.of([a / b for a, b in pairs if a is not None and b is not None])
 
 
 def _add_drafts(result: WayResult, runs: list[Run], batch: int, model: ModelResult) -> None:
-    """Acceptance, and what it should be worth."""
+    """Add acceptance, and what it should be worth."""
     counts = RequestStats()
     for run in runs:
         counts.add(run.drafts or RequestStats())

@@ -1,4 +1,4 @@
-"""What is to be written: workloads of our own, the user's prompts, Spec-Bench's questions, and recorded texts to replay."""
+"""The texts to write: built-in workloads, prompts of the user, questions of Spec-Bench, and recorded texts to replay."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 from outrider.errors import InvalidParameterError
 
-#: Built in; each is a file beside this one, written for it.
+#: The built-in workloads. Each has a file in the folder `workloads`.
 WORKLOADS = ("code_completion", "copy_editing", "summarisation", "passage_question", "json", "free_text")
 
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt and, for a replay, the recorded text that is to follow it.
+    """A prompt and, for a replay, the recorded text that follows it.
 
     Attributes:
-        name: Unique within its workload.
-        workload: What figures are grouped by.
-        prompt: Text.
-        answer: Text that is forced as the target's choice; None where the target chooses itself.
+        name: A name that is unique within its workload.
+        workload: The workload by which figures are grouped.
+        prompt: The text of the prompt.
+        answer: The text that is forced as the target's choice. None where the target itself chooses.
     """
 
     name: str
@@ -40,10 +40,10 @@ def built_in(workload: str) -> list[Task]:
 
 
 def read_prompts(path: Path) -> list[Task]:
-    """Lines of {"prompt": ...} with an optional "name" and "workload".
+    """Read lines of {"prompt": ...} with an optional "name" and "workload".
 
     Raises:
-        InvalidParameterError: Unreadable, not JSON, or a line without a prompt.
+        InvalidParameterError: The file cannot be read or is not JSON, or a line has no prompt.
     """
     return [
         Task(
@@ -54,11 +54,12 @@ def read_prompts(path: Path) -> list[Task]:
 
 
 def read_spec_bench(path: Path) -> list[Task]:
-    """Questions in the format of Spec-Bench, {"question_id": ..., "category": ..., "turns": [...]}: the first turn of each,
-    by category.
+    """Read questions in the format of Spec-Bench, {"question_id": ..., "category": ..., "turns": [...]}.
+
+    The first turn of each question becomes a task, and its category the workload.
 
     Raises:
-        InvalidParameterError: Unreadable, not JSON, or a line that is no question.
+        InvalidParameterError: The file cannot be read or is not JSON, or a line is not a question.
     """
     tasks = []
     for _, where, line in _lines("spec_bench", path):
@@ -73,10 +74,10 @@ def read_spec_bench(path: Path) -> list[Task]:
 
 
 def read_replay(path: Path) -> list[Task]:
-    """Recorded texts, lines of {"prompt": ..., "answer": ...}.
+    """Read recorded texts from lines of {"prompt": ..., "answer": ...}.
 
     Raises:
-        InvalidParameterError: Unreadable, not JSON, or a line without one of the two.
+        InvalidParameterError: The file cannot be read or is not JSON, or a line lacks one of the two.
     """
     return [
         Task(f"line-{i}", f"replay/{path.stem}", _text(line, "prompt", where), _text(line, "answer", where))
@@ -85,7 +86,7 @@ def read_replay(path: Path) -> list[Task]:
 
 
 def _lines(field: str, path: Path) -> Iterator[tuple[int, tuple[str, str], dict[str, Any]]]:
-    """(line number, (field, place) for errors, object); a file without any is refused."""
+    """(line number, (field, place) for errors, object) of each line. A file without lines is refused."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Ways to decode: plainly, or with a method that drafts so far ahead."""
+"""The ways to decode: plainly, or with a method and a number of draft tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.propose import methods
 from outrider.propose.draft_model import DraftModel
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 
-#: What a run measures unless it is told otherwise, and what a full one does.
+#: The ways of a usual run, unless others are asked for, and those of a full run.
 USUAL = ("plain", "draft_model:3", "draft_model:5", "ngram:3", "suffix:16", "suffix-tree:16")
 ALL = (
     "plain",
@@ -31,7 +31,7 @@ _FORM = "Use NAME or NAME:LENGTH, like plain, draft_model:3, suffix-tree:16, or 
 
 
 class Recipe(BaseModel):
-    """How to use a way.
+    """How to decode in one way.
 
     Attributes:
         python: A line of Python.
@@ -49,8 +49,8 @@ class Way:
     """One way to decode.
 
     Attributes:
-        name: As reports show it: "draft_model k=3".
-        config: The settings behind it.
+        name: The name in reports, such as "draft_model k=3".
+        config: The settings of the way.
     """
 
     name: str
@@ -62,17 +62,17 @@ class Way:
 
     @property
     def replays(self) -> bool:
-        """Whether its drafts are untouched by the processor that forces a recorded text."""
+        """Whether the way can replay a text: the processor that forces the text must not change its drafts."""
         return self.config.name != "draft_model"
 
     def recipe(self, model: str, dtype: str, *, greedy: bool) -> Recipe:
-        """What to paste in order to decode this way.
+        """The lines to paste in order to decode this way.
 
         Args:
-            model: Its name in reports. The embedded one is the default and is left out. The wide one stands for a model of
-                the reader's, and so do its name and that of its draft model.
-            dtype: Of the weights; or int8.
-            greedy: Whether the text was.
+            model: The name of the model in reports. The embedded model is the default and is left out. The wide model
+                stands for a model of the reader, so placeholders take its place and that of its draft model.
+            dtype: The type of the weights, or int8.
+            greedy: Whether the text was greedy.
         """
         target = {"embedded": None, "wide": "MODEL"}.get(model, model)
         config = self._named_for_readers(model)
@@ -85,7 +85,7 @@ class Way:
         return Recipe(python=f"LLM({', '.join(arguments)})", command=command)
 
     def _named_for_readers(self, model: str) -> SpeculationConfig:
-        """The settings with a reader's draft model in place of the package's own."""
+        """The settings with the reader's draft model in place of the embedded one."""
         method = self.config.method
         if not isinstance(method, DraftModel) or method.model != default_model("draft"):
             return self.config
@@ -93,7 +93,7 @@ class Way:
 
 
 def _in_python(config: SpeculationConfig) -> str:
-    """A call that makes these settings, defaults left out."""
+    """A Python call that makes these settings, without those that are defaults."""
     method = config.method
     if method is None:
         return '"none"'
@@ -103,7 +103,7 @@ def _in_python(config: SpeculationConfig) -> str:
 
 
 def _on_command_line(config: SpeculationConfig) -> dict[str, Any]:
-    """Options that ask for these settings."""
+    """The command-line options that ask for these settings."""
     if config.method is None:
         return {"method": "none"}
     settings = config.method.model_dump(mode="json", exclude_defaults=True)
@@ -122,14 +122,14 @@ def _quoted(value: Any) -> str:
 
 
 def parse_ways(names: Sequence[str], draft_model: str | None) -> list[Way]:
-    """Ways by name, each once, plain decoding first: every speedup is over it.
+    """The ways with the given names, each once. Plain decoding comes first, since every speedup is over it.
 
     Args:
-        names: In the form NAME or NAME:LENGTH.
-        draft_model: Folder or hub id for the ways that need one.
+        names: The names in the form NAME or NAME:LENGTH.
+        draft_model: Folder or hub id of the draft model for the ways that need one.
 
     Raises:
-        InvalidParameterError: No such way, or one that needs a draft model where there is none.
+        InvalidParameterError: A way is unknown, or it needs a draft model and there is none.
     """
     ways = {way.name: way for way in (_parse(name, draft_model) for name in ("plain", *names))}
     return list(ways.values())

@@ -1,9 +1,10 @@
-"""A *wide* copy of a Llama-style checkpoint: the same function at many times the weight traffic.
+"""Makes a *wide* copy of a Llama-style checkpoint: it computes the same function and reads many times the weights.
 
-The hidden state, the heads and the feed-forward units are tiled and the matching input weights divided, so the network
-computes what it computed before (up to the rounding of longer sums; powers of two make the divisions exact). Acceptance
-measured on the wide copy is therefore the real pair's, while a forward pass reads as many bytes as a model of that size: a
-memory-bound target, made from a checkpoint small enough to ship. Say so wherever such a figure is reported.
+The hidden state, the heads and the feed-forward units are repeated, and the matching input weights are divided. So the
+network computes what it computed before, up to the rounding of longer sums; with powers of two the divisions are exact.
+The acceptance that is measured on the wide copy is therefore that of the real pair, while a forward pass reads as many
+bytes as one of a model of that size. This gives a memory-bound target from a checkpoint that is small enough to ship. A
+report with such a figure must say so.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ import torch
 from outrider.llm import default_model
 from outrider.model.hf import without_bars
 
-#: What the embedded target is tiled by: 384 x 1024 becomes 1536 x 8192, 0.36 B parameters.
+#: The factors for the embedded target: 384 x 1024 becomes 1536 x 8192, with 0.36 B parameters.
 HIDDEN, FFN = 4, 8
 
 
 def cache_folder() -> Path:
-    """Where copies of models are kept: OUTRIDER_CACHE, or `outrider` in the user's cache folder."""
+    """The folder for copies of models: OUTRIDER_CACHE, or `outrider` in the user's cache folder."""
     own = os.environ.get("OUTRIDER_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
 
 
 def wide_target(dtype: str) -> str:
-    """Folder of the wide copy of the embedded target, made on first use.
+    """The folder of the wide copy of the embedded target. The copy is made when it is first asked for.
 
     Args:
-        dtype: As torch names it, without the "torch.".
+        dtype: The name of the dtype in torch, without "torch.".
     """
     source = Path(default_model("target"))
     folder = cache_folder() / f"wide-{dtype}-{_digest(source)}"
     if not folder.exists():
-        unfinished = folder.with_suffix(f".{os.getpid()}")  # an interrupted copy is never mistaken for a whole one
+        unfinished = folder.with_suffix(f".{os.getpid()}")  # so that an interrupted copy is not taken for a whole one
         shutil.rmtree(unfinished, ignore_errors=True)
         widen(str(source), str(unfinished), HIDDEN, FFN, getattr(torch, dtype))
         try:
@@ -49,7 +50,7 @@ def wide_target(dtype: str) -> str:
 
 
 def _digest(source: Path) -> str:
-    """Of the checkpoint and the shape, so that another pair never meets an old copy."""
+    """A digest of the checkpoint and the factors, so that an old copy is never used for another checkpoint."""
     found = hashlib.sha256(f"{HIDDEN} {FFN}".encode())
     for file in sorted(source.iterdir()):
         found.update(file.read_bytes())
@@ -57,13 +58,13 @@ def _digest(source: Path) -> str:
 
 
 def widen(source: str, target: str, hidden: int, ffn: int, dtype: torch.dtype) -> int:
-    """Write the wide copy of `source` to `target`; returns its number of parameters.
+    """Write the wide copy of `source` to `target`. Returns its number of parameters.
 
     Args:
-        source, target: Folders.
-        hidden: Times the hidden size and the heads.
-        ffn: Times the feed-forward units.
-        dtype: Of the copy.
+        source, target: The folders.
+        hidden: The factor for the hidden size and the heads.
+        ffn: The factor for the feed-forward units.
+        dtype: The type of the copy's weights.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

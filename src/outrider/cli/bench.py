@@ -99,10 +99,10 @@ def _progress(console: Console) -> Iterator[Progress]:
 
 def _this_run(session: Session, results: Results) -> Results:
     """Without what earlier runs left in the folder."""
-    from outrider.bench.verdict import verdicts
+    from outrider.bench.advice import advise
 
     cells = {found.cell.key: found for found in session.measured}
-    return results.model_copy(update={"cells": cells, "verdicts": verdicts(cells.values())})
+    return results.model_copy(update={"cells": cells, "advice": advise(cells.values())})
 
 
 def _write(results: Results, out: Path | None) -> None:
@@ -134,4 +134,4 @@ def _show(session: Session, results: Results, paper: Any) -> None:
         paper.print(f"note: {note}", style="bold", markup=False)
     paper.print(report.LEGEND, style="dim", markup=False)
     paper.print()
-    paper.print(report.conclusion(shown.verdicts), soft_wrap=True)  # lines to paste are whole
+    paper.print(report.conclusion(shown.advice), soft_wrap=True)  # lines to paste are whole

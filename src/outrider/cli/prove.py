@@ -13,8 +13,8 @@ from outrider.cli import options
 from outrider.errors import ContradictionError
 
 if TYPE_CHECKING:
-    from outrider.prove.engines.registry import ServerOptions
-    from outrider.prove.report import Check, Report
+    from outrider.prove.engines.known_engines import ServerOptions
+    from outrider.prove.findings import Check, Report
 
 
 def prove(
@@ -33,8 +33,8 @@ def prove(
     plain: Annotated[str | None, typer.Option(help="With a server: address or JSON fields without speculation.")] = None,
     body: Annotated[str | None, typer.Option(help="With a server: JSON fields of every request.")] = None,
 ) -> None:
-    """Prove that speculation changes no token's law: rules, engine, random numbers, identity, cache."""
-    from outrider.prove.engines.registry import ServerOptions
+    """Prove that speculation changes no token's distribution: rules, engine, random numbers, identity, cache."""
+    from outrider.prove.engines.known_engines import ServerOptions
 
     server = ServerOptions(served, weights, plain, body)
     _refuse_mixtures(engine, model or draft_model or method, server)
@@ -81,8 +81,8 @@ def _run(model: str | None, draft_model: str | None, method: str | None, *, quic
 
 
 def _run_other(name: str, server: ServerOptions, *, quick: bool, silent: bool) -> tuple[str, Report]:
-    from outrider.prove.engines.registry import open_engine
-    from outrider.prove.runner import run_proofs
+    from outrider.prove.engines.known_engines import open_engine
+    from outrider.prove.running import run_proofs
 
     with open_engine(name, server) as engine:
         proofs = engine.proofs(quick=quick)
@@ -103,7 +103,7 @@ def _with_progress(run: Callable[[Callable[[Check], None]], Report], total: int,
 def _show(report: Report, title: str, *, markdown: bool) -> None:
     from rich.console import Console
 
-    from outrider.prove import report as views
+    from outrider.prove import findings as views
 
     console = Console()
     if title:

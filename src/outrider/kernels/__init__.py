@@ -1,1 +1,1 @@
-"""Operators that no library gives: matrix products at the few rows of a verify pass."""
+"""Operators that no library offers: matrix products with the few rows of a verify pass, and what goes with them."""

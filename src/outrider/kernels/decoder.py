@@ -1,10 +1,10 @@
 """A whole forward pass of a Llama-like decoder in one call of the compiled kernels.
 
-Small models and drafts spend their time between operators, not in them: some hundred dispatches a pass. Here a pass is one
-parallel region over packed weights (native/decoder.inc), with attention over the block table in place. Activations are
-float32 whatever the weights are (rounded as they enter a product of bf16 where the processor has one), float64 for float64
-weights. Rows do not know of each other: bits depend neither on the batch, nor on the chunk, nor on the draft a token is
-computed in.
+Small models spend most of their time between operators, since a pass dispatches some hundred of them. Here a pass is one
+parallel region over packed weights (native/decoder.inc), and attention reads the KV memory through the block table.
+Activations are float64 for float64 weights, and float32 for all others. Where the processor has products of bf16, they are
+rounded as they enter such a product. Rows are independent of each other: the bits of a token depend neither on the batch,
+nor on the chunk, nor on the draft that it is computed in.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _I64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Sizes of a decoder.
+    """The sizes of a decoder.
 
     Attributes:
-        gate: Activation of the feed-forward's gate, a key of GATES.
-        epsilon: Of every RMSNorm.
-        scale: What attention scores are multiplied by.
+        gate: The activation of the feed-forward's gate, a key of GATES.
+        epsilon: The epsilon of every RMSNorm.
+        scale: The factor of attention scores.
     """
 
     hidden_size: int
@@ -47,16 +47,16 @@ class DecoderShape:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Weights of one layer, unpacked norms and packed matrices.
+    """The weights of one layer. Norms are not packed, and matrices are.
 
     Attributes:
         attention_norm, mlp_norm: [hidden_size]
         query_norm, key_norm: [head_dim], or None where heads are not normalised.
-        qkv: Query, key and value stacked.
-        out: Back from the heads.
-        gate, up: Of the feed-forward; the gate is activated.
-        down: Back from the feed-forward.
-        window, chunk: How far rows look back; 0 for everything.
+        qkv: The query, key and value projections, stacked.
+        out: The projection from the heads to the hidden state.
+        gate, up: The projections into the feed-forward. The activation is applied to the gate.
+        down: The projection from the feed-forward to the hidden state.
+        window, chunk: How far rows look back. 0 means that they see everything.
     """
 
     attention_norm: Tensor
@@ -73,25 +73,25 @@ class DecoderLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its matrices."""
+        """The bytes of its matrices."""
         return sum(weights.nbytes for weights in (self.qkv, self.out, self.gate, self.up, self.down))
 
 
 @dataclass(frozen=True)
 class PassRows:
-    """Rows of one pass, as plain lists: most passes have few.
+    """The rows of one pass. They are plain lists, since most passes have few rows.
 
     Attributes:
         tokens, positions, slots: [num_rows]
-        long_rows: [num_rows], whether the second set of rotary tables is theirs.
-        first: [num_segments + 1], first row of each sequence.
-        start: [num_segments], tokens before its rows.
-        tables: Block tables one after another.
-        table_at: [num_segments], where each begins.
-        ancestry_at: [num_segments], where each tree's begins; -1 for a chain.
-        logit_rows: [num_logits]
-        ancestry: uint8, who sees whom in each tree, matrices one after another.
-        block_size: Tokens a block.
+        long_rows: [num_rows], whether a row takes the second pair of rotary tables.
+        first: [num_segments + 1], the first row of each sequence.
+        start: [num_segments], the number of tokens before the rows of each sequence.
+        tables: The block tables, one after another.
+        table_at: [num_segments], where each block table begins.
+        ancestry_at: [num_segments], where the matrix of each tree begins in `ancestry`. -1 for a chain.
+        logit_rows: [num_logits], the rows whose logits are wanted.
+        ancestry: uint8, for each tree a matrix that says which row sees which, one after another.
+        block_size: The number of tokens in a block.
     """
 
     tokens: list[int]
@@ -112,13 +112,13 @@ class DecoderKernel:
     """A decoder's weights, and its forward pass.
 
     Args:
-        library: Kernels of this processor.
-        shape: Sizes.
-        layers: In order.
+        library: The kernels of this processor.
+        shape: The sizes of the decoder.
+        layers: The layers in order.
         embedding: [vocab_size, hidden_size], or None where the head's packed weights are read instead (tied weights).
         final_norm: [hidden_size]
-        head: To logits.
-        kv_dtype: Dtype of the KV memory.
+        head: The weights from the hidden state to the logits.
+        kv_dtype: The dtype of the KV memory.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class DecoderKernel:
         self.real = head.real
         self.shape, self.head = shape, head
         self._packed, self._embedding = list(layers), embedding
-        self._vectors: list[Tensor] = []  # what the structures point into, beside these
+        self._vectors: list[Tensor] = []  # the structures point into these tensors too, so they must stay alive
         self._layers = (LayerStruct * len(layers))(*(self._layer(layer) for layer in layers))
         self._decoder = DecoderStruct(
             num_layers=len(layers),
@@ -162,11 +162,11 @@ class DecoderKernel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights that a pass reads."""
+        """The bytes of weights that a pass reads."""
         return self.head.nbytes + sum(layer.nbytes for layer in self._packed)
 
     def use_rotary(self, tables: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Cosines and sines [num_positions, rotary_dim]; a second pair where long texts have their own."""
+        """Take cosines and sines [num_positions, rotary_dim], and a second pair where long texts have other ones."""
         near, far = tables[0], tables[-1]
         self._rotary = [t.to(self.real).contiguous() for t in (*near, *far)]
         self._decoder.rotary_dim = self._rotary[0].shape[-1]
@@ -175,16 +175,16 @@ class DecoderKernel:
         self._decoder.sines[:] = pointers[1::2]
 
     def use_memory(self, pools: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Keys and values [num_slots, num_kv_heads, head_dim] of every layer."""
+        """Use the keys and values [num_slots, num_kv_heads, head_dim] of every layer as KV memory."""
         for layer, (keys, values) in zip(self._layers, pools, strict=True):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
 
     def forward(self, rows: PassRows, aux_layers: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
-        """Compute the rows, leaving their KV in the memory in use.
+        """Compute the rows, and write their KV to the memory in use.
 
         Returns:
-            Logits [num_logits, vocab_size], and the wanted hidden states [num_rows, hidden_size] by the index that
-            transformers counts them with.
+            Logits [num_logits, vocab_size], and the wanted hidden states [num_rows, hidden_size] by their index in
+            transformers.
         """
         count = len(self._layers) + 1
         for layer in aux_layers:
@@ -197,17 +197,17 @@ class DecoderKernel:
     def forward_part(
         self, rows: PassRows, aux_layers: Sequence[int], layers: Sequence[int], hidden: Tensor | None
     ) -> tuple[Tensor, dict[int, Tensor], Tensor]:
-        """Compute the rows through some of the layers, then the final norm and the head.
+        """Compute the rows through some of the layers, and then through the final norm and the head.
 
         Args:
             rows: As for `forward`.
-            aux_layers: Hidden states that are wanted; those that no layer of this pass reads or leaves are left out.
-            layers: Which layers run, in ascending order.
-            hidden: [num_rows, hidden_size] what the first of them reads; None begins with the embeddings.
+            aux_layers: The hidden states that are wanted. Those that this pass does not compute are left out.
+            layers: The layers that run, in ascending order.
+            hidden: [num_rows, hidden_size] the input of the first of them. None begins with the embeddings.
 
         Returns:
-            Logits [num_logits, vocab_size], hidden states by index, and [num_rows, hidden_size] as the last layer left
-            them.
+            Logits [num_logits, vocab_size], hidden states by index, and the output of the last layer
+            [num_rows, hidden_size].
         """
         decoder = DecoderStruct.from_buffer_copy(self._decoder)
         chosen = (LayerStruct * len(layers))(*(self._layers[i] for i in layers))  # the same weights over the same memory
@@ -221,7 +221,7 @@ class DecoderKernel:
         return logits, aux, left
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Rows [n, hidden_size] of the embedding table."""
+        """The rows [n, hidden_size] of the embedding table."""
         rows = _rows_without_context(token_ids.tolist())
         return self.forward_part(rows, (), (), None)[2]
 
@@ -231,7 +231,7 @@ class DecoderKernel:
         return self.forward_part(rows, (last,), (), hidden)[1][last]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab_size] of normed hidden states [n, hidden_size]."""
+        """The logits [n, vocab_size] of normed hidden states [n, hidden_size]."""
         rows = hidden.to(self.real).contiguous()
         out = torch.empty(len(rows), self.head.width, dtype=self.real)
         self._library.function("linear_forward", self.real)(
@@ -254,19 +254,19 @@ class DecoderKernel:
         hidden: Tensor | None = None,
         left: Tensor | None = None,
     ) -> Tensor:
-        """One call of the kernels; returns logits [num_logits, vocab_size].
+        """Call the kernels once. Returns logits [num_logits, vocab_size].
 
         Args:
-            decoder: Which layers.
+            decoder: The layers to run.
             rows: The rows.
-            states: Where to put what each layer reads, and what comes out of the final norm; empty for nothing.
-            hidden: What the first layer reads instead of the embeddings.
-            left: Where to put what the last layer leaves.
+            states: Where to write the input of each layer and the output of the final norm. Empty to write nothing.
+            hidden: The input of the first layer instead of the embeddings.
+            left: Where to write the output of the last layer.
         """
         num_rows, num_logits = len(rows.tokens), len(rows.logit_rows)
         out = torch.empty(num_logits, self.head.width, dtype=self.real)
         lists = [getattr(rows, name) for name in PASS_LISTS]
-        numbers = np.array(list(chain.from_iterable(lists)), np.int64)  # one array for all of them
+        numbers = np.array(list(chain.from_iterable(lists)), np.int64)  # one array holds all lists
         begins = accumulate((len(values) for values in lists[:-1]), initial=0)
         base = numbers.ctypes.data
         addresses = (base + 8 * begin for begin in begins)
@@ -318,7 +318,7 @@ class DecoderKernel:
 
 
 def _rows_without_context(tokens: list[int]) -> PassRows:
-    """Rows for a pass without layers, which looks at no memory."""
+    """The rows of a pass without layers, which reads no KV memory."""
     count = len(tokens)
     nothing = [0] * count
     return PassRows(

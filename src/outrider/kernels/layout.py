@@ -1,7 +1,7 @@
-"""What Python and the kernels' C sources both write down: structures, numbers that stand for names, and widths.
+"""The values that Python and the C sources of the kernels share: structures, numbers that stand for names, and widths.
 
-The C sources list their own values (native/layout.inc), and the two are compared when the library is opened. A library that
-was compiled from other sources is found there, before it reads a structure as something else.
+The C sources list their own values (native/layout.inc), and both lists are compared when the library is opened. So a
+library that was compiled from other sources is refused before it misreads a structure.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from outrider.errors import KernelMismatchError
 
 _I64, _F64, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
-#: Names of the instruction sets, best last, and the bytes of their vectors.
+#: The names of the instruction sets, the best one last, and the bytes of their vectors.
 INSTRUCTION_SETS = {"generic": 16, "avx2": 32, "avx512": 64, "avx512bf16": 64}
-#: Dtypes that kernels compute in, by the names that C gives them.
+#: The dtypes that kernels compute in, by their names in C.
 REALS = {torch.float32: "f32", torch.float64: "f64"}
-#: Activations of a feed-forward's gate.
+#: The activations of a feed-forward's gate.
 GATES = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -81,7 +81,7 @@ class DecoderStruct(ctypes.Structure):
     ]
 
 
-#: Fields of a pass that are lists of whole numbers.
+#: The fields of a pass that are lists of whole numbers.
 PASS_LISTS = (
     "tokens", "positions", "slots", "long_rows", "first", "start", "tables", "table_at", "ancestry_at", "logit_rows",
 )  # fmt: skip
@@ -116,7 +116,7 @@ class ProbsCall(ctypes.Structure):
 
 
 class DrawCall(ctypes.Structure):
-    """Rows of probabilities that a token is drawn from each."""
+    """Rows of probabilities. A token is drawn from each row."""
 
     _fields_ = [
         ("rows", _I64),
@@ -130,7 +130,7 @@ class DrawCall(ctypes.Structure):
 
 
 class ResidualCall(ctypes.Structure):
-    """Rows of target probabilities that drafts' are subtracted from."""
+    """Rows of target probabilities, from which draft probabilities are subtracted."""
 
     _fields_ = [
         *((name, _I64) for name in ("rows", "size", "together", "target_stride", "draft_stride")),
@@ -139,7 +139,7 @@ class ResidualCall(ctypes.Structure):
     ]
 
 
-#: Structures by the names that C gives them.
+#: The structures by their names in C.
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "linear": LinearStruct,
     "layer": LayerStruct,
@@ -152,13 +152,13 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
 
 
 class _Constant(ctypes.Structure):
-    """An entry of a list of C's constants; the last one has no name."""
+    """An entry of a list of constants of the C sources. The last entry has no name."""
 
     _fields_ = [("name", ctypes.c_char_p), ("value", _I64)]
 
 
 def panel_width(instruction_set: str, real: torch.dtype) -> int:
-    """Output columns that packed weights keep together: two vectors."""
+    """The number of output columns that packed weights keep together, which fill two vectors."""
     return 2 * INSTRUCTION_SETS[instruction_set] // real.itemsize
 
 
@@ -166,12 +166,12 @@ def check_layout(library: ctypes.CDLL) -> None:
     """Compare the library's constants with those written here.
 
     Raises:
-        KernelMismatchError: They differ; it names the constant.
+        KernelMismatchError: A constant differs, and the error names it.
     """
     _compare(library, "outrider_constants", {f"instruction set {name}": 1 << i for i, name in enumerate(INSTRUCTION_SETS)})
     for instruction_set in INSTRUCTION_SETS:
         for real, suffix in REALS.items():
-            if hasattr(library, f"decode_{suffix}_{instruction_set}"):  # an old compiler leaves the newest set out
+            if hasattr(library, f"decode_{suffix}_{instruction_set}"):  # an old compiler cannot build the newest set
                 _compare(library, f"constants_{suffix}_{instruction_set}", _constants(instruction_set, real))
 
 
@@ -194,7 +194,7 @@ def _compare(library: ctypes.CDLL, symbol: str, written: dict[str, int]) -> None
 
 
 def _listed(library: ctypes.CDLL, symbol: str) -> dict[str, int]:
-    """The constants that the library lists, none where it has no such list."""
+    """The constants that the library lists. Empty where it has no such list."""
     try:
         function = library[symbol]
     except AttributeError:

@@ -1,8 +1,8 @@
-"""The compiled kernels: found, matched to this processor, and given PyTorch's own threads.
+"""Finds the compiled kernels, chooses those for this processor, and lets them use PyTorch's own threads.
 
-The library is plain C, compiled when the package is built (hatch_build.py); where there was no compiler it is missing, and
-everything works with stock operators. OUTRIDER_KERNELS chooses by hand, for tests and to rule a fault out: "off", or one of
-the instruction sets.
+The library is plain C, compiled when the package is built (hatch_build.py). Where there was no compiler it is missing, and
+stock operators do all the work. The environment variable OUTRIDER_KERNELS chooses by hand, for tests and to find out
+whether the kernels cause a fault. It is "off" or the name of an instruction set.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ logger = logging.getLogger(__name__)
 FILE = Path(__file__).parent / "native" / "kernels.so"
 
 
-#: Processes in which a model was loaded: this one, or those it was forked from.
+#: The processes in which a model was loaded: this one, or those from which it was forked.
 _processes: set[int] = set()
 
 
 def check_process() -> None:
-    """Remember that this process runs a model's threads.
+    """Remember that this process runs the threads of a model.
 
     Raises:
-        ForkedProcessError: It was forked from one that did, and would wait forever for threads that did not come along.
+        ForkedProcessError: This process was forked from one that runs such threads. It has no copies of them, and would
+            wait for them forever.
     """
     _processes.add(os.getpid())
     if len(_processes) > 1:
@@ -44,7 +45,7 @@ class KernelLibrary:
 
     Args:
         library: The shared library.
-        instruction_set: One this processor runs.
+        instruction_set: An instruction set that this processor has.
     """
 
     def __init__(self, library: ctypes.CDLL, instruction_set: str) -> None:
@@ -53,7 +54,7 @@ class KernelLibrary:
         self.instruction_set = instruction_set
 
     def function(self, name: str, real: torch.dtype, restype: Any = None) -> Any:
-        """A kernel for activations of dtype `real`."""
+        """The kernel of a name for activations of dtype `real`."""
         found = self._functions.get((name, real))
         if found is None:
             found = self._functions[name, real] = self._library[f"{name}_{REALS[real]}_{self.instruction_set}"]
@@ -61,18 +62,20 @@ class KernelLibrary:
         return found
 
     def panel(self, real: torch.dtype) -> int:
-        """Output columns that packed weights keep together."""
+        """The number of output columns that packed weights keep together."""
         return panel_width(self.instruction_set, real)
 
     @property
     def num_threads(self) -> int:
-        """How many threads a kernel is to run on: as many as PyTorch uses in this thread, and they are PyTorch's."""
+        """The number of threads for a kernel. It is PyTorch's number in this thread, and the threads are PyTorch's own."""
         return torch.get_num_threads() if _openmp_entries()[0] else 1
 
 
 @cache
 def available_sets() -> tuple[str, ...]:
-    """Instruction sets that this processor runs and kernels are compiled for, best last; empty without kernels.
+    """The instruction sets that this processor has and for which kernels are compiled, the best one last.
+
+    It is empty where there are no kernels.
 
     Raises:
         KernelMismatchError: The library was compiled from other sources.
@@ -83,11 +86,11 @@ def available_sets() -> tuple[str, ...]:
     library.outrider_instruction_sets.restype = ctypes.c_int64
     mask = library.outrider_instruction_sets()
     runs = (name for bit, name in enumerate(INSTRUCTION_SETS) if mask >> bit & 1)
-    return tuple(name for name in runs if hasattr(library, f"decode_f32_{name}"))  # an old compiler leaves the newest out
+    return tuple(name for name in runs if hasattr(library, f"decode_f32_{name}"))  # an old compiler lacks the newest
 
 
 def kernel_library() -> KernelLibrary | None:
-    """The kernels to use here; None where there are none."""
+    """The kernels to use here. None where there are none."""
     wish = os.environ.get("OUTRIDER_KERNELS", "")
     if wish == "off":
         return None
@@ -98,7 +101,7 @@ def kernel_library() -> KernelLibrary | None:
     return kernels_for(wish or sets[-1]) if sets else None
 
 
-@cache  # once, not at every pass
+@cache  # so that it runs once, and not in every pass
 def _warn_of(wish: str) -> None:
     sets = available_sets()
     known = ", ".join(("off", *sets))
@@ -128,7 +131,7 @@ def _open() -> ctypes.CDLL | None:
 
 @cache
 def _openmp_entries() -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
-    """Entry points of the OpenMP runtime that PyTorch runs on, nulls where it cannot be told which that is."""
+    """The entry points of the OpenMP runtime that PyTorch uses. They are null where that cannot be found out."""
     for path in _loaded_runtimes():
         try:
             runtime = ctypes.CDLL(path)
@@ -142,7 +145,7 @@ def _openmp_entries() -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
 
 
 def _loaded_runtimes() -> list[str]:
-    """OpenMP runtimes in this process, PyTorch's own first."""
+    """The OpenMP runtimes in this process, PyTorch's own first."""
     try:
         lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
     except OSError:

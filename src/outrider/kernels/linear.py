@@ -1,6 +1,7 @@
-"""Linear layers for the few rows of a verify pass, where stock products on CPUs cost several decode steps.
+"""Linear layers for the few rows of a verify pass, where a stock product on a CPU costs as much as several decode steps.
 
-`PackedLinear` computes with our own kernels over weights packed for them: read once for all rows, every row's bits its own.
+`PackedLinear` computes with our own kernels over weights that are packed for them. They read the weights once for all
+rows, and the bits of a row do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from outrider.kernels.weights import StoredWeight, empty_weight, restore_weight,
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
-# A custom operator, so that torch.compile and dispatch modes see one opaque product.
+# A custom operator, so that torch.compile and dispatch modes see a single product and not what is inside.
 _NAME = "outrider::packed_linear"
 torch.library.define(
     _NAME, "(Tensor rows, Tensor data, Tensor? scale, Tensor? bias, SymInt out_features, str kernels) -> Tensor"
@@ -72,10 +73,10 @@ def _product(rows: Tensor, packed: PackedWeights) -> Tensor:
 
 
 class PackedLinear(nn.Linear):
-    """nn.Linear over packed weights; its `weight` keeps a shape and a dtype, and no numbers."""
+    """nn.Linear over packed weights. Its `weight` keeps its shape and dtype, but holds no numbers."""
 
     packed: PackedWeights
-    tied: nn.Parameter | None  # the embeddings it shared its weight with
+    tied: nn.Parameter | None  # the embeddings that shared their weight with it
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
@@ -83,7 +84,7 @@ class PackedLinear(nn.Linear):
 
 
 class PackedTransposed(nn.Module):
-    """A linear layer that kept its weight as [in_features, out_features], over packed weights."""
+    """A linear layer over packed weights, in place of one whose weight was [in_features, out_features]."""
 
     packed: PackedWeights
     stock: type[nn.Module]
@@ -95,12 +96,14 @@ class PackedTransposed(nn.Module):
 
 
 def use_packed_linear(model: nn.Module, library: KernelLibrary, transposed: tuple[type[nn.Module], ...] = ()) -> None:
-    """Let the stock linear layers of `model` take our kernels, where these know device and dtype; weights move over.
+    """Let the stock linear layers of `model` use our kernels, where these support the device and the dtype.
+
+    The weights are moved into packed ones.
 
     Args:
-        model: Changed in place.
+        model: The model, which is changed in place.
         library: The kernels.
-        transposed: Types of linear layers whose weight is [in_features, out_features].
+        transposed: The types of linear layers whose weight is [in_features, out_features].
     """
     _pack_transposed(model, library, transposed)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -108,13 +111,13 @@ def use_packed_linear(model: nn.Module, library: KernelLibrary, transposed: tupl
         packed = PackedWeights(library, stored_weight(module), None if module.bias is None else module.bias.detach())
         tied = module.weight if id(module.weight) in embeddings else None
         empty_weight(module)
-        module.__class__ = PackedLinear  # in place, so that hooks and names stay as they are
+        module.__class__ = PackedLinear  # changed in place, so that hooks and names stay as they are
         module.packed = packed  # type: ignore[assignment]
         module.__dict__["tied"] = tied  # not a parameter of this layer
 
 
 def packed_for(model: nn.Module) -> str | None:
-    """The instruction set whose kernels compute linear layers of `model`; None where stock operators do."""
+    """The instruction set whose kernels compute linear layers of `model`. None where stock operators do."""
     layers = (module for module in model.modules() if isinstance(module, PackedLinear | PackedTransposed))
     return next((layer.packed.kernels for layer in layers), None)
 

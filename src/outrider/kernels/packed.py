@@ -1,4 +1,4 @@
-"""Weights packed for the few-row kernels."""
+"""Weights that are packed for the kernels for few rows."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _I64 = ctypes.c_int64
 
 
 class PackedWeights:
-    """A weight matrix [out_features, in_features] in the kernels' order.
+    """A weight matrix [out_features, in_features] in the order of the kernels.
 
     Args:
-        library: Kernels of this processor.
-        stored: [out_features, in_features] in float32, float64, bfloat16, or in int8 with a scale a row.
+        library: The kernels of this processor.
+        stored: [out_features, in_features] in float32, float64 or bfloat16, or in int8 with a scale for each row.
         bias: [out_features] or None.
 
     Attributes:
-        real: Dtype the products are computed in: float64 for float64 weights, else float32.
-        width: out_features rounded up to whole panels: the width of what the kernels write.
-        data: The panels, of the weights' dtype.
+        real: The dtype of the products: float64 for float64 weights, float32 for all others.
+        width: out_features rounded up to whole panels, which is the width of what the kernels write.
+        data: The panels in the dtype of the weights.
         scale, bias: [width] of dtype `real`, or None.
     """
 
@@ -50,16 +50,16 @@ class PackedWeights:
 
     @property
     def kernels(self) -> str:
-        """The instruction set they are packed for."""
+        """The instruction set for which they are packed."""
         return self._library.instruction_set
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a product reads."""
+        """The bytes that a product reads."""
         return self.data.nbytes
 
     def unpacked(self) -> StoredWeight:
-        """The weights as they came."""
+        """The weights in their original order."""
         data = self.data.new_empty(self.out_features, self.in_features)
         sizes = [_I64(value) for value in (self.out_features, self.in_features)]
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.data, data)]
@@ -73,7 +73,7 @@ class PackedWeights:
 
 
 def kind_of(dtype: torch.dtype) -> WeightKind:
-    """How the kernels store weights of this dtype. Raises KeyError for one they do not know."""
+    """How the kernels store weights of this dtype. Raises KeyError for a dtype that they do not support."""
     kinds = {
         torch.float32: WeightKind.REAL,
         torch.float64: WeightKind.REAL,
@@ -84,7 +84,7 @@ def kind_of(dtype: torch.dtype) -> WeightKind:
 
 
 def packed_bytes(library: KernelLibrary, kind: int, rows: int, cols: int, real: torch.dtype) -> int:
-    """Bytes that weights [rows, cols] take when packed for products in `real`."""
+    """The bytes of weights [rows, cols] that are packed for products in `real`."""
     found: int = library.function("packed_bytes", real, _I64)(_I64(kind), _I64(rows), _I64(cols))
     return found
 
@@ -92,7 +92,7 @@ def packed_bytes(library: KernelLibrary, kind: int, rows: int, cols: int, real: 
 def _packed(library: KernelLibrary, weight: Tensor, real: torch.dtype, kind: WeightKind) -> Tensor:
     rows, cols = weight.shape
     num_bytes = packed_bytes(library, kind, rows, cols, real)
-    data = torch.empty(num_bytes + 64, dtype=torch.uint8)  # kernels look ahead a little, never past this
+    data = torch.empty(num_bytes + 64, dtype=torch.uint8)  # kernels read a little ahead, but never past this
     data = data[-data.data_ptr() % 64 :][:num_bytes].view(weight.dtype)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, data)]
     library.function("pack", real)(_I64(kind), pointers[0], _I64(rows), _I64(cols), pointers[1])

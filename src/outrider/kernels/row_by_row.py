@@ -1,8 +1,8 @@
-"""Matrix products whose bits do not depend on how many rows they are computed with.
+"""Matrix products whose bits do not depend on the number of rows that are computed together.
 
-Libraries choose another order of summation for another number of rows, so a token's logits differ in their last bits with
-the batch, the chunk and the draft it is computed in. Under `RowByRow` every product that mixes a row with a weight is
-computed one row at a time: the same call, the same shapes, hence the same bits. It costs a pass over the weights a row.
+Libraries sum in another order for another number of rows. So the last bits of a token's logits depend on the batch, the
+chunk and the draft that the token is computed in. Under `RowByRow`, every product of rows with a weight is computed one
+row at a time. The call and the shapes are always the same, and so are the bits. It reads the weights once for every row.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ _aten = torch.ops.aten
 
 
 class RowByRow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, products of rows with weights are computed a row at a time, under inference mode only: there the
-    composite operators that models call arrive here whole."""
+    """While this mode is entered, products of rows with weights are computed one row at a time.
+
+    It works under inference mode only, where the composite operators that models call are not split before they arrive
+    here.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -31,10 +34,10 @@ class RowByRow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _each(rows: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """`product` of every row [1, in] of [n, in], one after another."""
-    if not len(rows):  # a pass of prefill chunks alone asks for no logits
+    """Apply `product` to every row [1, in] of [n, in], one after another."""
+    if not len(rows):  # a pass that holds only prefill chunks asks for no logits
         return product(rows)
-    # A fresh copy of each row: where a row lies in memory may not matter either.
+    # Each row is copied, since its address in memory must not matter either.
     return torch.cat([product(row[None].clone()) for row in rows])
 
 
@@ -52,7 +55,7 @@ def _addmm(bias: Tensor, x: Tensor, weight: Tensor, **scales: Any) -> Tensor:
 
 
 def _matmul(x: Tensor, weight: Tensor) -> Tensor:
-    if weight.dim() != 2 or x.dim() < 2:  # a product of activations among themselves, as rotary embeddings make
+    if weight.dim() != 2 or x.dim() < 2:  # a product of two activations, as rotary embeddings have it
         result: Tensor = _aten.matmul(x, weight)
         return result
     return _mm(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight).reshape(*x.shape[:-1], weight.shape[-1])

@@ -1,7 +1,7 @@
-"""Laws and draws over large vocabularies, by the compiled kernels: a row at a time, several rows at once, no sorting.
+"""Probabilities and draws over large vocabularies, by the compiled kernels, which do not sort.
 
-Every function is for contiguous float32 or float64 tensors on a CPU; `usable` tells. Their stock counterparts, which they
-equal up to rounding, are in `outrider.verify`.
+Every function takes contiguous float32 or float64 tensors on a CPU, and `usable` says whether a tensor is one.
+`outrider.verify` has the stock functions, which give the same results up to rounding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _I64 = ctypes.c_int64
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether the kernels are there and take these tensors [n, vocab_size]."""
+    """Whether there are kernels and they take these tensors [n, vocab_size]."""
     return kernel_library() is not None and all(
         t.device.type == "cpu" and t.dtype in (torch.float32, torch.float64) and t.dtype == tensors[0].dtype
         for t in tensors
@@ -35,7 +35,7 @@ def target_probs(
     top_p: Sequence[float],
     min_p: Sequence[float],
 ) -> Tensor:
-    """See `outrider.verify.logits.target_probs`; temperature 0 stands for a greedy row. [n, vocab_size]"""
+    """Probabilities [n, vocab_size], see `outrider.verify.logits.target_probs`. Temperature 0 means a greedy row."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     num_rows, size = logits.shape
     probs = torch.empty(num_rows, size, dtype=logits.dtype)
@@ -66,24 +66,24 @@ def target_probs(
 
 
 def race(probs: Tensor, noise: np.ndarray) -> Tensor:
-    """Tokens [n] by Gumbel-max: who has the largest p / -log(u), u a token's own uniform under the bits [n] of `noise`."""
+    """Draw tokens [n] by Gumbel-max: the largest p / -log(u), where each token has a u from the bits [n] of `noise`."""
     return _drawn("race", probs, noise)
 
 
 def invert(probs: Tensor, noise: np.ndarray) -> Tensor:
-    """Tokens [n] by inverting the cumulative distribution with one uniform, of the bits [n] of `noise`."""
+    """Draw tokens [n] by inverting the cumulative distribution, with one uniform number from the bits [n] of `noise`."""
     return _drawn("invert", probs, noise)
 
 
 def owed_mass(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
-    """Sums [b, n] of (weight * target - draft)+ over rows of probabilities [b, n, vocab_size]."""
+    """The sums [b, n] of max(weight * target - draft, 0) over rows of probabilities [b, n, vocab_size]."""
     mass = torch.empty(weight.shape, dtype=target.dtype)
     _owed(target, draft, weight, mass, None)
     return mass
 
 
 def owed_probs(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
-    """(weight * target - draft)+ normalised, [b, n, vocab_size]; the target where that is empty."""
+    """max(weight * target - draft, 0), normalised [b, n, vocab_size]. It is the target where all of it is 0."""
     probs = torch.empty(target.shape, dtype=target.dtype)
     _owed(target, draft, weight, None, probs)
     return probs
@@ -99,7 +99,7 @@ def _drawn(name: str, probs: Tensor, noise: np.ndarray) -> Tensor:
 
 
 def _owed(target: Tensor, draft: Tensor, weight: Tensor, mass: Tensor | None, probs: Tensor | None) -> None:
-    target, draft = _in_groups(target), _in_groups(draft)  # slices as they are: copies would cost what the sums do
+    target, draft = _in_groups(target), _in_groups(draft)  # slices are not copied, which would take as long as the sums
     weight = weight.to(target.dtype).contiguous()
     size, together = target.shape[-1], target.shape[1]
     strides = target.stride(0), draft.stride(0)
@@ -109,7 +109,7 @@ def _owed(target: Tensor, draft: Tensor, weight: Tensor, mass: Tensor | None, pr
 
 
 def _in_groups(rows: Tensor) -> Tensor:
-    """[b, n, vocab_size] with the n rows one after another in memory."""
+    """Values [b, n, vocab_size] whose n rows lie one after another in memory."""
     adjoining = rows.stride(-1) == 1 and (rows.shape[1] == 1 or rows.stride(1) == rows.shape[-1])
     return rows if adjoining else rows.contiguous()
 

@@ -1,7 +1,7 @@
-"""Weights of linear layers on their way to the kernels: as loaded, or quantised, and back.
+"""The weights of linear layers as the kernels take them: as they were loaded, or quantised.
 
-Int8 is weight-only: a row of weights is whole numbers times one scale, symmetric around zero. A quantised layer's weight
-*is* that product; the model that is then decoded losslessly is the quantised one.
+Only weights are int8. A row of weights is a row of whole numbers times one scale, symmetric around zero. The weight of a
+quantised layer *is* that product, and the model that is decoded losslessly is the quantised one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class StoredWeight(NamedTuple):
-    """What a product with a layer's weight reads.
+    """The numbers that a product with a layer's weight reads.
 
     Attributes:
         data: [out_features, in_features], int8 where there is a scale.
@@ -30,20 +30,22 @@ def stored_weight(module: nn.Linear) -> StoredWeight:
 
 
 def quantise_linears(model: nn.Module) -> None:
-    """Replace the weights of every linear layer by their int8 neighbours, the head's too; embeddings stay as they are."""
+    """Round the weights of every linear layer to int8, those of the head too. Embeddings stay as they are."""
     for module in model.modules():
         if type(module) is nn.Linear:
             dtype = module.weight.dtype
             stored = _rounded(module.weight.data)
-            # A parameter of its own: a head tied to the embeddings is quantised alone.
+            # The layer gets a parameter of its own, so that a head is quantised without the embeddings that are tied to it.
             module.weight = nn.Parameter(_product(stored, dtype), requires_grad=False)
-            if dtype in (torch.float32, torch.bfloat16):  # others are computed in their own precision
+            if dtype in (torch.float32, torch.bfloat16):  # other dtypes are computed in their own precision
                 module.quantised_weight = stored  # type: ignore[assignment]
 
 
 def empty_weight(module: nn.Linear) -> None:
-    """Free a layer's weight, but for others it is tied to. Shape and dtype stay; the numbers are none, so that a use
-    shows."""
+    """Free the weight of a layer, but not a weight that is tied to it.
+
+    The shape and the dtype stay. There are no numbers left, so that a use of them is noticed.
+    """
     nothing = torch.full((), float("nan"), dtype=module.weight.dtype).expand(module.weight.shape)
     module.weight = nn.Parameter(nothing, requires_grad=False)
     if hasattr(module, "quantised_weight"):

@@ -1,1 +1,1 @@
-"""Losslessness proofs as a library: exact and sampled laws, identity of text, truth of the cache."""
+"""The proofs of losslessness: exact and sampled distributions of text, identical texts, and a KV memory that is true."""

@@ -1,4 +1,4 @@
-"""Is the KV memory true? After every commit, compare it with a fresh prefill of the same tokens."""
+"""Compares the KV memory after every commit with a fresh prefill of the same tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from outrider.model.runner import ModelRunner
 
 @dataclass
 class CacheAudit:
-    """Largest relative difference seen, and over how many comparisons.
+    """The largest difference that was seen, and the number of comparisons.
 
     Attributes:
-        engine: Whose target memory is audited.
-        worst: Largest difference, relative to the largest entry.
-        num_checked: Sequences compared.
+        engine: The engine whose target memory is audited.
+        worst: The largest difference, relative to the largest entry of its tensor.
+        num_checked: How many times a sequence was compared.
     """
 
     engine: Engine
@@ -30,7 +30,7 @@ class CacheAudit:
     num_checked: int = 0
 
     def run(self) -> None:
-        """Step the engine until it is idle, auditing every running sequence after every step."""
+        """Step the engine until it is idle, and audit every running sequence after every step."""
         while self.engine.has_work:
             self.engine.step()
             for seq in self.engine.scheduler.running:
@@ -39,7 +39,7 @@ class CacheAudit:
                     self.num_checked += 1
 
     def difference(self, seq: Sequence) -> float:
-        """Largest difference between the KV that `seq` holds and what a fresh prefill computes."""
+        """The largest relative difference between the KV that `seq` holds and the KV that a fresh prefill computes."""
         pairs = zip(_held(self.engine.runner, seq), _fresh(self.engine.runner, seq), strict=True)
         return max(float((held - fresh).abs().max() / fresh.abs().max().clamp(min=1e-9)) for held, fresh in pairs)
 

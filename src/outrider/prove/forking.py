@@ -1,9 +1,9 @@
-"""Noise that takes every branch, so that the law of the engine itself is computed and not that of a model of it.
+"""A source of noise that takes every branch, so that the distribution of the real engine can be computed.
 
 `explore` runs a program again and again, once for each path through its decisions, and adds up the probabilities of its
-outcomes. Probabilities are float64; with d decisions on a path over v tokens the law's total variation is off by at most
-about 4 * d * v * 2**-53, below 1e-13 for everything proved here. Branches below `FLOOR`, which only rounding creates, are
-not followed; an upper bound of their mass is reported in `Law.dropped`.
+outcomes. Probabilities are float64. With d decisions on a path over v tokens, the total variation is wrong by at most
+about 4 * d * v * 2**-53, which is below 1e-13 for everything proved here. Branches below `FLOOR` exist only by rounding.
+They are not followed, and `Distribution.dropped` reports an upper bound of their probability.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from outrider.errors import NoiseReuseError
 from outrider.prove.simplex import WHOLE, Polygon, area, cell
 from outrider.verify.noise import Key, Stream
 
-#: Branches less likely than this are counted, not followed.
+#: Branches that are less likely than this are counted, but not followed.
 FLOOR = 1e-14
 
 Outcome = tuple[Hashable, ...]
-#: What a decision is called: sample, stream, position, round, branch, drafter. Not the seed: the engine may draw it afresh.
+#: The name of a decision: sample, stream, position, round, branch, drafter. The seed is left out, since the engine may draw
+#: another one in every run.
 Name = tuple[int, int, int, int, int, int]
 
 
 @dataclass(frozen=True)
-class Law:
-    """The law of a program's outcome.
+class Distribution:
+    """What a program may return, and how likely.
 
     Attributes:
         probs: Probability of each outcome.
-        num_paths: Ways through the program.
-        dropped: At least the mass of the branches that were too unlikely to follow.
+        num_paths: The number of paths through the program.
+        dropped: An upper bound of the probability of all branches that were too unlikely to follow.
     """
 
     probs: dict[Outcome, float]
@@ -43,24 +44,24 @@ class Law:
 
 
 def total_variation(a: Mapping[Any, float], b: Mapping[Any, float]) -> float:
-    """Half the summed difference of two laws."""
+    """Half the sum of the absolute differences between two distributions, from 0 to 1."""
     return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in a.keys() | b.keys()) / 2
 
 
 @dataclass
 class _Path:
-    """One way through the program: decisions to repeat, then new ones."""
+    """One path through the program: decisions to repeat, and then new ones."""
 
     choices: dict[Name, int] = field(default_factory=dict)
     weight: float = 1.0
     owners: list[int] = field(default_factory=list)
     spent: set[Key] = field(default_factory=set)
-    races: dict[tuple[int, int, int, int], Polygon | None] = field(default_factory=dict)  # None: known to be used, not how
+    races: dict[tuple[int, int, int, int], Polygon | None] = field(default_factory=dict)  # None: used, with unknown result
     met: set[Name] = field(default_factory=set)
 
 
 class ForkingNoise:
-    """A NoiseSource for `explore`. Outside of it there is no path to follow, and asking is an error."""
+    """A NoiseSource for `explore`. Outside of `explore` there is no path to follow, and every request fails."""
 
     def __init__(self) -> None:
         self._paths: list[_Path] = []
@@ -79,12 +80,12 @@ class ForkingNoise:
         return torch.tensor(tokens, dtype=torch.long, device=probs.device)
 
     def forget(self, owner: int) -> None:
-        """Nothing to do: a path's ledger ends with the path."""
+        """Do nothing: what a path has used is forgotten when the path ends."""
 
     # -- driving -------------------------------------------------------------------------------------------------------
 
     def start(self, width: int) -> int:
-        """Set up the next `width` paths, fewer where fewer are known; returns how many, 0 when all have been walked."""
+        """Set up at most `width` of the paths that wait; returns how many. It is 0 when all paths have been walked."""
         taken = [self._pending.pop() for _ in range(min(width, len(self._pending)))]
         self._paths, self._by_owner = taken, {}
         return len(taken)
@@ -94,7 +95,7 @@ class ForkingNoise:
         self._pending, self._paths, self._by_owner, self.dropped = [_Path()], [], {}, 0.0
 
     def weights(self) -> list[float]:
-        """Probability of each path of the last run, in the order of their owners' ids."""
+        """The probability of each path of the last run, in the order of their owners' ids."""
         for path in self._paths:
             assert path.choices.keys() == path.met, "a decision did not come again: the program is not deterministic"
         if len(self._paths) == 1:
@@ -120,8 +121,8 @@ class ForkingNoise:
         return self._race(path, key, probs, total)
 
     def _race(self, path: _Path, key: Key, probs: list[float], total: float) -> int:
-        """A draw whose noise another draw may share."""
-        drafter = 0 if key.stream is Stream.GUESS else key.drafter  # whoever guesses, guesses the target's own noise
+        """A draw that may share its noise with another draw."""
+        drafter = 0 if key.stream is Stream.GUESS else key.drafter  # a guess always shares the target's own noise
         noise = (key.seed, key.sample, key.position, drafter)
         if len(probs) != 3:
             assert key.stream is Stream.TARGET, "guesses can be followed over a vocabulary of 3 only"
@@ -139,14 +140,14 @@ class ForkingNoise:
 
     def _spend(self, key: Key) -> _Path:
         path = self._path(key.owner)
-        bits = key._replace(owner=0)  # the owner is no part of the noise: two owners with one key are correlated
+        bits = key._replace(owner=0)  # the noise does not depend on the owner: two owners with one key are correlated
         if bits in path.spent:
             raise NoiseReuseError(f"{key} was used before")
         path.spent.add(bits)
         return path
 
     def _path(self, owner: int) -> _Path:
-        if len(self._paths) == 1:  # all owners are samples of the one program
+        if len(self._paths) == 1:  # all owners are samples of the same program
             return self._paths[0]
         if owner not in self._by_owner:
             assert len(self._by_owner) < len(self._paths), "more sequences than paths"
@@ -154,7 +155,7 @@ class ForkingNoise:
         return self._by_owner[owner]
 
     def _fork(self, path: _Path, key: Key, branches: list[tuple[int, float]]) -> int:
-        """The scripted choice, or the likeliest one; the others are left to later paths."""
+        """The choice that the path repeats, or else the likeliest one. The other choices are left to later paths."""
         self.dropped += sum(path.weight * probability for _, probability in branches if probability < FLOOR)
         branches = sorted((b for b in branches if b[1] >= FLOOR), key=lambda b: -b[1])
         if len(branches) == 1:
@@ -173,19 +174,19 @@ class ForkingNoise:
 
 def explore(
     run: Callable[[int], Iterable[Outcome]], noise: ForkingNoise, *, width: int = 1, max_paths: int = 200_000
-) -> Law:
-    """The exact law of what a program returns when all its chance comes from `noise`.
+) -> Distribution:
+    """The exact distribution of what a program returns when all its chance comes from `noise`.
 
     Args:
         run: Runs the given number of copies of the program side by side and returns their outcomes. Each copy draws under
-            owner ids of its own, rising from copy to copy; a single copy may use several owners.
-        noise: Installed in the program.
-        width: Most copies a run; they share batches and caches, which proves these too.
-        max_paths: Give up beyond.
+            owner ids of its own, which rise from copy to copy. A single copy may use several owners.
+        noise: The source of noise that the program uses.
+        width: The largest number of copies in one run. Copies share batches and caches, so that these are proved too.
+        max_paths: The number of paths beyond which to give up.
 
     Raises:
         NoiseReuseError: The program used a key twice.
-        AssertionError: More than `max_paths` ways through it, or the program is not deterministic but for its noise.
+        AssertionError: There are more than `max_paths` paths, or something besides the noise differs from run to run.
     """
     noise.begin()
     probs: dict[Outcome, float] = {}
@@ -196,4 +197,4 @@ def explore(
             probs[outcome] = probs.get(outcome, 0.0) + weight
         num_paths += count
         assert num_paths <= max_paths, f"more than {max_paths} paths"
-    return Law(probs, num_paths, noise.dropped)
+    return Distribution(probs, num_paths, noise.dropped)

@@ -1,4 +1,4 @@
-"""The proofs of one method: the engine's joint distribution with it, identity of text, truth of the cache."""
+"""The proofs of one method: the joint distribution of the engine's text, identical texts, and a KV memory that is true."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from outrider.params import SamplingParams
 from outrider.propose import methods
 from outrider.propose.speculation import SpeculationConfig
-from outrider.prove.engine_law import DRAFT, LOOKUP, Setting
+from outrider.prove.engine_distribution import DRAFT, LOOKUP, Setting
+from outrider.prove.findings import Finding
 from outrider.prove.own_model import OwnModel
-from outrider.prove.report import Finding
-from outrider.prove.runner import Proof
+from outrider.prove.running import Proof
 
 #: Fields of SpeculationConfig that the settings of a proof vary.
 _VARIED = frozenset({"num_draft_tokens", "tree", "rule", "draft_sampling"})
 
 
 def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
-    """Ways to use a method, over a vocabulary of three.
+    """Ways to use a method over a vocabulary of three tokens.
 
     Args:
-        asked: Its settings in the form of one mapping; a draft model without a model takes the proof's own.
+        asked: Its settings in the form of one mapping. The method "draft_model" without a model takes the one of the proof.
     """
     method = {name: value for name, value in asked.items() if name not in _VARIED}
     if method["method"] == "draft_model":
@@ -51,13 +51,13 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
 def method_proofs(
     asked: Mapping[str, Any], prove: Callable[[Setting, int], Finding], own: OwnModel, *, quick: bool
 ) -> Iterator[Proof]:
-    """Claims about one method, and what establishes each.
+    """The claims about one method, each with the function that proves it.
 
     Args:
         asked: The method's settings in the form of one mapping.
-        prove: Computes the engine's joint distribution under a setting, of so many tokens.
+        prove: Proves the engine's joint distribution under a setting, for a number of tokens.
         own: The model on which texts are compared.
-        quick: Fewer settings, shorter texts.
+        quick: Take fewer settings and shorter texts.
     """
     settings = method_settings(asked)
     for setting in settings[:4] if quick else settings:
@@ -70,6 +70,6 @@ def method_proofs(
 
 
 def speculations(asked: Mapping[str, Any]) -> list[SpeculationConfig]:
-    """A method as it was asked for, and at three lengths."""
+    """A method with the settings that were asked for, and with three other numbers of draft tokens."""
     lengths = ({**asked, "num_draft_tokens": length} for length in (1, 3, 6))
     return [SpeculationConfig.of(asked), *(SpeculationConfig.of(settings) for settings in lengths)]

@@ -1,4 +1,4 @@
-"""Identity of text and truth of the cache, on the caller's own model or the embedded pair."""
+"""Proofs on the caller's own model, or on the embedded pair: identical texts, and a KV memory that is true."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from outrider.propose.ngram import Ngram
 from outrider.propose.speculation import SpeculationConfig
 from outrider.propose.suffix import Suffix
 from outrider.prove.cache_truth import CacheAudit
-from outrider.prove.report import Finding
+from outrider.prove.findings import Finding
 
-#: Float32 islands (norms, rotary factors) round differently when a pass has another shape.
+#: Norms and rotary factors compute in float32, and round differently when a pass has another shape.
 KV_BOUND = 1e-5
 
 _PROMPTS = (
@@ -29,12 +29,12 @@ _PROMPTS = (
 
 
 class OwnModel:
-    """A model in float64, loaded on first use, and the ways to draft for it.
+    """A model in float64, loaded when it is first used, and the ways to draft for it.
 
     Args:
-        model: Path or hub id; None takes the embedded pair.
-        draft_model: Its draft model, if any.
-        speculations: Ways to draft; None takes the built-in methods.
+        model: Path or hub id. None takes the embedded pair.
+        draft_model: Path or hub id of its draft model, if there is one.
+        speculations: The ways to draft. None takes the built-in methods.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class OwnModel:
 
     @cached_property
     def speculations(self) -> list[SpeculationConfig]:
-        """Ways to draft."""
+        """The ways to draft."""
         if self._asked is not None:
             return [self.llm.resolve(config) for config in self._asked]
         ways = [
@@ -71,7 +71,7 @@ class OwnModel:
         return [tuple((5 * i * i + j) % vocab_size for i in range(6 + j)) for j in range(5)]
 
     def text_is_identical(self, params: SamplingParams) -> Finding:
-        """Token by token the same with every proposer and length, in a batch, as plainly and alone."""
+        """Texts in a batch with drafts differ in no token from texts that are decoded plainly and alone."""
         plain = [self.llm.generate(prompt, params, speculation="none")[0].token_ids for prompt in self.prompts]
         wrong = compared = 0
         for config in self.speculations:
@@ -81,8 +81,11 @@ class OwnModel:
         return Finding(wrong, 0.0, f"{compared} texts of {params.max_tokens} tokens, float64, batched against alone")
 
     def bits_are_identical(self, dtype: DTypeName, length: int) -> Finding:
-        """In batch-invariant mode: texts alone and plainly against one ragged batch of several ways to draft, in small
-        chunks, with prefix hits and too little memory for all."""
+        """In batch-invariant mode, texts that are decoded plainly and alone equal those of one ragged batch.
+
+        The batch mixes several ways to draft. It computes prompts in small chunks, takes prefixes from the cache, and has
+        too little memory for all texts at a time.
+        """
         memory = 4 * (max(map(len, self.prompts)) + length) // 8 * 8
         settings: dict[str, Any] = {"block_size": 8, "max_num_batched_tokens": 40, "kv_cache_tokens": memory}
         llm = LLM(self._model, dtype=dtype, speculation="none", batch_invariant=True, **settings)
@@ -97,7 +100,7 @@ class OwnModel:
         return Finding(wrong, 0.0, detail)
 
     def drafts(self, length: int) -> Finding:
-        """Draft tokens and faults: of a method that drafts nothing the other proofs would say nothing."""
+        """The method drafts, and without faults. If it drafted nothing, the other proofs would say nothing about it."""
         self.llm.stats.reset()
         for config in self.speculations:
             self.llm.generate(self.prompts, SamplingParams(max_tokens=length), speculation=config)
@@ -107,7 +110,7 @@ class OwnModel:
         return Finding(faults, 0.0, f"{detail}, {faults} faults", stats.num_draft_tokens > 0 and faults == 0)
 
     def cache_is_true(self, max_tokens: int) -> Finding:
-        """KV of every running sequence after every commit, relative to a fresh prefill of its tokens."""
+        """The KV of every running sequence after every commit equals that of a fresh prefill of its tokens."""
         for prompt, config in self._pairs():
             params = SamplingParams(seed=5, max_tokens=max_tokens)
             self.llm.engine.add_request(prompt, params, config)

@@ -1,9 +1,10 @@
 """The acceptance rules in exact rational arithmetic, written from the papers and from nothing else in this package.
 
-R1: Leviathan et al. 2023, Chen et al. 2023. R2: sample from the target, follow the draft while it agrees. R3: block
-verification, Sun et al. 2024. RC: R2 with the proposer and the target running one exponential race (Daliri et al. 2024).
-Laws depend on the whole context. `speculative_law` gives the joint law of the first tokens over as many consecutive rounds
-as they take; against `plain_law` its total variation must be 0, exactly.
+R1 is speculative sampling (Leviathan et al. 2023, Chen et al. 2023). R2 samples from the target and follows the draft
+while the two agree. R3 is block verification (Sun et al. 2024). RC is R2 where the proposer and the target run one
+exponential race (Daliri et al. 2024). All probabilities depend on the whole context. `speculative_distribution` gives the
+joint distribution of the first tokens, over as many consecutive rounds as they take. Its total variation from
+`plain_distribution` must be exactly 0.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ class ReferenceRule(StrEnum):
     COUPLED = "coupled"
 
 
-#: How the two laws of a case relate.
+#: How the probabilities of target and draft relate in a case.
 KINDS = ("generic", "zeros", "equal", "one-hot draft", "one-hot target", "disjoint", "near", "mixed")
 
 
 class Case:
-    """A target and a draft law for every context over three tokens.
+    """The probabilities of a target and of a draft, for every context over three tokens.
 
     Args:
-        kind: One of KINDS; "mixed" takes another one at every context.
-        seed: Fixes all laws.
+        kind: One of KINDS. "mixed" chooses another kind for every context.
+        seed: Fixes all probabilities.
     """
 
     def __init__(self, kind: str, seed: int) -> None:
         self.kind, self.seed = kind, seed
-        self._laws: dict[Context, tuple[Probs, Probs]] = {}
+        self._pairs: dict[Context, tuple[Probs, Probs]] = {}
 
     def target(self, context: Context) -> Probs:
         return self._pair(context)[0]
@@ -54,27 +55,27 @@ class Case:
         return self._pair(context)[1]
 
     def _pair(self, context: Context) -> tuple[Probs, Probs]:
-        if context not in self._laws:
+        if context not in self._pairs:
             random = Random(f"{self.seed}:{context}")
             kind = random.choice(KINDS[:-1]) if self.kind == "mixed" else self.kind
-            self._laws[context] = _random_pair(kind, random)
-        return self._laws[context]
+            self._pairs[context] = _random_pair(kind, random)
+        return self._pairs[context]
 
     def __str__(self) -> str:
         return f"{self.kind} #{self.seed}"
 
 
 def cases(count: int, seed: int = 0) -> list[Case]:
-    """`count` cases, the kinds in turn."""
+    """`count` cases that take the kinds in turn."""
     return [Case(KINDS[i % len(KINDS)], seed * 1_000_003 + i) for i in range(count)]
 
 
 def _random_pair(kind: str, random: Random) -> tuple[Probs, Probs]:
-    p, q = _random_law(random, 1), _random_law(random, 1)
+    p, q = _random_probs(random, 1), _random_probs(random, 1)
     spot = random.randrange(VOCAB_SIZE)
     one_hot = tuple(Fraction(int(t == spot)) for t in range(VOCAB_SIZE))
     if kind == "zeros":
-        return _random_law(random, 0), _random_law(random, 0)
+        return _random_probs(random, 0), _random_probs(random, 0)
     if kind == "equal":
         return p, p
     if kind == "one-hot draft":
@@ -89,7 +90,7 @@ def _random_pair(kind: str, random: Random) -> tuple[Probs, Probs]:
     return p, q
 
 
-def _random_law(random: Random, least: int) -> Probs:
+def _random_probs(random: Random, least: int) -> Probs:
     weights = [random.randint(1, 12) if least or random.random() < 0.6 else 0 for _ in range(VOCAB_SIZE)]
     return _normalised(weights if any(weights) else [1, 0, 2])
 
@@ -99,28 +100,28 @@ def _normalised(weights: list[int] | list[Fraction]) -> Probs:
     return tuple(Fraction(w) / total for w in weights)
 
 
-# -- joint laws --------------------------------------------------------------------------------------------------------
+# -- joint distributions -----------------------------------------------------------------------------------------------
 
 
-def plain_law(case: Case, length: int) -> Joint:
-    """Joint law of the target's first `length` tokens."""
+def plain_distribution(case: Case, length: int) -> Joint:
+    """Joint distribution of the target's first `length` tokens."""
     joint: Joint = {(): Fraction(1)}
     for _ in range(length):
         joint = {(*c, t): weight * p for c, weight in joint.items() for t, p in enumerate(case.target(c)) if p}
     return joint
 
 
-def speculative_law(case: Case, rule: ReferenceRule, num_draft_tokens: int, length: int) -> Joint:
-    """Joint law of the first `length` tokens under consecutive rounds of draft and verification."""
+def speculative_distribution(case: Case, rule: ReferenceRule, num_draft_tokens: int, length: int) -> Joint:
+    """Joint distribution of the first `length` tokens under consecutive rounds of draft and verification."""
     if rule is ReferenceRule.COUPLED:
-        return _coupled_law(case, num_draft_tokens, length)
+        return _coupled_distribution(case, num_draft_tokens, length)
 
     @cache
     def continued(context: Context) -> Mapping[Context, Fraction]:
         if len(context) >= length:
             return {context[:length]: Fraction(1)}
         joint: defaultdict[Context, Fraction] = defaultdict(Fraction)
-        for tokens, weight in round_law(case, rule, context, num_draft_tokens).items():
+        for tokens, weight in round_distribution(case, rule, context, num_draft_tokens).items():
             for outcome, share in continued(context + tokens).items():
                 joint[outcome] += weight * share
         return joint
@@ -129,27 +130,27 @@ def speculative_law(case: Case, rule: ReferenceRule, num_draft_tokens: int, leng
 
 
 def distance(a: Mapping[Context, Fraction], b: Mapping[Context, Fraction]) -> Fraction:
-    """Total variation, exactly."""
+    """The exact total variation between two distributions."""
     zero = Fraction(0)
     return sum((abs(a.get(c, zero) - b.get(c, zero)) for c in a.keys() | b.keys()), zero) / 2
 
 
-def round_law(case: Case, rule: ReferenceRule, context: Context, num_draft_tokens: int) -> Joint:
-    """Law of the tokens that one round commits after `context`, the recovered or bonus token included."""
+def round_distribution(case: Case, rule: ReferenceRule, context: Context, num_draft_tokens: int) -> Joint:
+    """Joint distribution of the tokens that one round commits after `context`, the recovered or bonus token included."""
     joint: defaultdict[Context, Fraction] = defaultdict(Fraction)
     for draft in product(range(VOCAB_SIZE), repeat=num_draft_tokens):
         chance = Fraction(1)
         for i, token in enumerate(draft):
             chance *= case.draft(context + draft[:i])[token]
         if chance:
-            for accepted, weight, law in stops(case, rule, context, draft):
-                for token, p in enumerate(law):
+            for accepted, weight, following in stops(case, rule, context, draft):
+                for token, p in enumerate(following):
                     joint[(*draft[:accepted], token)] += chance * weight * p
     return {tokens: weight for tokens, weight in joint.items() if weight}
 
 
 def stops(case: Case, rule: ReferenceRule, context: Context, draft: Context) -> Iterator[tuple[int, Fraction, Probs]]:
-    """(accepted length, its chance, law of the next token) for one draft."""
+    """For one draft: (accepted length, its probability, the probabilities of the next token)."""
     if rule is ReferenceRule.TOKEN:
         yield from _token_stops(case, context, draft)
     elif rule is ReferenceRule.BLOCK:
@@ -169,24 +170,24 @@ def _token_stops(case: Case, context: Context, draft: Context) -> Iterator[tuple
 
 
 def token_coins(case: Case, context: Context, draft: Context) -> list[Fraction]:
-    """R1: min(1, p / q) of each draft token."""
+    """The coins of R1: min(1, p / q) for each draft token."""
     return [min(Fraction(1), ratio) for ratio in _likelihood_ratios(case, context, draft)]
 
 
 def _block_stops(case: Case, context: Context, draft: Context) -> Iterator[tuple[int, Fraction, Probs]]:
     coins, weights = block_coins(case, context, draft)
     remaining = Fraction(1)
-    for i in range(len(draft), -1, -1):  # the largest i whose coin falls wins; at 0 it always does
+    for i in range(len(draft), -1, -1):  # the largest i whose coin succeeds wins; at 0 it always succeeds
         coin = coins[i - 1] if i else Fraction(1)
         here = context + draft[:i]
-        law = case.target(here) if i == len(draft) else owed(case.target(here), case.draft(here), weights[i])
+        following = case.target(here) if i == len(draft) else owed(case.target(here), case.draft(here), weights[i])
         if remaining * coin:
-            yield i, remaining * coin, law
+            yield i, remaining * coin, following
         remaining *= 1 - coin
 
 
 def block_coins(case: Case, context: Context, draft: Context) -> tuple[list[Fraction], list[Fraction]]:
-    """R3: the coins h_1 .. h_K and the weights P_0 .. P_K."""
+    """The coins h_1 .. h_K and the weights P_0 .. P_K of R3."""
     weights = [Fraction(1)]
     for ratio in _likelihood_ratios(case, context, draft):
         weights.append(min(Fraction(1), weights[-1] * ratio))
@@ -211,10 +212,10 @@ def _walk_stops(case: Case, context: Context, draft: Context) -> Iterator[tuple[
         yield len(draft), reached, case.target(context + draft)
 
 
-def owed(target_law: Probs, draft_law: Probs, weight: Fraction) -> Probs:
-    """norm((weight * p - q)+), or p where nothing is owed."""
-    parts = [max(Fraction(0), weight * a - b) for a, b in zip(target_law, draft_law, strict=True)]
-    return _normalised(parts) if any(parts) else target_law
+def owed(target_probs: Probs, draft_probs: Probs, weight: Fraction) -> Probs:
+    """The residual: max(weight * p - q, 0), normalised; p where that is 0 everywhere."""
+    parts = [max(Fraction(0), weight * a - b) for a, b in zip(target_probs, draft_probs, strict=True)]
+    return _normalised(parts) if any(parts) else target_probs
 
 
 def _likelihood_ratios(case: Case, context: Context, draft: Context) -> list[Fraction]:
@@ -225,8 +226,8 @@ def _likelihood_ratios(case: Case, context: Context, draft: Context) -> list[Fra
 # -- shared noise ------------------------------------------------------------------------------------------------------
 
 
-def _coupled_law(case: Case, num_draft_tokens: int, length: int) -> Joint:
-    """RC over consecutive rounds; a position's noise outlives the round that first guessed with it."""
+def _coupled_distribution(case: Case, num_draft_tokens: int, length: int) -> Joint:
+    """RC over consecutive rounds. The noise of a position is kept after the round that first guessed with it."""
     joint: defaultdict[Context, Fraction] = defaultdict(Fraction)
     noise = dict.fromkeys(range(length), WHOLE)
     todo: list[tuple[Context, Fraction, dict[int, Polygon]]] = [((), Fraction(1), noise)]
@@ -257,7 +258,7 @@ def _guesses(case: Case, context: Context, budget: int, noise: dict[int, Polygon
 
 
 def _checks(case: Case, context: Context, draft: Context, length: int, noise: dict[int, Polygon]) -> Iterator[Branch]:
-    """The target's own race at each position, for as long as the draft agrees."""
+    """The race of the target at each position, for as long as the draft agrees with its winner."""
     alive: list[Branch] = [((), Fraction(1), noise)]
     while alive:
         tokens, weight, before = alive.pop()
@@ -270,11 +271,11 @@ def _checks(case: Case, context: Context, draft: Context, length: int, noise: di
                 yield branch
 
 
-def _race(law: Probs, position: int, noise: dict[int, Polygon]) -> Iterator[tuple[int, Fraction, dict[int, Polygon]]]:
+def _race(probs: Probs, position: int, noise: dict[int, Polygon]) -> Iterator[tuple[int, Fraction, dict[int, Polygon]]]:
     known = noise[position]
     whole = area(known)
-    for token, p in enumerate(law):
+    for token, p in enumerate(probs):
         if p:
-            won = cell(known, law, token)
+            won = cell(known, probs, token)
             if share := Fraction(area(won)) / whole:
                 yield token, share, {**noise, position: won}

@@ -1,7 +1,7 @@
-"""Production random numbers against the target's law: a chi-square over millions of drafts.
+"""Tests the production random numbers: a chi-square over millions of drafts against the target's distribution.
 
-Enumeration proves the rules; this proves the numbers that drive them. Correlated keys, a biased uniform or a generator
-that repeats show here and nowhere else.
+Enumeration proves the rules, and this proves the random numbers that drive them. Only this test sees correlated keys,
+biased uniform numbers, or a generator that repeats itself.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.prove.report import Finding
+from outrider.prove.findings import Finding
 from outrider.verify.noise import Stream, gumbel_max, invert_cdf, mix_fields, uniform
 from outrider.verify.rules import block_acceptance, residual, token_acceptance
 
 VOCAB, NUM_DRAFT, NUM_TOKENS = 4, 2, 3
 _SLICE = 250_000
 
-#: Bits [n] int64 for a stream and position of the requests with the given seeds; tests replace it by a faulty one.
+#: Returns random bits [n] int64 for a stream and a position of the requests with the given seeds. Tests pass faulty ones.
 Bits = Callable[[np.ndarray, Stream, int], Tensor]
 
 
 def production_bits(seeds: np.ndarray, stream: Stream, position: int) -> Tensor:
-    """What KeyedNoise would use in the first round of requests with these seeds."""
+    """The bits that KeyedNoise uses in the first round of requests with these seeds."""
     fields = np.zeros((len(seeds), 5), np.uint64)
     fields[:, 0], fields[:, 2], fields[:, 3] = seeds, int(stream), position
     return torch.from_numpy(mix_fields(fields))
@@ -35,19 +35,21 @@ SIGNIFICANCE = 1e-6
 
 
 def prove_sampled(rule: str, num_samples: int) -> Finding:
-    """The chi-square of `sample_p_value` as a finding; measured is the p-value, which must stay above the bound."""
+    """`sample_p_value` as a finding. It measures the p-value, which must stay above the bound."""
     p_value = sample_p_value(rule, num_samples)
     detail = f"p-value must exceed the bound: {num_samples:,} samples of three tokens, production random numbers"
     return Finding(p_value, SIGNIFICANCE, detail, p_value > SIGNIFICANCE)
 
 
 def sample_p_value(rule: str, num_samples: int, bits: Bits = production_bits) -> float:
-    """p-value of the first three tokens of `num_samples` requests, drafted and verified, under the target's joint law.
+    """The p-value of the first three tokens of many requests under the joint distribution of the target.
+
+    The tokens are drafted and verified.
 
     Args:
         rule: "token", "block", "walk" or "coupled".
-        num_samples: Requests; seeds are 0 to num_samples - 1.
-        bits: Source of random bits.
+        num_samples: The number of requests. Their seeds are 0 to num_samples - 1.
+        bits: The source of random bits.
     """
     generator = torch.Generator().manual_seed(1)
     target = torch.rand(VOCAB, VOCAB, VOCAB, VOCAB, generator=generator, dtype=torch.float64) + 0.05
@@ -62,15 +64,15 @@ def sample_p_value(rule: str, num_samples: int, bits: Bits = production_bits) ->
     return chi_square(counts, _joint(target).flatten() * num_samples)
 
 
-def _law(table: Tensor, text: Tensor, position: int) -> Tensor:
-    """Law [n, VOCAB] of the token at `position`, given up to two tokens before it."""
+def _probs(table: Tensor, text: Tensor, position: int) -> Tensor:
+    """The probabilities [n, VOCAB] of the token at `position`, given up to two tokens before it."""
     empty = torch.zeros(len(text), dtype=torch.long)
     before = [text[:, i] if i < position else empty for i in range(2)]
     return table[before[0], before[1], position % VOCAB]
 
 
 def _joint(table: Tensor) -> Tensor:
-    """Law [VOCAB, VOCAB, VOCAB] of three tokens of the target alone."""
+    """The joint distribution [VOCAB, VOCAB, VOCAB] of three tokens that the target writes alone."""
     a = table[0, 0, 0]
     b = table[:, 0, 1]
     c = table[:, :, 2]
@@ -78,40 +80,40 @@ def _joint(table: Tensor) -> Tensor:
 
 
 def _texts(rule: str, seeds: np.ndarray, target: Tensor, draft: Tensor, bits: Bits) -> Tensor:
-    """Three tokens [n, 3] of each request."""
+    """The three tokens [n, 3] that each request writes."""
     guess, q = _drafts(seeds, draft, bits, coupled=rule == "coupled")
-    p = torch.stack([_law(target, guess, i) for i in range(NUM_DRAFT + 1)], 1)
-    accepted, laws = _verify(rule, seeds, p, q, guess, bits)
+    p = torch.stack([_probs(target, guess, i) for i in range(NUM_DRAFT + 1)], 1)
+    accepted, following = _verify(rule, seeds, p, q, guess, bits)
     text = torch.cat([guess, guess[:, :1]], 1)
     lane = torch.arange(len(seeds))
-    if laws is None:  # walks draw at every row; the first that differs ends the draft
+    if following is None:  # a walk draws at every row, and the first token that differs ends the draft
         drawn = [gumbel_max(p[:, i], bits(seeds, Stream.TARGET, i)) for i in range(NUM_DRAFT + 1)]
         stays = torch.stack([drawn[i] == guess[:, i] for i in range(NUM_DRAFT)], 1)
         accepted = stays.long().cumprod(1).sum(1)
         text[lane, accepted] = torch.stack(drawn, 1)[lane, accepted]
     else:
-        recovered = invert_cdf(laws, _select(accepted, lambda i: bits(seeds, Stream.RECOVER, i)))
-        bonus = gumbel_max(laws, bits(seeds, Stream.TARGET, NUM_DRAFT))
+        recovered = invert_cdf(following, _select(accepted, lambda i: bits(seeds, Stream.RECOVER, i)))
+        bonus = gumbel_max(following, bits(seeds, Stream.TARGET, NUM_DRAFT))
         text[lane, accepted] = torch.where(accepted == NUM_DRAFT, bonus, recovered)
-    for position in range(1, NUM_TOKENS):  # later rounds, decoded plainly
+    for position in range(1, NUM_TOKENS):  # later rounds are decoded plainly
         due = position > accepted
-        plain = gumbel_max(_law(target, text, position), bits(seeds, Stream.TARGET, position))
+        plain = gumbel_max(_probs(target, text, position), bits(seeds, Stream.TARGET, position))
         text[:, position] = torch.where(due, plain, text[:, position])
     return text
 
 
 def _drafts(seeds: np.ndarray, draft: Tensor, bits: Bits, *, coupled: bool) -> tuple[Tensor, Tensor]:
-    guess, laws = torch.zeros(len(seeds), NUM_DRAFT, dtype=torch.long), []
+    guess, rows = torch.zeros(len(seeds), NUM_DRAFT, dtype=torch.long), []
     for i in range(NUM_DRAFT):
-        law = _law(draft, guess, i)
+        probs = _probs(draft, guess, i)
         stream = Stream.TARGET if coupled else Stream.DRAFT
-        guess[:, i] = (gumbel_max if coupled else invert_cdf)(law, bits(seeds, stream, i))
-        laws.append(law)
-    return guess, torch.stack(laws, 1)
+        guess[:, i] = (gumbel_max if coupled else invert_cdf)(probs, bits(seeds, stream, i))
+        rows.append(probs)
+    return guess, torch.stack(rows, 1)
 
 
 def _verify(rule: str, seeds: np.ndarray, p: Tensor, q: Tensor, guess: Tensor, bits: Bits) -> tuple[Tensor, Tensor | None]:
-    """Accepted lengths [n] and the law of the next token [n, VOCAB]; no laws for the walk."""
+    """Accepted lengths [n] and the probabilities of the next token [n, VOCAB]; None for the walk."""
     lane = torch.arange(len(seeds))
     if rule in ("walk", "coupled"):
         return torch.zeros(len(seeds), dtype=torch.long), None
@@ -132,7 +134,7 @@ def _select(index: Tensor, column: Callable[[int], Tensor]) -> Tensor:
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> float:
-    """p-value of Pearson's statistic for `counts` [num_cells] where `expected` [num_cells] were to be, of the same sum."""
+    """The p-value of Pearson's statistic for `counts` against `expected`, both [num_cells] and with the same sum."""
     statistic = ((counts - expected) ** 2 / expected).sum()
     freedom = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, statistic / 2))

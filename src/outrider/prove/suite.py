@@ -1,4 +1,4 @@
-"""Every proof in one run: rules, engine, random numbers, identity of text and of bits, truth of the cache."""
+"""All proofs in one run: the rules, the engine, the random numbers, identical texts and bits, and a true KV memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.model.loader import check_sources
 from outrider.params import SamplingParams
-from outrider.prove.engine_law import (
+from outrider.prove.engine_distribution import (
     PARAMETER_SETTINGS,
     QUICK_SETTINGS,
     SETTINGS,
@@ -18,26 +18,26 @@ from outrider.prove.engine_law import (
     EngineProof,
     Setting,
 )
+from outrider.prove.findings import Check, Finding, Report
 from outrider.prove.one_method import method_proofs, speculations
 from outrider.prove.own_model import OwnModel
 from outrider.prove.reference import ReferenceRule
-from outrider.prove.report import Check, Finding, Report
-from outrider.prove.rules_law import (
+from outrider.prove.rules_distribution import (
     prove_decisions,
     prove_functions,
     prove_reference,
     prove_tree_reference,
     prove_verifier,
 )
-from outrider.prove.runner import Proof, run_in_processes, run_proofs
+from outrider.prove.running import Proof, run_in_processes, run_proofs
 from outrider.prove.sampled import prove_sampled
 from outrider.prove.tiny import save_tiny_llama
-from outrider.prove.tree_law import prove_tree_verifier
+from outrider.prove.tree_distribution import prove_tree_verifier
 from outrider.prove.tree_reference import TreeRule
 
 _RATIO_RULES = (ReferenceRule.TOKEN, ReferenceRule.BLOCK)
-#: Of the parameters under every law that the tests walk through, those whose laws differ most.
-_PROVED_LAWS = ("block", "tree", "coupled")
+#: The tests prove every parameter under every way to draft. A run proves them under these ways, which differ most.
+_PROVED_WAYS = ("block", "tree", "coupled")
 _PROCESSES = 2
 
 
@@ -51,15 +51,15 @@ def run_suite(
     """Run the proofs.
 
     Args:
-        model: A model to prove identity of text and truth of the cache on; None takes the embedded pair.
+        model: The model on which texts and the KV memory are checked. None takes the embedded pair.
         draft_model: Its draft model.
-        quick: Fewer cases and samples, in this process; in full they are shared out to two.
+        quick: Run fewer cases and samples, in this process. A full run uses two processes.
         on_check: Called after each check.
 
     Raises:
-        InvalidParameterError: No such folder.
+        InvalidParameterError: A folder does not exist.
     """
-    check_sources(model=model, draft_model=draft_model)  # now, not after the proofs that need neither
+    check_sources(model=model, draft_model=draft_model)  # before the long proofs that need no model
     with TemporaryDirectory() as folder:
         if quick:
             return run_proofs(proofs(Path(folder), model, draft_model, quick=True), on_check)
@@ -79,13 +79,13 @@ def run_method_suite(
 
     Args:
         asked: Its settings in the form of one mapping, see SpeculationConfig.of.
-        model: A model to compare texts on; None takes the embedded pair.
+        model: The model on which texts are compared. None takes the embedded pair.
         draft_model: Its draft model.
-        quick: Fewer settings, shorter texts.
+        quick: Take fewer settings and shorter texts.
         on_check: Called after each check.
 
     Raises:
-        InputError: No such method, setting or folder.
+        InputError: The method, a setting or a folder does not exist.
     """
     check_sources(model=model, draft_model=draft_model)
     own = OwnModel(model, draft_model, speculations(asked))
@@ -98,7 +98,7 @@ def num_method_checks(asked: Mapping[str, Any], *, quick: bool = False) -> int:
     """How many checks `run_method_suite` makes, for progress bars.
 
     Raises:
-        InputError: No such method or setting.
+        InputError: The method or a setting does not exist.
     """
     own = OwnModel(None, None, speculations(asked))
     return len(list(method_proofs(asked, _TinyPair(Path()).prove, own, quick=quick)))
@@ -110,10 +110,10 @@ def num_checks(*, quick: bool = False) -> int:
 
 
 def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: bool) -> Iterator[Proof]:
-    """Every claim and what establishes it.
+    """All claims, each with the function that proves it.
 
     Args:
-        folder: For checkpoints that are made on the way.
+        folder: Where small checkpoints are written.
         model: See `run_suite`.
         draft_model: See `run_suite`.
         quick: See `run_suite`.
@@ -124,13 +124,13 @@ def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: b
     tiny, speaking = _TinyPair(folder / "tiny"), _TinyPair(folder / "speaking", speaks=True)
     for setting in QUICK_SETTINGS if quick else SETTINGS:
         deep = not quick and setting in QUICK_SETTINGS  # two rounds and more
-        yield f"engine law: {setting.name}", partial(tiny.prove, setting, 4 if deep else 3)
+        yield f"joint distribution: {setting.name}", partial(tiny.prove, setting, 4 if deep else 3)
     if not quick:
         for setting in PARAMETER_SETTINGS:
-            if setting.name.endswith(_PROVED_LAWS):
-                yield f"engine law: {setting.name}", partial(tiny.prove, setting, 3)
+            if setting.name.endswith(_PROVED_WAYS):
+                yield f"joint distribution: {setting.name}", partial(tiny.prove, setting, 3)
         for setting in STRUCTURE_SETTINGS:
-            yield f"engine law: {setting.name}", partial(speaking.prove, setting, 5)
+            yield f"joint distribution: {setting.name}", partial(speaking.prove, setting, 5)
     own, length = OwnModel(model, draft_model), 24 if quick else 48
     yield "greedy text is identical", partial(_on_own, own, length, seed=None)
     yield "seeded text is identical", partial(_on_own, own, length, seed=11)
@@ -142,7 +142,7 @@ def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: b
 
 def _rule_proofs(count: int) -> Iterator[Proof]:
     for rule in ReferenceRule:
-        coupled = rule is ReferenceRule.COUPLED  # follows the shape of the noise itself, which is slow
+        coupled = rule is ReferenceRule.COUPLED  # slow: it follows the shape of the noise itself
         yield f"rule {rule} is exact", partial(prove_reference, rule, count, 2, 3 if coupled else 4)
     for tree_rule in TreeRule:
         yield f"tree rule {tree_rule} is exact", partial(prove_tree_reference, tree_rule, (2, 1), count // 2, 3)
@@ -150,9 +150,12 @@ def _rule_proofs(count: int) -> Iterator[Proof]:
     for rule in _RATIO_RULES:
         yield f"decisions of rule {rule}", partial(prove_decisions, rule, count // 4)
     for rule in ReferenceRule:
-        yield f"verifier law: {rule}", partial(prove_verifier, rule, count // 2, 2, 3)
+        yield f"distribution of the verifier: {rule}", partial(prove_verifier, rule, count // 2, 2, 3)
     for tree_rule in TreeRule:
-        yield f"verifier law: tree, {tree_rule}", partial(prove_tree_verifier, tree_rule, (2,), count // 3, 3)
+        yield (
+            f"distribution of the verifier: tree, {tree_rule}",
+            partial(prove_tree_verifier, tree_rule, (2,), count // 3, 3),
+        )
 
 
 def _on_own(own: OwnModel, length: int, *, seed: int | None) -> Finding:
@@ -164,7 +167,7 @@ _SEEDS = {"target": 1, "draft": 2}
 
 
 class _TinyPair:
-    """Two random models over three tokens, made on first use."""
+    """Two random models over three tokens, made when they are first used."""
 
     def __init__(self, folder: Path, *, speaks: bool = False) -> None:
         self._folder, self._speaks = folder, speaks

@@ -1,5 +1,7 @@
-"""What proofs on real checkpoints compare with: the stock model, one forward pass a context, and the sampling parameters
-applied in plain Python by their definitions, sharing no code with the engine."""
+"""The reference for proofs on real checkpoints: the stock model, with one forward pass for each context.
+
+The sampling parameters are applied in plain Python, by their definitions. None of this code is shared with the engine.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ Context = tuple[int, ...]
 
 
 class TeacherForced:
-    """A checkpoint through transformers alone, in float64.
+    """A checkpoint that runs in transformers alone, in float64.
 
     Args:
-        path: Of the checkpoint.
-        end_token_ids: Tokens that end a text of it.
+        path: The path of the checkpoint.
+        end_token_ids: The tokens that end a text.
     """
 
     def __init__(self, path: str, end_token_ids: Sequence[int] = ()) -> None:
@@ -34,13 +36,13 @@ class TeacherForced:
         raise_norms(self._model)
         self._logits: dict[Context, list[float]] = {}
 
-    def law(self, prompt: Context, params: SamplingParams, language: Sequence[str] = ()) -> dict[Outcome, float]:
-        """Joint law of the samples that `params` asks for; independent, each up to max_tokens or an end.
+    def distribution(self, prompt: Context, params: SamplingParams, language: Sequence[str] = ()) -> dict[Outcome, float]:
+        """The joint distribution of the samples that `params` asks for. They are independent, and each ends by itself.
 
         Args:
             prompt: Token ids.
             params: What the engine is asked for.
-            language: Every text that `params.structured_outputs` admits; () where it has none.
+            language: Every text that `params.structured_outputs` admits; () where no structure is asked for.
         """
         one: dict[Context, float] = {}
         alive: dict[Context, float] = {(): 1.0}
@@ -48,8 +50,8 @@ class TeacherForced:
         while alive:
             written, weight = alive.popitem()
             allowed = _may_follow(written, language) if language else None
-            law = process(self.logits(prompt + written), params, prompt, written, stops, allowed)
-            for token, p in enumerate(law):
+            probs = process(self.logits(prompt + written), params, prompt, written, stops, allowed)
+            for token, p in enumerate(probs):
                 text = (*written, token)
                 if p > 0.0:
                     (one if len(text) >= params.max_tokens or token in stops else alive)[text] = weight * p
@@ -62,7 +64,7 @@ class TeacherForced:
         return joint
 
     def logits(self, tokens: Context) -> list[float]:
-        """What the model says of the next token [vocab_size]."""
+        """The logits of the next token [vocab_size]."""
         if tokens not in self._logits:
             with torch.inference_mode():
                 self._logits[tokens] = self._model(torch.tensor([tokens])).logits[0, -1].tolist()
@@ -77,15 +79,15 @@ def process(
     stops: set[int],
     allowed: set[int] | None = None,
 ) -> list[float]:
-    """One row's law under every sampling parameter.
+    """The probabilities of one row after all sampling parameters.
 
     Args:
-        logits: [vocab_size] of the model.
+        logits: The logits of the model [vocab_size].
         params: The parameters.
         prompt: Tokens of the prompt.
-        written: Output tokens so far.
-        stops: Tokens that end the text.
-        allowed: What the structure admits next; None where there is none.
+        written: The output tokens so far.
+        stops: The tokens that end the text.
+        allowed: The tokens that the structure admits next. None where no structure is asked for.
     """
     scores = _penalised([x + params.logit_bias.get(t, 0.0) for t, x in enumerate(logits)], params, prompt, written)
     for processor in params.logits_processors:
@@ -137,7 +139,7 @@ def _filtered(alive: dict[int, float], params: SamplingParams, vocab_size: int) 
 
 
 def _may_follow(written: Context, language: Sequence[str]) -> set[int]:
-    """Tokens after which some text of the language can still come true; the last piece ends a text."""
+    """Tokens after which a text of the language is still possible. The last piece ends a text."""
     text = "".join(PIECES[t] for t in written)
     end = len(PIECES) - 1
     going_on = {t for t in range(end) if any(whole.startswith(text + PIECES[t]) for whole in language)}

@@ -1,4 +1,4 @@
-"""Real checkpoints so small that every path through the engine can be walked."""
+"""Real checkpoints that are so small that every path through the engine can be walked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.llm import LLM
 from outrider.model.hf import without_bars
 
-#: What the tokens of `save_tiny_llama(..., speaks=True)` say; the last one ends a text.
+#: The texts of the tokens of `save_tiny_llama(..., speaks=True)`. The last one ends a text.
 PIECES = ('"', "a", "<end>")
 
 
@@ -19,13 +19,14 @@ def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3, num_layers:
     """Write a Llama of few layers with random weights in float64; returns its path.
 
     Args:
-        folder: Where to.
+        folder: The folder to write to.
         seed: Fixes the weights.
-        vocab_size: Width of the logits; 3 where it speaks.
-        num_layers: How many.
-        speaks: With a tokenizer of PIECES and an end of text; without either otherwise.
+        vocab_size: The width of the logits. It must be 3 where `speaks` is true.
+        num_layers: The number of layers.
+        speaks: Whether to write a tokenizer of PIECES and an end of text.
 
-    Weights are drawn wide: at the usual spread of 0.02 all laws are nearly uniform, and a wrong mask changes nothing.
+    The weights have a wide spread. At the usual spread of 0.02 all probabilities would be nearly equal, and a wrong mask
+    would change nothing.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -66,8 +67,8 @@ def _save_tokenizer(folder: Path) -> None:
 def raise_norms(model: Any) -> None:
     """Let the norms of a float64 model compute in float64.
 
-    transformers normalises in float32, where a difference of 1e-16 between two batch shapes can round to one of 1e-7.
-    Without that island two passes over the same tokens agree to about 1e-15, and bounds can be tight.
+    transformers normalises in float32, where a difference of 1e-16 between two batch shapes may become one of 1e-7. With
+    float64 throughout, two passes over the same tokens agree to about 1e-15, and the bounds of the proofs can be tight.
     """
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -85,7 +86,7 @@ class _Norm:
 
 
 def raise_engine_norms(llm: LLM) -> None:
-    """`raise_norms` on the target and on every draft model that is alive."""
+    """Apply `raise_norms` to the target and to every draft model that is loaded."""
     raise_norms(llm.engine.runner.loaded.model)
     for proposer in llm.proposers:
         runner = getattr(proposer, "runner", None)

@@ -1,8 +1,8 @@
-"""Tree rules in exact rational arithmetic, written from the papers: R4, R5, and R4 with walked children beside drawn ones.
+"""The tree rules in exact rational arithmetic, written from the papers: R4, R5, and R4 with drawn and walked children.
 
-R4, recursive rejection without replacement: Yang et al. 2024, Jeon et al. 2024. R5, traversal: Weng et al. 2025.
-A round draws a tree of fixed widths, siblings without replacement, verifies it, commits what stands and one more token.
-Against `reference.plain_law` the total variation of the joint law must be 0, exactly.
+R4 is recursive rejection without replacement (Yang et al. 2024, Jeon et al. 2024). R5 is traversal (Weng et al. 2025). A
+round draws a tree of fixed widths with siblings without replacement. It verifies the tree, and commits the tokens that
+stand and one more. The total variation of the joint distribution from `reference.plain_distribution` must be exactly 0.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class TreeRule(StrEnum):
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a drawn tree; `drawn` tells it from a guess that follows from the context alone."""
+    """A node of a draft tree. `drawn` is false for a guess that follows from the context alone."""
 
     path: Context
     children: tuple[Node, ...] = ()
     drawn: bool = True
 
 
-def speculative_law(case: Case, rule: TreeRule, widths: tuple[int, ...], length: int) -> Joint:
-    """Joint law of the first `length` tokens over consecutive rounds."""
+def speculative_distribution(case: Case, rule: TreeRule, widths: tuple[int, ...], length: int) -> Joint:
+    """The joint distribution of the first `length` tokens, over consecutive rounds."""
 
     @cache
     def continued(context: Context) -> Mapping[Context, Fraction]:
         if len(context) >= length:
             return {context[:length]: _ONE}
         joint: defaultdict[Context, Fraction] = defaultdict(Fraction)
-        for tokens, weight in round_law(case, rule, context, widths).items():
+        for tokens, weight in round_distribution(case, rule, context, widths).items():
             for outcome, share in continued(context + tokens).items():
                 joint[outcome] += weight * share
         return joint
@@ -50,8 +50,8 @@ def speculative_law(case: Case, rule: TreeRule, widths: tuple[int, ...], length:
     return dict(continued(()))
 
 
-def round_law(case: Case, rule: TreeRule, context: Context, widths: tuple[int, ...]) -> Joint:
-    """Law of the tokens that one round commits after `context`."""
+def round_distribution(case: Case, rule: TreeRule, context: Context, widths: tuple[int, ...]) -> Joint:
+    """Joint distribution of the tokens that one round commits after `context`."""
     verify = _traversal if rule is TreeRule.TRAVERSAL else _recursive
     joint: defaultdict[Context, Fraction] = defaultdict(Fraction)
     for tree, chance in _trees(case, context, (), widths):
@@ -66,7 +66,7 @@ def _guess(context: Context) -> Node:
 
 
 def _trees(case: Case, context: Context, path: Context, widths: tuple[int, ...]) -> Iterator[tuple[Node, Fraction]]:
-    """Every tree below `path` and its chance."""
+    """Every tree below `path`, with its probability."""
     if not widths:
         yield Node(path), _ONE
         return
@@ -86,19 +86,19 @@ def _families(
             yield (first, *others), chance * rest
 
 
-def _orders(law: Probs, count: int) -> Iterator[tuple[Context, Fraction]]:
-    """Draws of up to `count` tokens without replacement, in order; fewer where the law has no more."""
-    if count == 0 or not any(law):
+def _orders(probs: Probs, count: int) -> Iterator[tuple[Context, Fraction]]:
+    """All draws of `count` tokens without replacement, in order. A draw is shorter where no more tokens are possible."""
+    if count == 0 or not any(probs):
         yield (), _ONE
         return
-    for token, p in enumerate(law):
+    for token, p in enumerate(probs):
         if p:
-            for rest, chance in _orders(_without(law, token), count - 1):
+            for rest, chance in _orders(_without(probs, token), count - 1):
                 yield (token, *rest), p * chance
 
 
-def _without(law: Probs, token: int) -> Probs:
-    left = tuple(_ZERO if t == token else p for t, p in enumerate(law))
+def _without(probs: Probs, token: int) -> Probs:
+    left = tuple(_ZERO if t == token else p for t, p in enumerate(probs))
     total = sum(left, _ZERO)
     return tuple(p / total for p in left) if total else left
 
@@ -107,7 +107,7 @@ def _without(law: Probs, token: int) -> Probs:
 
 
 def _recursive(case: Case, context: Context, node: Node) -> Iterator[tuple[Context, Fraction]]:
-    """(tokens committed below the root, their chance); drawn children first, then the target's walk over the others."""
+    """(tokens committed below the root, their probability): the drawn children first, then the walk over the others."""
     p, q = case.target(context + node.path), case.draft(context + node.path)
     reached = _ONE
     for child in (c for c in node.children if c.drawn):
@@ -133,7 +133,7 @@ def _recursive(case: Case, context: Context, node: Node) -> Iterator[tuple[Conte
 
 @dataclass(frozen=True)
 class _Level:
-    """A node on the way from the root to the current leaf: what is left of it."""
+    """A node on the way from the root to the current leaf, with what is left of it after refusals."""
 
     node: Node
     weight: Fraction
@@ -173,7 +173,7 @@ def _from_leaf(
 
 
 def _refuse(level: _Level, token: int) -> _Level:
-    """What is left of a node after its first child was refused."""
+    """What is left of a node after its first remaining child was refused."""
     excess = sum((max(_ZERO, level.weight * a - b) for a, b in zip(level.p, level.q, strict=True)), _ZERO)
     below = excess + 1 - level.weight
     return replace(

@@ -1,4 +1,4 @@
-"""A text that rounds of drafting and verifying write outside any engine, for proofs of the verifier."""
+"""A text that is drafted and verified without an engine, for proofs of the Verifier."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PROMPT = (0,)
 
 @dataclass
 class WrittenText:
-    """One prompt token and what was written behind it.
+    """A prompt of one token, and the text behind it.
 
     Attributes:
-        view: What proposers see of it.
-        tokens: All tokens.
-        rule: How its drafts are checked.
+        view: The sequence as proposers see it.
+        tokens: All tokens, the prompt's included.
+        rule: The rule that verifies its drafts.
     """
 
     view: ProposerSequence
@@ -34,28 +34,28 @@ class WrittenText:
         """A text without output."""
         tokens, params = list(_PROMPT), SamplingParams(max_tokens=64)
         shown = Tokens(tokens)
-        kv = KVLease(BlockManager(1, 1))  # never asked for
+        kv = KVLease(BlockManager(1, 1))  # nothing is ever kept in it
         view = ProposerSequence(seq_id, shown, len(_PROMPT), params, Processing(params, shown, 1), 0, 0, kv)
         return WrittenText(view, tokens, rule)
 
     @property
     def output(self) -> tuple[int, ...]:
-        """What was written."""
+        """The tokens behind the prompt."""
         return tuple(self.tokens[len(_PROMPT) :])
 
     @property
     def request(self) -> ProposeRequest:
-        """What a drafter is asked."""
+        """The request for a draft."""
         return ProposeRequest(self.view, 64, coupled=self.rule == "coupled")
 
     def candidate(self, draft: Draft, rows: tuple[int, int]) -> Candidate:
-        """A draft for it, as the Verifier sees it."""
+        """A draft for this text as the Verifier takes it; `rows` are the first row and the row after the last."""
         view = self.view
         keys = CandidateKeys(view.seq_id, view.seed, view.sample, view.round, len(self.tokens))
         rule = rule_for(draft, self.rule, coupled=self.rule == "coupled")
         return Candidate(draft, rows, view.sampling, keys, rule)
 
     def commit(self, draft: Draft, verdict: Verdict) -> None:
-        """Append what stands."""
+        """Append the draft tokens that stand, and the token behind them."""
         self.tokens += [*(draft.token_ids[node] for node in verdict.path), verdict.token_id]
         self.view.round += 1

@@ -13,12 +13,12 @@ from typing import ClassVar, Protocol, Self
 from outrider.bench.peers.worker import Worker
 from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError
 
-#: Seconds that a mode may take to convert, load and write its first text, and that any later text may take.
+#: The seconds that a mode may take to convert, load and write its first text, and those for any later text.
 PREPARE_SECONDS = 900.0
 ANSWER_SECONDS = 300.0
-#: Draft lengths tried by kind: in short, and in full.
+#: The draft lengths of each kind of mode, in a usual run and in a full one.
 _LENGTHS = {"draft_model": ((3, 5), (2, 3, 5, 8)), "ngram": ((3,), (3, 5, 8))}
-#: Written before the first text that counts. A token repeats, so that n-grams find something and verification is warm too.
+#: The text that is written before the first one that counts. Its tokens repeat, so that n-grams find something to draft.
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = (1, 2, 1, 2, 1, 2), 8
 
 
@@ -27,9 +27,9 @@ class PeerMode:
     """One setting of a peer.
 
     Attributes:
-        name: As reports show it: "plain", "draft_model k=3".
+        name: The name in reports, such as "plain" or "draft_model k=3".
         kind: "plain", "draft_model" or "ngram".
-        num_draft_tokens: Most draft tokens a step; 0 where it does not speculate.
+        num_draft_tokens: The most draft tokens in a step. 0 where the mode does not speculate.
     """
 
     name: str
@@ -39,15 +39,15 @@ class PeerMode:
 
 @dataclass(frozen=True)
 class PeerRun:
-    """One text written by a peer; None for what it does not say.
+    """One text that a peer wrote. Figures are None where the peer does not tell them.
 
     Attributes:
-        token_ids: Output tokens.
+        token_ids: The output tokens.
         seconds: Wall time, prompt included.
-        time_to_first_token: Seconds until the first output; who drafts behind the prompt hands out several tokens then.
+        time_to_first_token: Seconds until the first output, which may be several tokens.
         decode_seconds: Wall time from then on.
-        num_draft_tokens: Drafted.
-        num_accepted_tokens: Of these, accepted.
+        num_draft_tokens: The number of draft tokens.
+        num_accepted_tokens: The number of accepted draft tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -60,13 +60,13 @@ class PeerRun:
 
 @dataclass(frozen=True)
 class PeerModels:
-    """The same weights for everybody.
+    """The weights, which are the same for every engine.
 
     Attributes:
         target: Folder or hub id.
-        draft: Folder or hub id of a draft model with the same vocabulary; None where there is none.
+        draft: Folder or hub id of a draft model with the same vocabulary. None where there is none.
         dtype: "float32", "bfloat16" or "int8".
-        num_threads: Threads that compute.
+        num_threads: The number of threads that compute.
         folder: Where converted files are kept from one run to the next.
     """
 
@@ -79,14 +79,14 @@ class PeerModels:
 
 @dataclass(frozen=True)
 class PeerRequest:
-    """One text to write: exactly `max_tokens` tokens, whichever of them would end a text.
+    """One text to write. It has exactly `max_tokens` tokens, even where one of them would end a text.
 
     Attributes:
-        mode: How.
-        prompt_ids: Tokens of the prompt.
-        max_tokens: Length of the output.
-        temperature: 0 takes the likeliest token; otherwise the whole law is sampled, without filters.
-        seed: Of the sampling; None leaves it to the peer.
+        mode: The mode of the peer.
+        prompt_ids: The tokens of the prompt.
+        max_tokens: The length of the output.
+        temperature: 0 takes the likeliest token. Otherwise all tokens of the vocabulary may be drawn, without filters.
+        seed: The seed of the sampling. None leaves it to the peer.
     """
 
     mode: PeerMode
@@ -97,7 +97,7 @@ class PeerRequest:
 
 
 class PeerEngine(Protocol):
-    """What lives in a peer's process and does its work; what a mode needs is loaded when it is first asked for."""
+    """The engine inside the process of a peer. It loads what a mode needs when the mode is first asked for."""
 
     def generate(self, request: PeerRequest) -> PeerRun:
         """Write one text."""
@@ -105,18 +105,18 @@ class PeerEngine(Protocol):
 
 
 class Peer(ABC):
-    """An engine under measurement: a context manager around a process of its own.
+    """Another engine that is measured. It is a context manager around a process of its own.
 
-    The process starts with the first text, and again after a failure that ended it, so that one mode that crashes or hangs
-    costs its own figures only. Thread pools of two engines in one process would spin against each other.
+    The process starts with the first text, and again after a failure that ended it. So a mode that crashes or hangs loses
+    only its own figures. In one process, the thread pools of two engines would slow each other down.
 
     Args:
         models: What it loads.
 
     Attributes:
-        name: As users give it.
-        package: Whose version is the peer's.
-        dtypes: Types of weights that it can use.
+        name: The name that users give.
+        package: The package whose version is that of the peer.
+        dtypes: The types of weights that it can use.
 
     Raises:
         InvalidParameterError: It cannot use weights of this type.
@@ -142,20 +142,20 @@ class Peer(ABC):
     @staticmethod
     @abstractmethod
     def missing() -> str | None:
-        """Why it cannot run here, with what to install; None where it can."""
+        """Why it cannot run here, and what to install. None where it can run."""
 
     @staticmethod
     @abstractmethod
     def building(models: PeerModels) -> Callable[[], PeerEngine]:
-        """What builds the engine, sent to its process."""
+        """The function that builds the engine. It is sent to the process of the peer."""
 
     @property
     @abstractmethod
     def precision(self) -> str:
-        """In which types it keeps weights and KV, in words for a report."""
+        """The types in which it keeps weights and KV, in words for a report."""
 
     def modes(self, *, full: bool) -> Sequence[PeerMode]:
-        """Its settings to be tried, "plain" first; more draft lengths where `full`."""
+        """The modes to measure, "plain" first. A full run has more draft lengths."""
         kinds = [kind for kind in _LENGTHS if kind != "draft_model" or self.models.draft is not None]
         speculating = [PeerMode(f"{kind} k={k}", kind, k) for kind in kinds for k in _LENGTHS[kind][full]]
         return [PeerMode("plain", "plain"), *speculating]
@@ -163,19 +163,19 @@ class Peer(ABC):
     def generate(
         self, mode: PeerMode, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None
     ) -> PeerRun:
-        """Write exactly `max_tokens` tokens; a mode's first text is preceded by a short one that does not count.
+        """Write exactly `max_tokens` tokens. Before the first text of a mode, it writes a short one that does not count.
 
         Args:
-            mode: One of `modes`, or another draft length.
-            prompt_ids: At least one token.
-            max_tokens: At least one; no token ends the text.
-            temperature: 0 for greedy.
-            seed: Of the sampling.
+            mode: One of `modes`, or one with another draft length.
+            prompt_ids: The tokens of the prompt, at least one.
+            max_tokens: The length of the output, at least one. No token ends the text.
+            temperature: 0 for greedy text.
+            seed: The seed of the sampling.
 
         Raises:
-            InvalidParameterError: A number out of its range, or a draft model asked for where there is none.
-            InvalidPromptError: No prompt.
-            EngineAnswerError: The peer failed, crashed, took too long, or wrote fewer or more tokens.
+            InvalidParameterError: A number is out of its range, or the mode needs a draft model and there is none.
+            InvalidPromptError: The prompt is empty.
+            EngineAnswerError: The peer failed, crashed, took too long, or wrote another number of tokens.
         """
         request = PeerRequest(mode, tuple(prompt_ids), max_tokens, temperature, seed)
         self._check(request)
@@ -210,11 +210,11 @@ class Peer(ABC):
 
 
 def missing_packages(packages: Sequence[str], extra: str) -> str | None:
-    """Which of `packages` are not installed, with the command that installs them; None where all are."""
+    """The packages that are not installed, and the command that installs them. None where all are installed."""
     absent = [name for name in packages if util.find_spec(name) is None]
     return f"{', '.join(absent)} not installed; run: pip install 'outrider[{extra}]'" if absent else None
 
 
 def build_with(engine: Callable[[PeerModels], PeerEngine], models: PeerModels) -> Callable[[], PeerEngine]:
-    """`engine(models)`, to be called later in another process."""
+    """A function without arguments that calls `engine(models)`, for use in another process."""
     return partial(engine, models)

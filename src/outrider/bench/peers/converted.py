@@ -1,20 +1,20 @@
-"""Converted checkpoints, kept from one run to the next."""
+"""Converted checkpoints, which are kept from one run to the next."""
 
 from __future__ import annotations
 
 from hashlib import sha256
 from pathlib import Path
 
-from outrider.model.gguf import write_gguf
+from outrider.convert.gguf import write_gguf
 
 
 def converted_path(folder: Path, checkpoint: str, kind: str) -> Path:
-    """Where `checkpoint`, converted to `kind`, is kept in `folder`: another name when its files change.
+    """The path in `folder` for `checkpoint`, converted to `kind`. The name changes when the files of the checkpoint change.
 
     Args:
-        folder: Made if it is missing.
+        folder: The folder, which is made if it is missing.
         checkpoint: Folder or hub id.
-        kind: Becomes part of the name, as "bfloat16.gguf".
+        kind: A part of the name, such as "bfloat16.gguf".
     """
     folder.mkdir(parents=True, exist_ok=True)
     source = Path(checkpoint)
@@ -25,10 +25,10 @@ def converted_path(folder: Path, checkpoint: str, kind: str) -> Path:
 
 
 def gguf_file(folder: Path, checkpoint: str, dtype: str) -> str:
-    """The checkpoint as a GGUF file in which no token ends a text; written unless it is there.
+    """The checkpoint as a GGUF file in which no token ends a text. The file is written if it is missing.
 
     Raises:
-        UnsupportedModelError: GGUF cannot say what this model computes.
+        UnsupportedModelError: GGUF cannot describe what this model computes.
     """
     path = converted_path(folder, checkpoint, f"{dtype}.gguf")
     return str(path) if path.exists() else write_gguf(checkpoint, path, dtype)

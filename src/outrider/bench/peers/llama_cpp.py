@@ -1,6 +1,7 @@
-"""llama.cpp through its own server, which the xllamacpp package runs in this process: a server for each mode.
+"""llama.cpp through its own server, which the xllamacpp package runs in this process.
 
-The draft length belongs to a server and not to a request. All servers of a peer map the same files.
+Every mode has a server, because the draft length is a setting of a server and not of a request. All servers of a peer map
+the same files.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from outrider.bench.peers.base import (
 from outrider.bench.peers.converted import gguf_file
 from outrider.errors import EngineAnswerError
 
-#: Length of the n-gram that must occur again; `ngram-simple` knows no shorter fallback.
+#: The length of the n-gram that must occur again. `ngram-simple` never tries a shorter one.
 _NGRAM_SIZE = 2
 _CONTEXT = 4096
-#: What is asked of every text: the whole law, and nothing reused from the text before it.
+#: Fields of every request: no filters of the probabilities, and nothing reused from the text before.
 _REQUEST = {"cache_prompt": False, "ignore_eos": True, "return_tokens": True, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -58,7 +59,7 @@ class LlamaCppPeer(Peer):
 
 
 class LlamaCppEngine:
-    """Servers by mode.
+    """The servers of all modes.
 
     Args:
         models: What they load.
@@ -84,7 +85,7 @@ class LlamaCppEngine:
         return PeerRun(
             tuple(answer["tokens"]),
             seconds,
-            seconds - timings["predicted_ms"] / 1e3,  # which runs from the first token, sampled behind the prompt
+            seconds - timings["predicted_ms"] / 1e3,  # its clock starts at the first token, which follows the prompt
             timings["predicted_ms"] / 1e3,
             timings.get("draft_n", 0),
             timings.get("draft_n_accepted", 0),
@@ -123,7 +124,7 @@ class LlamaCppEngine:
 
 
 def _kv_type(dtype: str) -> str:
-    """llama.cpp's own default, and all of float32 where that is what is compared."""
+    """llama.cpp's own default, or float32 where float32 is compared."""
     return "float32" if dtype == "float32" else "float16"
 
 

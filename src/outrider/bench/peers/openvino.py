@@ -1,8 +1,8 @@
-"""OpenVINO GenAI: its pipeline, alone, with a draft model, or with prompt lookup.
+"""The pipeline of OpenVINO GenAI: alone, with a draft model, or with prompt lookup.
 
-Its models are made by its own GGUF reader from files that we write, since the exporter of optimum-intel wants an older
-transformers than this project. The reader knows no float32 and no bfloat16: weights are stored as float16, which changes
-a bfloat16 weight by at most 3e-8, and the plugin computes with what it makes of them (`precision`).
+Its own GGUF reader makes its models from files that we write, since the exporter of optimum-intel needs an older
+transformers than this project. The reader knows neither float32 nor bfloat16. So weights are stored as float16, which
+changes a bfloat16 weight by at most 3e-8, and `precision` says in which type the plugin computes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from outrider.bench.peers.base import (
     missing_packages,
 )
 from outrider.bench.peers.converted import converted_path
-from outrider.model.gguf import write_gguf
+from outrider.convert.gguf import write_gguf
 
-#: Longest n-gram that prompt lookup matches; it falls back to shorter ones.
+#: The longest n-gram that prompt lookup matches. It falls back to shorter ones.
 _NGRAM_MAX = 3
 _STORED_AS = {"float32": "float16", "bfloat16": "float16", "int8": "int8"}
 
@@ -57,7 +57,7 @@ class OpenVinoPeer(Peer):
 
 
 class OpenVinoEngine:
-    """A pipeline for each kind of mode; the draft length is a setting of the request.
+    """A pipeline for each kind of mode. The draft length is a setting of the request.
 
     Args:
         models: What they load.
@@ -88,7 +88,7 @@ class OpenVinoEngine:
 
         models = self._models
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.enable_prefix_caching = False  # every text starts from nothing
+        scheduler.enable_prefix_caching = False  # no text reuses what another one computed
         more: dict[str, Any] = {}
         if kind == "draft_model":
             assert models.draft is not None
@@ -108,7 +108,7 @@ class OpenVinoEngine:
 
 
 def _convert(checkpoint: str, dtype: str, folder: Path) -> None:
-    """Write model and tokenizer; the pipeline asks for a tokenizer although it is only ever given token ids."""
+    """Write the model and a tokenizer. The pipeline needs a tokenizer, although it is given token ids only."""
     import openvino
     import openvino_genai
     from openvino_tokenizers import convert_tokenizer
@@ -121,7 +121,7 @@ def _convert(checkpoint: str, dtype: str, folder: Path) -> None:
     source = folder / "model.gguf"
     write_gguf(checkpoint, source, dtype)
     tokenizer = openvino_genai.Tokenizer(folder)
-    openvino_genai.LLMPipeline(source, tokenizer, "CPU", enable_save_ov_model=True)  # beside its source
+    openvino_genai.LLMPipeline(source, tokenizer, "CPU", enable_save_ov_model=True)  # writes it beside its source
     source.unlink()
 
 
@@ -153,7 +153,7 @@ def _generation(request: PeerRequest) -> Any:
 
 
 def _draft_counts(result: Any, kind: str) -> tuple[int | None, int | None]:
-    """It counts what a draft model drafts, and not what prompt lookup does."""
+    """The numbers of draft tokens and accepted ones. OpenVINO does not count those of prompt lookup."""
     if kind == "plain":
         return 0, 0
     counted = result.extended_perf_metrics if kind == "draft_model" else None
@@ -161,7 +161,7 @@ def _draft_counts(result: Any, kind: str) -> tuple[int | None, int | None]:
 
 
 def _clock() -> Any:
-    """A streamer that keeps the time of the first output; its base class exists only where the package does."""
+    """A streamer that keeps the time of the first output. Its base class exists only where the package is installed."""
     import openvino_genai
 
     class Clock(openvino_genai.StreamerBase):  # type: ignore[misc]

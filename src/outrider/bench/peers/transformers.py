@@ -1,4 +1,4 @@
-"""transformers: `generate`, alone, with an assistant, or with prompt lookup."""
+"""`generate` of transformers: alone, with an assistant, or with prompt lookup."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from outrider.bench.peers.base import Peer, PeerEngine, PeerModels, PeerRequest, PeerRun, build_with
 
-#: Longest n-gram that prompt lookup matches; it falls back to shorter ones.
+#: The longest n-gram that prompt lookup matches. It falls back to shorter ones.
 _NGRAM_MAX = 3
 
 
 class TransformersPeer(Peer):
-    """The installed transformers, eager, with its default attention."""
+    """The installed transformers in eager mode, with its default attention."""
 
     name = "transformers"
     package = "transformers"
@@ -21,7 +21,7 @@ class TransformersPeer(Peer):
 
     @staticmethod
     def missing() -> str | None:
-        """Never: this project stands on it."""
+        """None: this project depends on it."""
         return None
 
     @staticmethod
@@ -57,7 +57,7 @@ class TransformersEngine:
         """See PeerEngine."""
         import torch
 
-        arguments = self._speculation(request)  # may load the draft model: not timed
+        arguments = self._speculation(request)  # this may load the draft model, which is not timed
         clock, passes = _Clock(), _Passes()
         ids = torch.tensor([request.prompt_ids])
         if request.seed is not None:
@@ -96,7 +96,7 @@ def _load(checkpoint: str, dtype: str) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
-    model.generation_config = GenerationConfig()  # no token ends a text, no filter of the checkpoint's own
+    model.generation_config = GenerationConfig()  # so no token ends a text, and the checkpoint's own filters are off
     return model
 
 
@@ -114,7 +114,7 @@ class _Clock:
         self._saw_prompt = False
 
     def put(self, value: Any) -> None:
-        """Called with the prompt, then with each piece of output."""
+        """Called with the prompt, and then with each piece of output."""
         if self._saw_prompt and self.first is None:
             self.first = perf_counter()
         self._saw_prompt = True
@@ -124,19 +124,19 @@ class _Clock:
 
 
 class _Passes:
-    """Counts the rows of the target's forward passes, since `generate` reports nothing about its drafts."""
+    """Counts the rows of the target's forward passes, because `generate` reports nothing about its drafts."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []
 
     def watching(self, model: Any) -> Any:
-        """A handle that counts until its block ends."""
+        """A context manager. It counts until its block ends."""
         return model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, _model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
         self._rows.append(int(kwargs["input_ids"].shape[1]))
 
     def counts(self, num_prompt_tokens: int, num_tokens: int) -> tuple[int, int]:
-        """Draft tokens and accepted ones: a pass holds one committed row, or the prompt, and beyond that drafts."""
+        """The numbers of draft tokens and accepted ones. A pass has one committed row, or the prompt, and then a draft."""
         committed = num_prompt_tokens + len(self._rows) - 1
         return sum(self._rows) - committed, num_tokens - len(self._rows)

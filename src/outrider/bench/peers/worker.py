@@ -1,4 +1,4 @@
-"""A process that holds one engine, answers one request at a time, and may be lost without loss."""
+"""A process that holds one engine and answers one request at a time. If it dies, another one replaces it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from outrider.errors import EngineAnswerError
 if TYPE_CHECKING:
     from outrider.bench.peers.base import PeerEngine, PeerRequest, PeerRun
 
-#: Seconds that a process may take to leave by itself.
+#: The seconds that a process may take to end by itself.
 _LEAVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What an engine raised, in words: its exceptions need not survive the way between processes."""
+    """The error of an engine in words, since its exceptions may not be sendable between processes."""
 
     problem: str
 
 
 class Worker:
-    """Starts the process when it is needed; ends it when it fails to answer.
+    """Starts the process when it is needed, and ends it when it does not answer.
 
     Args:
-        name: Of the engine, for errors.
-        build: Called in the process, which must be able to import it.
+        name: The name of the engine, for errors.
+        build: The function that builds the engine. The process must be able to import it.
     """
 
     def __init__(self, name: str, build: Callable[[], PeerEngine]) -> None:
@@ -42,7 +42,7 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is a process that still holds what was loaded."""
+        """Whether there is a process, which still holds what was loaded."""
         return self._process is not None and self._process.is_alive()
 
     def ask(self, request: PeerRequest, deadline: float) -> PeerRun:
@@ -50,7 +50,7 @@ class Worker:
 
         Args:
             request: One text to write.
-            deadline: Seconds, after which the process is ended.
+            deadline: The seconds after which the process is ended.
 
         Raises:
             EngineAnswerError: The engine raised, its process died, or the deadline passed.
@@ -72,11 +72,11 @@ class Worker:
         return run
 
     def close(self) -> None:
-        """End the process, if there is one; a later `ask` starts another."""
+        """End the process, if there is one. A later `ask` starts another."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         if connection is not None:
-            connection.close()  # which a living process takes as its leave
+            connection.close()  # a living process ends when its connection is closed
         if process is not None:
             process.join(_LEAVE_SECONDS)
             process.kill()
@@ -89,7 +89,7 @@ class Worker:
         self._process = context.Process(target=serve, args=(self._build, theirs), name=self._name, daemon=True)
         with _interrupts_wait():
             self._process.start()
-        theirs.close()  # so that the end of the process is the end of the pipe
+        theirs.close()  # so that the pipe ends when the process ends
 
     def _death(self, request: PeerRequest) -> EngineAnswerError:
         assert self._process is not None
@@ -106,11 +106,11 @@ class Worker:
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Keep Ctrl-C from this process for a moment, and from one that is started in it until that says what to do."""
+    """Hold Ctrl-C back from this process within the block, and from a process that is started there until it handles it."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows: a started process inherits no mask
         yield
         return
-    resource_tracker.ensure_running()  # started by the first process otherwise, and then it lifts the mask
+    resource_tracker.ensure_running()  # otherwise the first process starts it, and it would remove the mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -119,8 +119,8 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def serve(build: Callable[[], PeerEngine], connection: Connection[Any, Any]) -> None:
-    """The process: build the engine at the first request, then answer until the other side is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the side that can tell the user
+    """The main function of the process: build the engine at the first request, and answer until the other side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process handles interrupts, since it can tell the user
     engine: PeerEngine | None = None
     while True:
         try:
@@ -130,6 +130,6 @@ def serve(build: Callable[[], PeerEngine], connection: Connection[Any, Any]) -> 
         try:
             engine = engine or build()
             answer: PeerRun | Failure = engine.generate(request)
-        except Exception as error:  # whatever it is, it is for the report and not for this process
+        except Exception as error:  # every error goes into the report and must not end this process
             answer = Failure(f"{type(error).__name__}: {error}")
         connection.send(answer)

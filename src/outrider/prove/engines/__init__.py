@@ -1,1 +1,1 @@
-"""Other engines under proof: what they do to a law when they speculate."""
+"""Proofs on other engines: whether the distribution of their texts changes when they speculate."""

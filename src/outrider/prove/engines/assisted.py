@@ -1,8 +1,8 @@
-"""transformers under proof: `generate` with an assistant, prompt lookup or early exit, against `generate` alone.
+"""Proofs on transformers: `generate` with an assistant, prompt lookup or early exit, against `generate` alone.
 
-The law of a call is exact: its only chance is torch's generator, whose every branch is walked (`torch_forking`). It is
-compared with the exact law of the same call without its speculation, and that one with teacher-forced forwards.
-transformers turns logits into float32, so equal laws agree to about 1e-7.
+The joint distribution of a call is exact, because its only source of chance is torch's generator, and every branch of that
+is walked (`torch_forking`). It is compared with the exact distribution of the same call without its speculation, and that
+one with teacher-forced forward passes. transformers turns logits into float32, so equal distributions agree to about 1e-7.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 
 from outrider.model.hf import without_bars
 from outrider.params import SamplingParams
-from outrider.prove.engine_law import PROMPT
+from outrider.prove.engine_distribution import PROMPT
 from outrider.prove.engines.torch_forking import explore_torch
-from outrider.prove.forking import Law, Outcome, total_variation
-from outrider.prove.report import Finding
-from outrider.prove.runner import Proof
+from outrider.prove.findings import Finding
+from outrider.prove.forking import Distribution, Outcome, total_variation
+from outrider.prove.running import Proof
 from outrider.prove.teacher_forced import TeacherForced
 from outrider.prove.tiny import raise_norms, save_tiny_llama
 
-#: Rounding to float32 moves a law of three tokens by about 1e-7; the smallest planted error moves it by 1e-3.
+#: Rounding to float32 moves a distribution of three tokens by about 1e-7. The smallest planted error moves it by 1e-3.
 BOUND = 1e-5
 
-#: Of every assistant's `generation_config`, unless a call says otherwise.
+#: Fields of every assistant's `generation_config`, unless a call gives other values.
 _SETTLED = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-#: Parameters whose law `TeacherForced` computes by code of its own.
+#: Parameters whose effect `TeacherForced` computes by code of its own.
 _TEACHABLE = {"temperature", "top_k", "top_p", "min_p"}
 
 
@@ -40,13 +40,13 @@ class Call:
     """One way to call `generate`.
 
     Attributes:
-        speculation: Arguments that turn speculation on; models and tokenizers are given by their names (`_Cast`).
-        assistant: Fields of the assistant's `generation_config`, which is where transformers looks for them.
-        params: Arguments with and without speculation.
-        num_layers: Of the target.
-        lossy_by_design: Its documentation says so: reported, not judged.
-        may_raise: It raised in a release that we measured. One that raises changes no law, so that is said and not judged;
-            any other call that raises has failed.
+        speculation: The arguments that turn speculation on. They give models and tokenizers by their names (`_Cast`).
+        assistant: Fields of the assistant's `generation_config`, where transformers looks for them.
+        params: The arguments that are the same with and without speculation.
+        num_layers: The number of layers of the target.
+        lossy_by_design: Whether the documentation says that the call is lossy. The finding is shown, but decides nothing.
+        may_raise: Whether the call raised in a release that was measured. A call that raises writes no wrong text, so the
+            error is shown and decides nothing. Any other call that raises has failed.
     """
 
     speculation: Mapping[str, Any]
@@ -58,14 +58,14 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The arguments; in brackets the assistant's configuration, as far as it is not `_SETTLED`."""
+        """The arguments, and in brackets the fields of the assistant's configuration that differ from `_SETTLED`."""
         arguments = [f"{key}={value}" for key, value in {**self.speculation, **self.params}.items()]
         inner = ", ".join(f"{key}={value}" for key, value in self.assistant.items() if _SETTLED.get(key) != value)
         return ", ".join(arguments) + (f" [{inner}]" if inner else "")
 
     @property
     def greedy(self) -> Call:
-        """Without what matters only to sampling."""
+        """The same call without the parameters that matter only to sampling."""
         kept = {key: value for key, value in self.params.items() if key not in _SAMPLING}
         return replace(self, params=kept)
 
@@ -122,7 +122,7 @@ class AssistedGeneration:
 
     Args:
         folder: Where the tiny models are written.
-        calls: What is asked of it; None takes `CALLS`, or `QUICK_CALLS`.
+        calls: The calls to prove. None takes `CALLS`, or `QUICK_CALLS` where a quick run is asked for.
     """
 
     def __init__(self, folder: Path, calls: Sequence[Call] | None = None) -> None:
@@ -130,22 +130,22 @@ class AssistedGeneration:
 
         self.title = f"transformers {transformers.__version__}, torch {torch.__version__}, float64 weights"
         self._cast, self._calls = _Cast(folder), calls
-        self._plain: dict[str, Law] = {}
+        self._plain: dict[str, Distribution] = {}
 
     def proofs(self, *, quick: bool) -> Sequence[Proof]:
         """See OtherEngine."""
         calls = self._calls if self._calls is not None else QUICK_CALLS if quick else CALLS
-        return [*self._law_proofs(calls, 2 if quick else 3), *self._text_proofs(calls, 12 if quick else 24)]
+        return [*self._distribution_proofs(calls, 2 if quick else 3), *self._text_proofs(calls, 12 if quick else 24)]
 
-    def _law_proofs(self, calls: Sequence[Call], length: int) -> Iterator[Proof]:
+    def _distribution_proofs(self, calls: Sequence[Call], length: int) -> Iterator[Proof]:
         for params in _distinct(call.params for call in calls):
             if params.keys() <= _TEACHABLE:
                 yield (
-                    f"law, plain: {Call({}, params=params).name or 'no arguments'}",
+                    f"joint distribution, plain: {Call({}, params=params).name or 'no arguments'}",
                     partial(self.prove_plain, params, length),
                 )
         for call in calls:
-            yield f"law: {call.name}", partial(self.prove_law, call, length)
+            yield f"joint distribution: {call.name}", partial(self.prove_distribution, call, length)
 
     def _text_proofs(self, calls: Sequence[Call], length: int) -> Iterator[Proof]:
         for call in _first(call.greedy for call in calls):
@@ -154,25 +154,27 @@ class AssistedGeneration:
         for call in reversed(seeded.values()):
             yield f"seeded text: {call.name}", partial(self.compare_seeded, call, length)
 
-    # -- laws ----------------------------------------------------------------------------------------------------------
+    # -- joint distributions -------------------------------------------------------------------------------------------
 
     def prove_plain(self, params: Mapping[str, Any], length: int) -> Finding:
-        """Total variation between the law of `generate` alone and that of teacher-forced forwards."""
-        law = self._plain_law(Call({}, params=params), length)
-        taught = TeacherForced(self._cast.saved("target", 1)).law(PROMPT, SamplingParams(max_tokens=length, **params))
-        return _distance(law, {text: mass for (text,), mass in taught.items()}, length)
+        """Total variation between `generate` alone and teacher-forced forward passes."""
+        found = self._plain_distribution(Call({}, params=params), length)
+        taught = TeacherForced(self._cast.saved("target", 1)).distribution(
+            PROMPT, SamplingParams(max_tokens=length, **params)
+        )
+        return _distance(found, {text: mass for (text,), mass in taught.items()}, length)
 
-    def prove_law(self, call: Call, length: int) -> Finding:
-        """Total variation between the law of `generate` with and without speculation."""
+    def prove_distribution(self, call: Call, length: int) -> Finding:
+        """Total variation between `generate` with speculation and without."""
         if (raised := self._attempt(call, do_sample=True)) is not None:
             return raised
-        found = _distance(self.law(call, length), self._plain_law(call, length).probs, length)
+        found = _distance(self.distribution(call, length), self._plain_distribution(call, length).probs, length)
         if not call.lossy_by_design:
             return found
         return Finding(found.measured, found.bound, f"{found.detail}; lossy by its documentation", informs=True)
 
-    def law(self, call: Call, length: int) -> Law:
-        """The exact joint law of the tokens that `call` writes behind `PROMPT`; of a failure, its message."""
+    def distribution(self, call: Call, length: int) -> Distribution:
+        """The exact joint distribution of the texts of `call` behind `PROMPT`. A failure counts as a text of its own."""
 
         def run() -> Outcome:
             try:
@@ -181,27 +183,27 @@ class AssistedGeneration:
                 return (f"RuntimeError: {error}",)
 
         with torch.random.fork_rng(devices=[]):
-            run()  # the first call also sets things up, and draws for that
+            run()  # the first call also prepares things, and draws random numbers for that
         return explore_torch(run)
 
-    def _plain_law(self, call: Call, length: int) -> Law:
+    def _plain_distribution(self, call: Call, length: int) -> Distribution:
         plain = Call({}, params=call.params, num_layers=call.num_layers)
         key = f"{plain.name} {plain.num_layers} {length}"
         if key not in self._plain:
-            self._plain[key] = self.law(plain, length)
+            self._plain[key] = self.distribution(plain, length)
         return self._plain[key]
 
     # -- texts ---------------------------------------------------------------------------------------------------------
 
     def prove_greedy(self, call: Call, length: int) -> Finding:
-        """Greedy texts that differ from plain ones."""
+        """No greedy text with speculation differs from the plain one."""
         if (raised := self._attempt(call, do_sample=False)) is not None:
             return raised
         wrong = sum(self._differs(call, prompt, length, do_sample=False) for prompt in _PROMPTS)
         return Finding(wrong, 0.0, f"{len(_PROMPTS)} texts of {length} tokens, float64", informs=call.lossy_by_design)
 
     def compare_seeded(self, call: Call, length: int) -> Finding:
-        """Texts that differ from plain ones after the same `torch.manual_seed`."""
+        """The number of texts that differ from the plain ones after the same `torch.manual_seed`."""
         if (raised := self._attempt(call, do_sample=True)) is not None:
             return raised
         wrong = sum(self._differs(call, prompt, length, do_sample=True) for prompt in _PROMPTS)
@@ -217,11 +219,11 @@ class AssistedGeneration:
         return texts[0] != texts[1]
 
     def _attempt(self, call: Call, *, do_sample: bool) -> Finding | None:
-        """What a call raises that never works, if it may; a call that works leaves nothing to say."""
+        """The error of a call that fails and may fail; None where the call works."""
         try:
             with torch.random.fork_rng(devices=[]):
                 self._write(call, PROMPT, 2, do_sample=do_sample)
-        except Exception as error:  # whatever it is, it is what users of this call meet
+        except Exception as error:  # users of this call meet the same error, of whatever type
             if not call.may_raise:
                 raise
             first = str(error).partition(". ")[0][:90]
@@ -233,7 +235,7 @@ class AssistedGeneration:
 
         target = self._cast.model("target", call.num_layers)
         arguments = self._cast.fill({**call.params, **call.speculation}, do_sample=do_sample)
-        # Some schedules write to these; every call starts afresh.
+        # Some schedules change these configurations, so every call gets fresh ones.
         target.generation_config = GenerationConfig()
         arguments.get("assistant_model", target).generation_config = GenerationConfig(**call.assistant)
         ids = torch.tensor([prompt])
@@ -244,11 +246,12 @@ class AssistedGeneration:
 
 
 class _Cast:
-    """Models and tokenizers by their names, made on first use.
+    """Models and tokenizers by their names, made when they are first used.
 
-    Models are "target", "draft", and "foreign draft", which speaks the letters of its tokenizer. A tokenizer is named by
-    its letters, in the order of their ids; `get_vocab` lists them in that order or, "listed backwards", from the last. A
-    real one lists them as its hash table happens to, in another order in every process.
+    The models are "target", "draft" and "foreign draft". The last one has the vocabulary of its own tokenizer. A tokenizer
+    is named by its letters in the order of their ids. `get_vocab` lists the letters in that order, or from the last to the
+    first if the name ends in "listed backwards". A real tokenizer lists them in the order of a hash table, which differs
+    from process to process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -256,7 +259,7 @@ class _Cast:
         self._made: dict[Any, Any] = {}
 
     def fill(self, arguments: Mapping[str, Any], *, do_sample: bool) -> dict[str, Any]:
-        """Arguments of `generate` with the names replaced."""
+        """Arguments of `generate`, with models and tokenizers in place of their names."""
         filled = dict(arguments)
         for key in ("tokenizer", "assistant_tokenizer"):
             if key in filled:
@@ -264,18 +267,18 @@ class _Cast:
         if filled.get("assistant_model") == "foreign draft":
             letters = arguments["assistant_tokenizer"]
             path = self.saved("foreign draft", 1, len(letters.partition(",")[0]))
-            # The first sampled call rebuilds a foreign draft in place, for its tokenizer and unfit for greedy calls.
+            # The first sampled call changes a foreign draft for its tokenizer, and greedy calls cannot use it any more.
             filled["assistant_model"] = self._make((path, letters, do_sample), partial(_load, path))
         elif "assistant_model" in filled:
             filled["assistant_model"] = self.model(filled["assistant_model"], 1)
         return filled
 
     def model(self, name: str, num_layers: int) -> Any:
-        """A model over three tokens, in float64."""
+        """A model over three tokens in float64."""
         return self._make((name, num_layers), partial(_load, self.saved(name, num_layers)))
 
     def saved(self, name: str, num_layers: int, vocab_size: int = 3) -> str:
-        """Where its checkpoint is."""
+        """The path of its checkpoint, which is written when it is first asked for."""
         path = self._folder / f"{name.replace(' ', '-')}-{num_layers}-{vocab_size}"
         seed = 1 if name == "target" else 3
         if not path.exists():
@@ -310,12 +313,12 @@ def _tokenizer(name: str) -> Any:
     return tokenizer
 
 
-#: Behind each, lookup finds something, and draft models have something to disagree on.
+#: Prompts in which a lookup finds something, and about which the draft model and the target disagree.
 _PROMPTS = tuple(tuple((3 * i * i + i * j + j) % 3 for i in range(4 + j)) for j in range(8))
 
 
 def _first(calls: Iterable[Call]) -> list[Call]:
-    """Each name once."""
+    """The calls without those whose name came before."""
     return list({call.name: call for call in calls}.values())
 
 
@@ -323,9 +326,9 @@ def _distinct(params: Iterator[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return list({repr(sorted(p.items(), key=str)): p for p in params}.values())
 
 
-def _distance(law: Law, reference: Mapping[Any, float], length: int) -> Finding:
-    missing = abs(sum(law.probs.values()) - 1.0)
-    distance = total_variation(law.probs, reference) + law.dropped + missing
-    failures = sum(mass for text, mass in law.probs.items() if text and isinstance(text[0], str))
+def _distance(found: Distribution, reference: Mapping[Any, float], length: int) -> Finding:
+    missing = abs(sum(found.probs.values()) - 1.0)
+    distance = total_variation(found.probs, reference) + found.dropped + missing
+    failures = sum(mass for text, mass in found.probs.items() if text and isinstance(text[0], str))
     failed = f", fails with probability {failures:.3g}" if failures else ""
-    return Finding(distance, BOUND, f"{law.num_paths} paths, joint law of {length} tokens{failed}")
+    return Finding(distance, BOUND, f"{found.num_paths} paths, joint distribution of {length} tokens{failed}")

@@ -1,22 +1,22 @@
-"""What the prover needs of another engine."""
+"""What another engine must offer to be proved."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from outrider.prove.runner import Proof
+from outrider.prove.running import Proof
 
 
 class OtherEngine(Protocol):
-    """An engine whose speculation is put to the test.
+    """An engine whose speculation is tested.
 
     Attributes:
-        title: Name and version, as far as the engine tells.
+        title: Its name and version, as far as the engine tells them.
     """
 
     title: str
 
     def proofs(self, *, quick: bool) -> Sequence[Proof]:
-        """Named claims and what establishes them; they run in order, one at a time."""
+        """The claims by name, each with the function that proves it. They run in order, one at a time."""
         ...

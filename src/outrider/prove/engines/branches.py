@@ -1,17 +1,17 @@
-"""The decisions of one program, in the order in which it makes them, and every way through them."""
+"""Walks every path through the decisions of a program, which are known by the order in which it makes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from outrider.prove.forking import Law, Outcome
+from outrider.prove.forking import Distribution, Outcome
 
-#: Engines that compute in float32 make branches of a few 1e-8 where exact numbers have none: counted, not followed.
+#: Rounding in float32 makes branches of a few 1e-8 where exact numbers have none. They are counted, but not followed.
 FLOOR = 1e-6
 
 
 class Branches:
-    """Scripts still to be walked, and the one being walked."""
+    """The script that is being walked, and those that wait. A script is a list of choices for the first decisions."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
@@ -21,7 +21,7 @@ class Branches:
         self.dropped = 0.0
 
     def start(self) -> bool:
-        """Take up the next script; False when all have been walked."""
+        """Take up the next script. Returns False when all have been walked."""
         if not self._pending:
             return False
         self._script, self.weight = self._pending.pop()
@@ -29,10 +29,10 @@ class Branches:
         return True
 
     def choose(self, chances: Sequence[float]) -> int:
-        """The scripted choice, or else the likeliest; the others are left to later scripts.
+        """The choice of the script, or else the likeliest one. The other choices are left to later scripts.
 
         Args:
-            chances: Probability of each choice; they sum to 1.
+            chances: The probability of each choice. They sum to 1.
         """
         step = len(self._taken)
         if step < len(self._script):
@@ -47,20 +47,20 @@ class Branches:
         return choice
 
     def finish(self) -> float:
-        """Probability of the way that was just walked."""
+        """The probability of the path that was just walked."""
         assert len(self._taken) >= len(self._script), "a decision did not come again: the program is not deterministic"
         return self.weight
 
 
-def walk(run: Callable[[Branches], Outcome], *, max_paths: int = 100_000) -> Law:
-    """The law of what a program returns when all its chance comes from the branches it is given.
+def walk(run: Callable[[Branches], Outcome], *, max_paths: int = 100_000) -> Distribution:
+    """The exact distribution of what a program returns when all its chance comes from the branches it is given.
 
     Args:
-        run: The program; the same choices must bring it to the same decisions.
-        max_paths: Give up beyond.
+        run: The program. After the same choices it must come to the same decisions.
+        max_paths: The number of paths beyond which to give up.
 
     Raises:
-        AssertionError: More than `max_paths` ways through it, or the program is not deterministic.
+        AssertionError: There are more than `max_paths` paths, or the program is not deterministic.
     """
     branches, probs, num_paths = Branches(), dict[Outcome, float](), 0
     while branches.start():
@@ -68,4 +68,4 @@ def walk(run: Callable[[Branches], Outcome], *, max_paths: int = 100_000) -> Law
         probs[outcome] = probs.get(outcome, 0.0) + branches.finish()
         num_paths += 1
         assert num_paths <= max_paths, f"more than {max_paths} paths"
-    return Law(probs, num_paths, branches.dropped)
+    return Distribution(probs, num_paths, branches.dropped)

@@ -1,9 +1,10 @@
-"""Sampled texts against a law that is known only along the texts: a chi-square over cells, and its power.
+"""Compares sampled texts with probabilities that are known only along the texts: a chi-square over cells, and its power.
 
-A cell is a beginning that all its texts share, or, at a branching, "any other token". Where to branch is decided by the
-law (a token is a branch of its own where enough texts are expected to take it) and not by how many did, so that the
-statistic keeps its distribution. One exception errs on the side of the engine: behind a beginning on which a text ended,
-tokens that nobody drew count with the rest, since one of them is the end of text under a name that is not told.
+The texts of a cell have the same first tokens. At a branching, one cell holds the texts that go on with any other token.
+The probabilities decide where to branch, and not the counts: a token gets a branch of its own where enough texts are
+expected to take it. So the statistic keeps its distribution. There is one exception, which favours the engine. Where a
+text has ended, tokens that no text has drawn count with the rest, since one of them is the end of text and the server does
+not name it.
 """
 
 from __future__ import annotations
@@ -17,28 +18,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.prove.report import Finding
+from outrider.prove.findings import Finding
 from outrider.prove.sampled import SIGNIFICANCE, chi_square
 
 Text = tuple[Any, ...]
-#: Law of the next token behind a beginning; the most likely tokens suffice. None where nothing is known.
-LawOf = Callable[[Text], Mapping[Any, float] | None]
+#: The probabilities of the next token behind the first tokens of a text, at least those of the likeliest tokens.
+#: None where nothing is known.
+ProbsOf = Callable[[Text], Mapping[Any, float] | None]
 
-#: Texts that must be expected in a cell of its own; and the share of all texts, since many cells see little.
+#: A cell needs at least so many expected texts, and at least this share of all texts. With many cells a test sees little.
 LEAST, LEAST_SHARE = 20.0, 1 / 200
-#: How sure the stated power is.
+#: The probability with which the reported shift is noticed.
 _CHANCE = 0.99
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What sampling says of a law.
+class Judgement:
+    """What a sample says about the distribution of texts.
 
     Attributes:
-        p_value: Of the chi-square; small means that the texts do not come from the law.
-        num_cells: Cells compared.
-        distance: Total variation between shares and law over the cells; noise alone gives about sqrt(cells / texts) / 3.
-        detectable: The smallest total variation over these cells that would be noticed with 99 % chance, at the least.
+        p_value: The p-value of the chi-square. If it is small, the texts have another distribution.
+        num_cells: The number of cells that were compared.
+        distance: The total variation over the cells between measured and expected shares. Noise alone gives about
+            sqrt(cells / texts) / 3.
+        detectable: A total variation over these cells that would be noticed with a probability of 99 % or more.
     """
 
     p_value: float
@@ -47,54 +50,54 @@ class Verdict:
     detectable: float
 
 
-def judge(texts: Iterable[Text], law_of: LawOf, length: int) -> Verdict:
-    """Compare sampled texts with a law.
+def judge(texts: Iterable[Text], probs_of: ProbsOf, length: int) -> Judgement:
+    """Compare sampled texts with the probabilities that they ought to follow.
 
     Args:
-        texts: Drawn independently, `length` tokens each; fewer where one ended.
-        law_of: The law that they ought to have.
-        length: Tokens compared.
+        texts: Texts that were drawn independently, with `length` tokens each, or fewer where a text ended.
+        probs_of: The probabilities that they ought to follow.
+        length: The number of tokens that are compared.
     """
     drawn = [text[:length] for text in texts]
     least = max(LEAST, LEAST_SHARE * len(drawn))
-    expected, counts = _merged(_expected(law_of, length, drawn, least), drawn, least)
+    expected, counts = _merged(_expected(probs_of, length, drawn, least), drawn, least)
     p_value = chi_square(counts, expected) if len(counts) > 1 else 1.0
     distance = float((counts - expected).abs().sum() / 2 / len(drawn))
-    return Verdict(p_value, len(counts), distance, detectable(len(counts), len(drawn)))
+    return Judgement(p_value, len(counts), distance, detectable(len(counts), len(drawn)))
 
 
-def finding(verdict: Verdict, num_texts: int, length: int) -> Finding:
-    """A verdict for the report; measured is the p-value, which must stay above the bound."""
+def finding(judgement: Judgement, num_texts: int, length: int) -> Finding:
+    """A judgement as a finding. It measures the p-value, which must stay above the bound."""
     detail = (
-        f"p-value must exceed the bound: {num_texts:,} texts of {length} tokens in {verdict.num_cells} cells, "
-        f"total variation {verdict.distance:.3f} seen, {verdict.detectable:.3f} would be noticed (99 %)"
+        f"p-value must exceed the bound: {num_texts:,} texts of {length} tokens in {judgement.num_cells} cells, "
+        f"total variation {judgement.distance:.3f} seen, {judgement.detectable:.3f} would be noticed (99 %)"
     )
-    return Finding(verdict.p_value, SIGNIFICANCE, detail, verdict.p_value > SIGNIFICANCE and verdict.num_cells > 1)
+    return Finding(judgement.p_value, SIGNIFICANCE, detail, judgement.p_value > SIGNIFICANCE and judgement.num_cells > 1)
 
 
 def detectable(num_cells: int, num_texts: int) -> float:
-    """Total variation from which on a chi-square at `SIGNIFICANCE` notices with 99 % chance.
+    """The total variation that a chi-square at `SIGNIFICANCE` notices with a probability of 99 %.
 
-    A shift of total variation t has a noncentrality of at least 4 * num_texts * t**2, whatever cells it moves between
-    (Cauchy and Schwarz), so this holds for every shift; most are noticed earlier.
+    A shift of total variation t has a noncentrality of at least 4 * num_texts * t**2, whichever cells it moves between
+    (Cauchy and Schwarz). So this holds for every shift, and most shifts are noticed earlier.
     """
     return min(1.0, float((_noncentrality(max(1, num_cells - 1)) / (4 * num_texts)) ** 0.5))
 
 
-def _expected(law_of: LawOf, length: int, drawn: list[Text], least: float) -> dict[Text, float]:
-    """Expected texts by cell; a cell that ends in None holds all other tokens."""
+def _expected(probs_of: ProbsOf, length: int, drawn: list[Text], least: float) -> dict[Text, float]:
+    """The expected number of texts by cell. A cell that ends in None holds all other tokens."""
     ended = {text for text in drawn if len(text) < length}
     cells: dict[Text, float] = {}
     open_nodes: list[tuple[Text, float]] = [((), float(len(drawn)))]
     seen = {text[:n] for text in drawn for n in range(length + 1)}
     while open_nodes:
         start, mass = open_nodes.pop()
-        law = law_of(start) if len(start) < length else None
-        if law is None:
+        probs = probs_of(start) if len(start) < length else None
+        if probs is None:
             cells[start] = mass
             continue
-        branches = {token: mass * p for token, p in law.items() if mass * p >= least}
-        if start in ended:  # the end of a text has a token too, whose name is not told
+        branches = {token: mass * p for token, p in probs.items() if mass * p >= least}
+        if start in ended:  # the end of a text has a token too, and the server does not name it
             branches = {token: m for token, m in branches.items() if (*start, token) in seen}
         open_nodes += [((*start, token), m) for token, m in branches.items()]
         cells[(*start, None)] = max(0.0, mass - sum(branches.values()))
@@ -102,7 +105,7 @@ def _expected(law_of: LawOf, length: int, drawn: list[Text], least: float) -> di
 
 
 def _merged(expected: dict[Text, float], drawn: list[Text], least: float) -> tuple[Tensor, Tensor]:
-    """Expected and counted texts [num_cells] each, small cells together; both sum to the number of texts."""
+    """Expected and counted texts, both [num_cells], with small cells put together. Both sum to the number of texts."""
     counts = Counter(_cell(text, expected) for text in drawn)
     large = [cell for cell, mass in expected.items() if mass >= least]
     rest = sum(mass for mass in expected.values() if mass < least)
@@ -118,7 +121,7 @@ def _merged(expected: dict[Text, float], drawn: list[Text], least: float) -> tup
 
 
 def _cell(text: Text, cells: Mapping[Text, float]) -> Text:
-    """The longest beginning of `text` that is a cell, or the "other" of the branching that it leaves."""
+    """The cell of a text: the longest prefix that is a cell, or the cell of other tokens where it leaves a branching."""
     for n in range(len(text), -1, -1):
         if text[:n] in cells:
             return text[:n]
@@ -129,13 +132,13 @@ def _cell(text: Text, cells: Mapping[Text, float]) -> Text:
 
 @cache
 def _noncentrality(freedom: int) -> float:
-    """Noncentrality at which a chi-square exceeds its critical value with 99 % chance."""
+    """The noncentrality at which a chi-square exceeds its critical value with a probability of 99 %."""
     critical = _bisect(lambda x: 1.0 - SIGNIFICANCE - _chi_square_cdf(freedom, x, 0.0), 4.0 * freedom + 200.0)
     return _bisect(lambda x: _chi_square_cdf(freedom, critical, x) - (1.0 - _CHANCE), 4.0 * freedom + 400.0)
 
 
 def _chi_square_cdf(freedom: int, x: float, noncentrality: float) -> float:
-    """Mixture of central chi-squares over a Poisson number of extra pairs of degrees."""
+    """A noncentral chi-square, as a mixture of central ones over a Poisson number of extra pairs of degrees of freedom."""
     extra = torch.arange(0, int(noncentrality + 20 * (noncentrality + 1) ** 0.5) + 20, dtype=torch.float64)
     half = torch.tensor(noncentrality / 2, dtype=torch.float64)
     weights = torch.exp(torch.xlogy(extra, half) - half - torch.lgamma(extra + 1))
@@ -144,7 +147,7 @@ def _chi_square_cdf(freedom: int, x: float, noncentrality: float) -> float:
 
 
 def _bisect(falling: Callable[[float], float], high: float) -> float:
-    """Where a falling function that starts above 0 crosses it."""
+    """Where a falling function that starts above 0 crosses 0."""
     low = 0.0
     for _ in range(60):
         middle = (low + high) / 2

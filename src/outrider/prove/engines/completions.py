@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 
 from outrider.errors import EngineAnswerError
 
-#: As many as the protocol lets every server give.
+#: The largest number that every server allows.
 NUM_LOGPROBS = 5
 
 
@@ -24,30 +24,30 @@ class Answer:
     """One completion.
 
     Attributes:
-        text: As a string.
-        tokens: Its tokens as strings; without the one that ended it, if the server leaves that out.
-        token_ids: Their ids, where the server tells them.
-        laws: For each token, the probabilities that the server reports for it and its likeliest rivals.
-        num_drafted: Draft tokens verified for it, where the server tells (llama.cpp does).
+        text: The text as a string.
+        tokens: Its tokens as strings. Some servers leave out the token that ended the text.
+        token_ids: The ids of the tokens. None where the server does not tell them.
+        probs: For each token, the probabilities that the server reports for it and for its likeliest rivals.
+        num_drafted: The number of draft tokens that were verified. None where the server does not tell (llama.cpp does).
     """
 
     text: str
     tokens: tuple[str, ...]
     token_ids: tuple[int, ...] | None
-    laws: tuple[Mapping[str, float], ...]
+    probs: tuple[Mapping[str, float], ...]
     num_drafted: int | None = None
 
 
 @dataclass(frozen=True)
 class CompletionsClient:
-    """One server, one model, and what every request says.
+    """A client for one model of one server.
 
     Attributes:
-        url: Of the server, with or without `/v1`; the key is taken from OPENAI_API_KEY where that is set.
-        model: The name in requests; None asks the server for its first.
+        url: The address of the server, with or without `/v1`. The key is taken from OPENAI_API_KEY where that is set.
+        model: The name of the model in requests. None takes the first model that the server lists.
         body: Further fields of every request.
-        timeout: Seconds to wait for an answer.
-        concurrency: Most requests at a time.
+        timeout: The number of seconds to wait for an answer.
+        concurrency: The largest number of requests at a time.
     """
 
     url: str
@@ -57,7 +57,7 @@ class CompletionsClient:
     concurrency: int = 16
 
     def name(self) -> str:
-        """The model's name. Raises EngineAnswerError."""
+        """The name of the model. Raises EngineAnswerError where the server lists none."""
         if self.model is not None:
             return self.model
         listed = self._send("models", None)
@@ -67,11 +67,11 @@ class CompletionsClient:
             raise EngineAnswerError(self.url, "lists no model", "Name one with --model.") from error
 
     def complete(self, prompts: Sequence[str | Sequence[int]], **fields: Any) -> list[Answer]:
-        """One completion for each prompt, side by side.
+        """One completion for each prompt, requested side by side.
 
         Args:
             prompts: Strings or token ids.
-            fields: Of the requests: max_tokens, temperature, seed, ...
+            fields: Fields of the requests: max_tokens, temperature, seed, ...
 
         Raises:
             EngineAnswerError: A request failed, or an answer has no token probabilities.
@@ -108,10 +108,10 @@ class CompletionsClient:
         try:
             choice = answer["choices"][0]
             reported = choice.get("logprobs") or {}
-            tokens, ids, laws = _entries(reported) if "content" in reported else _columns(reported)
+            tokens, ids, probs = _entries(reported) if "content" in reported else _columns(reported)
             ids = choice.get("token_ids", ids)
             num_drafted = answer["timings"].get("draft_n", 0) if "timings" in answer else None
-            return Answer(choice["text"], tokens, None if ids is None else tuple(ids), laws, num_drafted)
+            return Answer(choice["text"], tokens, None if ids is None else tuple(ids), probs, num_drafted)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             remedy = "It must support `logprobs` in /v1/completions; some servers need a flag for it."
             raise EngineAnswerError(self.url, f"an answer without token probabilities ({error!r})", remedy) from error
@@ -121,21 +121,21 @@ _Parts = tuple[tuple[str, ...], tuple[int, ...] | None, tuple[dict[str, float], 
 
 
 def _columns(reported: Mapping[str, Any]) -> _Parts:
-    """The legacy form: parallel lists. A rival and the token itself may be told apart by nothing but their strings."""
+    """Read the older form of logprobs, which has parallel lists. It tells tokens apart by their strings alone."""
     tokens = tuple(reported["tokens"])
-    laws = []
+    probs = []
     for token, logprob, rivals in zip(tokens, reported["token_logprobs"], reported["top_logprobs"], strict=True):
-        laws.append({rival: math.exp(value) for rival, value in {token: logprob, **rivals}.items()})
-    named = all(token.startswith("token_id:") for token in tokens)  # how vLLM names ids when asked to
-    return tokens, tuple(int(token[9:]) for token in tokens) if named and tokens else None, tuple(laws)
+        probs.append({rival: math.exp(value) for rival, value in {token: logprob, **rivals}.items()})
+    named = all(token.startswith("token_id:") for token in tokens)  # vLLM names ids like this when it is asked to
+    return tokens, tuple(int(token[9:]) for token in tokens) if named and tokens else None, tuple(probs)
 
 
 def _entries(reported: Mapping[str, Any]) -> _Parts:
-    """The chat form, which llama.cpp uses for completions too: an entry a token, and the ids that strings may share."""
+    """Read the form of the chat protocol, which llama.cpp uses for completions too. It has one entry for each token."""
     content = reported["content"]
-    laws = tuple({_word(r): math.exp(r["logprob"]) for r in (*entry["top_logprobs"], entry)} for entry in content)
+    probs = tuple({_word(r): math.exp(r["logprob"]) for r in (*entry["top_logprobs"], entry)} for entry in content)
     ids = tuple(entry["id"] for entry in content) if content and all("id" in entry for entry in content) else None
-    return tuple(map(_word, content)), ids, laws
+    return tuple(map(_word, content)), ids, probs
 
 
 def _word(entry: Mapping[str, Any]) -> str:

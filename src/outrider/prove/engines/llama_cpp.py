@@ -1,7 +1,7 @@
-"""llama.cpp under proof, through its own server in this process, on tiny models made for the purpose.
+"""Proofs on llama.cpp, through its own server in this process, on tiny models that are made for them.
 
-Its draws cannot be forked from here, so its law is sampled and the power stated. The reference is the same checkpoint in
-transformers; both compute in float32, memory included, and agree to about 1e-6.
+Its random draws cannot be forked from here. So its texts are sampled, and the proofs report their power. The reference is
+the same checkpoint in transformers. Both compute in float32, and keep their KV in float32, and agree to about 1e-6.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outrider.convert.gguf import write_gguf
 from outrider.errors import MissingExtraError
-from outrider.model.gguf import write_gguf
 from outrider.prove.engines.completions import CompletionsClient
-from outrider.prove.engines.openai_server import ServerProof, WeightsLaw
-from outrider.prove.runner import Proof
+from outrider.prove.engines.openai_server import ReferenceModel, ServerProof
+from outrider.prove.running import Proof
 from outrider.prove.tiny import save_tiny_llama
 
 _VOCAB_SIZE = 16
-#: Ends a text, and may be drawn like any token.
+#: This token ends a text. It may be drawn like any other.
 _EOS_TOKEN_ID = 2
-#: The first is asked for its law; all of them repeat themselves, so that n-grams find something.
+#: All prompts repeat themselves, so that n-grams find something.
 PROMPTS = ((1, 4, 5, 6, 4, 5), (1, 7, 8, 7, 8, 7, 8), (1, 9, 3, 9, 3, 5, 9, 3), (1, 12, 12, 12, 12))
 
 
@@ -31,9 +31,9 @@ class Speculation:
     """One way in which the server may speculate.
 
     Attributes:
-        name: The parameters, as llama.cpp calls them.
-        kind: Member of `common_speculative_type`, behind its prefix.
-        draft: Fields of the draft model's parameters; None where no model drafts.
+        name: The parameters under the names of llama.cpp.
+        kind: The member of `common_speculative_type`, without its prefix.
+        draft: Fields of the draft model's parameters. None where no model drafts.
         ngram: Fields of the n-gram parameters.
     """
 
@@ -52,14 +52,14 @@ SPECULATIONS = (
 
 
 class LlamaCpp:
-    """A server for each way to speculate, and one that does not.
+    """A server for each way to speculate, and one that does not speculate.
 
     Args:
         folder: Where the tiny models are written.
-        stack: Closes the servers.
+        stack: Closes the servers when it ends.
 
     Raises:
-        MissingExtraError: Packages are missing.
+        MissingExtraError: A package is not installed.
     """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
@@ -69,7 +69,7 @@ class LlamaCpp:
         target = save_tiny_llama(folder / "target", 1, vocab_size=_VOCAB_SIZE)
         draft = save_tiny_llama(folder / "draft", 2, vocab_size=_VOCAB_SIZE)
         self._files = [self._converted(checkpoint) for checkpoint in (target, draft)]
-        self._weights = WeightsLaw(target)
+        self._weights = ReferenceModel(target)
 
     @staticmethod
     def _converted(checkpoint: str) -> str:
@@ -131,8 +131,8 @@ class LlamaCpp:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[LlamaCpp]:
-    """llama.cpp on models in `folder`; its servers stop when the block ends."""
+def open_llama_cpp(folder: Path) -> Iterator[LlamaCpp]:
+    """llama.cpp with models in `folder`. Its servers stop when the block ends."""
     with ExitStack() as stack:
         yield LlamaCpp(folder, stack)
 

@@ -1,7 +1,8 @@
-"""An OpenAI-compatible server under proof: sampled, with the power stated.
+"""Proofs on an OpenAI-compatible server. Its texts are sampled, and the proofs report their power.
 
-The law that texts ought to have is what the server itself reports (`logprobs`) or, given the weights, what the stock
-transformers model computes. Everything is sent at temperature 1 without filters, where reported and sampled laws coincide.
+The texts ought to follow the probabilities that the server itself reports (`logprobs`) or, where the weights are given,
+those that the stock transformers model computes. All requests have temperature 1 and no filters, since there the reported
+probabilities are those that the server draws from.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import torch
 
 from outrider.errors import EngineAnswerError
 from outrider.model.hf import without_bars
-from outrider.prove.engines.cells import LawOf, Text, finding, judge
+from outrider.prove.engines.cells import ProbsOf, Text, finding, judge
 from outrider.prove.engines.completions import Answer, CompletionsClient
-from outrider.prove.report import Finding
-from outrider.prove.runner import Proof
+from outrider.prove.findings import Finding
+from outrider.prove.running import Proof
 
-#: Reported probabilities may move by this much with the batch, as they do in bfloat16.
+#: Reported probabilities may differ by this much from batch to batch, as they do in bfloat16.
 SPREAD = 0.02
-#: A greedy token may be this much less likely than the best one: two nearly equal ones swap in narrow types.
+#: A greedy token may be less likely than the best one by this much, since narrow types swap two nearly equal tokens.
 TIE = 0.02
 
 Prompt = str | tuple[int, ...]
@@ -36,22 +37,22 @@ PROMPTS: tuple[str, ...] = (
 
 
 class ServerProof:
-    """A server whose speculation is on, and what may be compared with it.
+    """A server that speculates, and what its texts are compared with.
 
     Args:
-        client: Asks with speculation.
-        plain: Asks without, the same server or another one; None where nobody can.
-        weights: The law of the target from its weights; None takes what the server reports.
-        prompts: Put to it; two for the law and all for identity.
-        num_texts: Sampled for each law.
-        length: Tokens of each sampled text.
+        client: Asks the server with speculation.
+        plain: Asks the same server or another one without speculation. None where that is not possible.
+        weights: The target itself, as the reference. None takes the probabilities that the server reports.
+        prompts: The prompts. Two of them are sampled, and identical texts are checked on all.
+        num_texts: The number of texts that are sampled behind each of the two prompts.
+        length: The number of tokens of each sampled text.
     """
 
     def __init__(
         self,
         client: CompletionsClient,
         plain: CompletionsClient | None = None,
-        weights: WeightsLaw | None = None,
+        weights: ReferenceModel | None = None,
         *,
         prompts: Sequence[Prompt] = PROMPTS,
         num_texts: int | None = None,
@@ -64,7 +65,11 @@ class ServerProof:
         self._sampled: dict[Prompt, list[Answer]] = {}
 
     def reach(self) -> None:
-        """Ask for one token each way, so that what cannot work fails once. Raises EngineAnswerError."""
+        """Ask for one token with and without speculation, so that a server that cannot answer fails only once.
+
+        Raises:
+            EngineAnswerError: The server cannot answer.
+        """
         for client in filter(None, (self._client, self._plain)):
             client.complete(self._prompts[:1], max_tokens=1, temperature=0.0)
 
@@ -72,7 +77,9 @@ class ServerProof:
         """See OtherEngine."""
         num_texts = self._num_texts or (1000 if quick else 4000)
         asked = self._prompts[: 1 if quick else 2]
-        found: list[Proof] = [(f"law of the texts behind {p!r}", partial(self.prove_law, p, num_texts)) for p in asked]
+        found: list[Proof] = [
+            (f"distribution of the texts behind {p!r}", partial(self.prove_distribution, p, num_texts)) for p in asked
+        ]
         found.append(("reported probabilities agree with each other", partial(self.prove_reported, asked, num_texts)))
         found.append(("greedy tokens are the likeliest", self.prove_greedy_tokens))
         found.append(("greedy text repeats", partial(self.prove_text, None, 0.0)))
@@ -82,10 +89,10 @@ class ServerProof:
             found.append(("seeded text is the plain one", partial(self.prove_text, self._plain, 1.0)))
         return found
 
-    # -- laws ----------------------------------------------------------------------------------------------------------
+    # -- joint distributions -------------------------------------------------------------------------------------------
 
-    def prove_law(self, prompt: Prompt, num_texts: int) -> Finding:
-        """The chi-square of sampled texts; measured is its p-value."""
+    def prove_distribution(self, prompt: Prompt, num_texts: int) -> Finding:
+        """Sampled texts follow the probabilities of the target; the finding measures the p-value of a chi-square."""
         answers = self._texts(prompt, num_texts)
         drafted = [answer.num_drafted for answer in answers if answer.num_drafted is not None]
         if drafted and not sum(drafted):
@@ -102,10 +109,10 @@ class ServerProof:
                 f"reports probabilities behind one text that contradict each other by {reported.contradiction:.2g}",
                 "Give the weights with --weights.",
             )
-        return finding(judge([a.tokens for a in answers], reported.law, self._length), num_texts, self._length)
+        return finding(judge([a.tokens for a in answers], reported.probs, self._length), num_texts, self._length)
 
     def prove_reported(self, prompts: Sequence[Prompt], num_texts: int) -> Finding:
-        """How far the probabilities reported behind the same text contradict each other."""
+        """Probabilities that the server reports behind the same text agree with each other."""
         spread = max(Reported(self._texts(prompt, num_texts)).contradiction for prompt in prompts)
         detail = f"{len(prompts) * num_texts:,} answers, token by token"
         return Finding(spread, SPREAD, detail, informs=self._weights is not None)
@@ -119,12 +126,12 @@ class ServerProof:
     # -- texts ---------------------------------------------------------------------------------------------------------
 
     def prove_greedy_tokens(self) -> Finding:
-        """Tokens of greedy texts that the law puts clearly behind another."""
+        """No token of a greedy text is clearly less likely than another one."""
         answers = self._client.complete(self._prompts, **_request(0.0))
         wrong = compared = 0
         for prompt, answer in zip(self._prompts, answers, strict=True):
-            for row, (token, law) in enumerate(self._rows(prompt, answer)):
-                wrong += law.get(token, 0.0) < max(law.values()) - TIE
+            for row, (token, probs) in enumerate(self._rows(prompt, answer)):
+                wrong += probs.get(token, 0.0) < max(probs.values()) - TIE
                 compared = max(compared, row + 1)
         source = "reported" if self._weights is None else "by the weights"
         return Finding(
@@ -132,7 +139,10 @@ class ServerProof:
         )
 
     def prove_text(self, other: CompletionsClient | None, temperature: float) -> Finding:
-        """Texts that differ between all at once and one by one, or between here and `other`; seeded ones only inform."""
+        """Texts that are written together equal those that are written alone, by `other` where that is given.
+
+        A finding about seeded texts only informs, since nobody promises that they are equal.
+        """
         seeded, fields = temperature > 0.0, _request(temperature)
         asked = other if other is not None else self._client
         try:
@@ -149,41 +159,41 @@ class ServerProof:
 
     def _rows(self, prompt: Prompt, answer: Answer) -> Iterable[tuple[Any, Mapping[Any, float]]]:
         if self._weights is None:
-            return zip(answer.tokens, answer.laws, strict=True)
-        law, ids = self._weights.behind(prompt), self._weights.ids(answer)
-        return [(token, law(ids[:row]) or {}) for row, token in enumerate(ids)]
+            return zip(answer.tokens, answer.probs, strict=True)
+        probs_of, ids = self._weights.behind(prompt), self._weights.ids(answer)
+        return [(token, probs_of(ids[:row]) or {}) for row, token in enumerate(ids)]
 
 
 class Reported:
-    """The law that a server reports along its texts.
+    """The probabilities that a server reports along its texts.
 
     Args:
-        answers: To one prompt.
+        answers: Its answers to one prompt.
     """
 
     def __init__(self, answers: Iterable[Answer]) -> None:
         self._seen: dict[Text, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for answer in answers:
-            for row, law in enumerate(answer.laws):
-                for token, probability in law.items():
+            for row, probs in enumerate(answer.probs):
+                for token, probability in probs.items():
                     self._seen[answer.tokens[:row]][token].append(probability)
 
-    def law(self, start: Text) -> dict[str, float] | None:
-        """Mean of the reports; None behind a text that nobody wrote on."""
+    def probs(self, start: Text) -> dict[str, float] | None:
+        """The mean of the reports behind the first tokens `start`. None where no text went on."""
         if start not in self._seen:
             return None
         return {token: sum(values) / len(values) for token, values in self._seen[start].items()}
 
     @property
     def contradiction(self) -> float:
-        """How far this is from a law: two reports of one probability differ, or one text's probabilities exceed 1."""
-        spreads = [max(v) - min(v) for laws in self._seen.values() for v in laws.values()]
-        excesses = [sum((self.law(start) or {}).values()) - 1.0 for start in self._seen]
+        """How much two reports of one probability differ, or how much the probabilities behind one text exceed 1."""
+        spreads = [max(v) - min(v) for rows in self._seen.values() for v in rows.values()]
+        excesses = [sum((self.probs(start) or {}).values()) - 1.0 for start in self._seen]
         return max([0.0, *spreads, *excesses])
 
 
-class WeightsLaw:
-    """The target's law from its own weights, by the stock transformers model in float32.
+class ReferenceModel:
+    """The target itself: the stock transformers model with the same weights, in float32.
 
     Args:
         path: Local folder or hub id.
@@ -198,10 +208,10 @@ class WeightsLaw:
             self._tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError):
             self._tokenizer = None
-        self._laws: dict[tuple[int, ...], dict[int, float]] = {}
+        self._probs: dict[tuple[int, ...], dict[int, float]] = {}
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt; a model without a tokenizer gets characters taken into its vocabulary."""
+        """The token ids of a prompt. Without a tokenizer, each character becomes some token of the vocabulary."""
         if not isinstance(prompt, str):
             return tuple(prompt)
         if self._tokenizer is not None:
@@ -209,7 +219,7 @@ class WeightsLaw:
         return tuple(ord(character) % self._model.config.vocab_size for character in prompt)
 
     def ids(self, answer: Answer) -> tuple[int, ...]:
-        """Token ids of an answer. Raises EngineAnswerError where the server does not tell them."""
+        """The token ids of an answer. Raises EngineAnswerError where the server does not tell them."""
         if answer.token_ids is None:
             raise EngineAnswerError(
                 "server",
@@ -218,18 +228,18 @@ class WeightsLaw:
             )
         return answer.token_ids
 
-    def behind(self, prompt: Prompt) -> LawOf:
-        """The law of what follows `prompt`."""
+    def behind(self, prompt: Prompt) -> ProbsOf:
+        """The probabilities of what follows `prompt`."""
         encoded = self.encode(prompt)
         return lambda start: self.row(encoded + start)
 
     def row(self, ids: tuple[int, ...]) -> dict[int, float]:
-        """Law of the token that follows `ids`."""
-        if ids not in self._laws:
+        """The probabilities of the token that follows `ids`."""
+        if ids not in self._probs:
             with torch.inference_mode():
                 logits = self._model(torch.tensor([ids])).logits[0, -1]
-            self._laws[ids] = dict(enumerate(logits.double().softmax(-1).tolist()))
-        return self._laws[ids]
+            self._probs[ids] = dict(enumerate(logits.double().softmax(-1).tolist()))
+        return self._probs[ids]
 
 
 def _request(temperature: float) -> dict[str, Any]:

@@ -1,14 +1,15 @@
-"""Every branch of a torch program that draws from torch's global generator.
+"""Walks every branch of a torch program that draws from torch's global generator.
 
-Two calls of torch are taken over while a program runs. `multinomial` becomes a decision with one branch a token. Uniform
-numbers become *intervals*: at first only [0, 1) is known of each. A comparison with a threshold t inside [low, high) is a
-decision with the chances (t - low) / (high - low) and its complement, after which the number lies in the part chosen; a
-threshold outside decides nothing. That is exact for any series of comparisons whose thresholds do not depend on the number
-itself, and nothing but comparisons is allowed. A call that draws some other way moves the state of torch's, numpy's or
-Python's global generator; all three are looked at after every path, so chance from there cannot go unnoticed.
+Two kinds of calls are replaced while a program runs. `multinomial` becomes a decision with one branch for each token.
+Uniform numbers become *intervals*: at first, all that is known of a number is that it lies in [0, 1). A comparison with a
+threshold t inside [low, high) is a decision with the probabilities (t - low) / (high - low) and its complement. After it,
+the number lies in the chosen part. A threshold outside the interval decides nothing. This is exact for any series of
+comparisons whose thresholds do not depend on the number itself, and only comparisons are allowed. A call that draws in
+another way moves the state of torch's, numpy's or Python's global generator. All three are checked after every path, so
+such a call is noticed.
 
-Numbers are taken for continuous. Real ones are multiples of 2**-24 in float32, so a test `u <= 0` that is false here is
-true once in 16 million times there.
+Uniform numbers are treated as continuous. Real ones are multiples of 2**-24 in float32, so a test `u <= 0` is never true
+here, and true once in 16 million times there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from outrider.errors import UnforkableError
 from outrider.prove.engines.branches import Branches, walk
-from outrider.prove.forking import Law, Outcome
+from outrider.prove.forking import Distribution, Outcome
 
 _DRAWS = (torch.multinomial, Tensor.multinomial)
 _RAND, _RAND_LIKE = torch.rand, torch.rand_like
@@ -33,16 +34,16 @@ _ENGINE = "torch program"
 _REMEDY = "Prove it by sampling instead."
 
 
-def explore_torch(run: Callable[[], Outcome], *, max_paths: int = 100_000) -> Law:
-    """The exact law of what `run` returns, over all that torch's global generator could say.
+def explore_torch(run: Callable[[], Outcome], *, max_paths: int = 100_000) -> Distribution:
+    """The exact distribution of what `run` returns, over everything that torch's global generator can draw.
 
     Args:
-        run: The program; called once for each path.
-        max_paths: Give up beyond.
+        run: The program. It is called once for each path.
+        max_paths: The number of paths beyond which to give up.
 
     Raises:
         UnforkableError: The program uses random numbers in a way that cannot be followed.
-        AssertionError: More than `max_paths` ways through it, or the program is not deterministic but for its draws.
+        AssertionError: There are more than `max_paths` paths, or something besides the draws differs from run to run.
     """
 
     def forked(branches: Branches) -> Outcome:
@@ -57,17 +58,17 @@ def explore_torch(run: Callable[[], Outcome], *, max_paths: int = 100_000) -> La
 
 
 def _generators() -> tuple[Any, ...]:
-    """States of the global generators."""
+    """The states of the global generators."""
     _, words, place, *rest = np.random.get_state(legacy=True)
     return torch.get_rng_state().numpy().tobytes(), np.asarray(words).tobytes(), place, rest, random.getstate()
 
 
 class Uniforms:
-    """Uniform numbers of which only the answers to comparisons are known: one interval an element.
+    """Uniform numbers that are known only by the answers to comparisons. Each element has one interval.
 
     Args:
-        shape: Of the tensor it stands for.
-        branches: Where decisions are made.
+        shape: The shape of the tensor that it stands for.
+        branches: The decisions of the path.
     """
 
     def __init__(self, shape: torch.Size, branches: Branches) -> None:
@@ -81,12 +82,12 @@ class Uniforms:
     def __gt__(self, thresholds: Any) -> Tensor:
         return self._compare(thresholds, below=False)
 
-    __le__, __ge__ = __lt__, __gt__  # equality has no chance
+    __le__, __ge__ = __lt__, __gt__  # equality has probability 0
 
     def _compare(self, thresholds: Any, *, below: bool) -> Tensor:
-        """Which numbers lie on the asked side of their threshold; `thresholds` broadcast to this shape."""
+        """Which numbers lie below (or above) their threshold. `thresholds` broadcast to this shape."""
         wanted = torch.as_tensor(thresholds, dtype=torch.float64).expand(self.shape).flatten().tolist()
-        # NaN is on no side, as in torch.
+        # A number is neither below nor above NaN, as in torch.
         answers = [t == t and self._is_below(i, t) == below for i, t in enumerate(wanted)]
         return torch.tensor(answers, dtype=torch.bool).reshape(self.shape)
 
@@ -123,7 +124,7 @@ class Uniforms:
 
 
 class _ForkingTorch(TorchFunctionMode):
-    """torch with its chance taken over, for the thread and the time of a `with` block."""
+    """Replaces the random draws of torch in this thread, within a `with` block."""
 
     def __init__(self, branches: Branches) -> None:
         super().__init__()
@@ -144,13 +145,13 @@ class _ForkingTorch(TorchFunctionMode):
 
     def _multinomial(self, probs: Tensor, num_samples: int, replacement: bool = False, **options: Any) -> Tensor:
         if num_samples != 1 or options.get("generator") is not None:
-            raise UnforkableError(_ENGINE, "draws several samples of one law, or from a generator of its own", _REMEDY)
+            raise UnforkableError(_ENGINE, "draws several samples of one row, or from a generator of its own", _REMEDY)
         rows = probs.reshape(-1, probs.shape[-1]).tolist()
         return torch.tensor([self._draw(row) for row in rows]).reshape(*probs.shape[:-1], 1)
 
     def _draw(self, weights: list[float]) -> int:
         total = sum(weights)
-        if not 0.0 < total < math.inf or min(weights) < 0.0:  # what torch refuses too
+        if not 0.0 < total < math.inf or min(weights) < 0.0:  # torch refuses it too
             raise RuntimeError("probability tensor contains either inf, nan or element < 0, or sums to 0")
         possible = [token for token, weight in enumerate(weights) if weight > 0.0]
         if len(possible) == 1:

@@ -1,4 +1,4 @@
-"""Peers by the name a user gives."""
+"""The peers that can be measured, by the names that users give."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (TransformersPeer, L
 
 
 def open_peer(name: str, models: PeerModels) -> Peer:
-    """The peer called `name`, to be used as a context manager; nothing is loaded yet.
+    """The peer called `name`, for use as a context manager. It has not loaded anything yet.
 
     Args:
         name: One of `PEERS`.
         models: What it will load.
 
     Raises:
-        InvalidParameterError: No such peer, or it cannot use weights of this type.
-        MissingExtraError: Packages are missing.
+        InvalidParameterError: The peer is unknown, or it cannot use weights of this type.
+        MissingExtraError: A package is not installed.
     """
     if name not in PEERS:
         raise InvalidParameterError("peer", name, "no such peer", f"Known are {', '.join(PEERS)}.")

@@ -1,4 +1,7 @@
-"""The production Verifier on trees, forked over consecutive rounds, on synthetic laws; see rules_law.py for chains."""
+"""Proves the production Verifier on trees, over consecutive rounds, on synthetic probabilities.
+
+rules_distribution.py does the same for chains.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +10,32 @@ import torch
 from outrider.draft import EMPTY, Draft, Law
 from outrider.propose.base import DraftNoise
 from outrider.prove import forking, reference
+from outrider.prove.findings import Finding
 from outrider.prove.reference import VOCAB_SIZE, Case, Probs
-from outrider.prove.report import Finding
-from outrider.prove.rules_law import tensor
+from outrider.prove.rules_distribution import tensor
 from outrider.prove.tree_reference import TreeRule
 from outrider.prove.written import WrittenText
 from outrider.verify.noise import NoiseSource
 from outrider.verify.verifier import RuleName, Verifier
 
-#: What a request asks for so that the Verifier applies the rule.
+#: The rule that a request asks for so that the Verifier applies the tree rule.
 _RULE_NAMES: dict[TreeRule, RuleName] = {TreeRule.RECURSIVE: "token", TreeRule.TRAVERSAL: "block", TreeRule.MERGED: "auto"}
 _MANY = 1_000
 
 
 def prove_tree_verifier(rule: TreeRule, widths: tuple[int, ...], count: int, length: int) -> Finding:
-    """Total variation between what rounds of trees and `Verifier.verify` write and the exact law of the target."""
+    """Total variation between what rounds of `Verifier.verify` on trees write and the exact distribution of the target."""
     worst, paths = 0.0, 0
     for case in reference.cases(count, seed=5):
-        law = tree_verifier_law(case, rule, widths, length)
-        exact = {c: float(w) for c, w in reference.plain_law(case, length).items()}
-        worst = max(worst, forking.total_variation(law.probs, exact) + law.dropped)
-        paths += law.num_paths
-    return Finding(worst, 1e-12, f"{count} laws, trees of {widths}, joint of {length} tokens, {paths} paths")
+        found = tree_verifier_distribution(case, rule, widths, length)
+        exact = {c: float(w) for c, w in reference.plain_distribution(case, length).items()}
+        worst = max(worst, forking.total_variation(found.probs, exact) + found.dropped)
+        paths += found.num_paths
+    return Finding(worst, 1e-12, f"{count} cases, trees of {widths}, joint of {length} tokens, {paths} paths")
 
 
-def tree_verifier_law(case: Case, rule: TreeRule, widths: tuple[int, ...], length: int) -> forking.Law:
-    """Joint law of the first `length` tokens."""
+def tree_verifier_distribution(case: Case, rule: TreeRule, widths: tuple[int, ...], length: int) -> forking.Distribution:
+    """The joint distribution of the first `length` tokens."""
     noise = forking.ForkingNoise()
     return forking.explore(lambda width: _decode(case, rule, noise, widths, length, width), noise, width=_MANY)
 
@@ -59,32 +62,32 @@ def _decode(
 
 
 def _draw(case: Case, text: WrittenText, noise: NoiseSource, widths: tuple[int, ...]) -> Draft:
-    """A tree of `widths`, siblings drawn one after another from what is left of the law."""
+    """A tree of `widths`. Siblings are drawn one after another, without replacement."""
     source, context = DraftNoise(noise), text.output
     tokens: list[int] = []
     parents: list[int] = []
-    laws: list[Probs] = []
+    rows: list[Probs] = []
     level: list[tuple[int, tuple[int, ...]]] = [(-1, ())]
     for depth, width in enumerate(widths):
         below = []
         for place, (node, path) in enumerate(level):
-            law = case.draft(context + path)
-            left = tensor([law])
-            for rank in range(min(width, sum(p > 0 for p in law))):
+            probs = case.draft(context + path)
+            left = tensor([probs])
+            for rank in range(min(width, sum(p > 0 for p in probs))):
                 token = int(source.categorical(left, [text.request], [depth], [place * width + rank])[0])
                 left[0, token] = 0.0
                 below.append((len(tokens), (*path, token)))
                 tokens.append(token)
                 parents.append(node)
-                laws.append(law)
+                rows.append(probs)
         level = below
     if not tokens:
         return EMPTY
-    return Draft(tuple(tokens), tuple(parents), (source.law(text.request),) * len(tokens), tensor(laws))
+    return Draft(tuple(tokens), tuple(parents), (source.law(text.request),) * len(tokens), tensor(rows))
 
 
 def _with_guess(draft: Draft, context: tuple[int, ...]) -> Draft:
-    """A deterministic child of the root beside the drawn ones."""
+    """The draft with a deterministic child of the root beside the drawn ones."""
     if draft.draft_probs is None:
         return draft
     return Draft(

@@ -1,4 +1,4 @@
-"""What pays here, by how much, and how to use it: a sentence for each precision, sampling and batch."""
+"""Advice for each precision, sampling and batch: what pays here, by how much, and how to use it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from outrider.bench.figures import Spread
-from outrider.bench.results import CellResult, Outcome, Verdict
+from outrider.bench.results import Advice, CellResult, Outcome
 from outrider.bench.ways import Recipe
 
 _MORE = "Measure more before you choose it: --num-prompts 16 --max-tokens 128."
@@ -16,13 +16,13 @@ _MORE = "Measure more before you choose it: --num-prompts 16 --max-tokens 128."
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A way to draft in all cells of a group that count.
+    """A way to draft, with its figures over all cells of a group that count.
 
     Attributes:
-        name: Of the way.
-        speedup: Over plain decoding: the median over cells of their medians, and the range over all rounds of all cells.
-        num_rounds: Of all cells.
-        clear: Workloads in which every round was faster than plain decoding.
+        name: The name of the way.
+        speedup: The speedup over plain decoding: the median over cells of their medians, and the range over all rounds.
+        num_rounds: The number of rounds in all cells.
+        clear: The workloads in which every round was faster than plain decoding.
     """
 
     name: str
@@ -32,20 +32,20 @@ class _Candidate:
 
     @property
     def pays(self) -> bool:
-        """Whether every round was faster than plain decoding, and there were several."""
+        """Whether there were several rounds, and each was faster than plain decoding."""
         return self.speedup.low > 1.0 and self.num_rounds > 1
 
 
-def verdicts(cells: Iterable[CellResult]) -> list[Verdict]:
-    """One for each model, precision, sampling and batch, in the order of the cells."""
+def advise(cells: Iterable[CellResult]) -> list[Advice]:
+    """One advice for each model, precision, sampling and batch, in the order of the cells."""
     groups: defaultdict[str, list[CellResult]] = defaultdict(list)
     for found in cells:
         groups[found.cell.group].append(found)
-    return [_verdict(group, found) for group, found in groups.items()]
+    return [_advice(group, found) for group, found in groups.items()]
 
 
-def _verdict(group: str, cells: Sequence[CellResult]) -> Verdict:
-    """Of one group: the way that surely pays and gains most; where there is none, the best of those that do not."""
+def _advice(group: str, cells: Sequence[CellResult]) -> Advice:
+    """The advice for one group: the best way among those that surely pay, or else the best of all."""
     ours = [way for found in cells for way in found.ways if way.peer is None and not way.plain]
     names = list(dict.fromkeys(way.name for way in ours))
     silent = [name for name in names if not any(way.drafted for way in ours if way.name == name)]
@@ -56,7 +56,7 @@ def _verdict(group: str, cells: Sequence[CellResult]) -> Verdict:
     sentences = [_said(outcome, best, cells), _left_out(cells) if best else "", _silent(silent)]
     chosen = best.name if best and outcome is not Outcome.PLAIN else "plain"
     recipe = _recipe(chosen, cells) if outcome is not Outcome.LOOPS else None
-    return Verdict(
+    return Advice(
         group=group,
         outcome=outcome,
         way=best.name if best else None,
@@ -69,7 +69,7 @@ def _verdict(group: str, cells: Sequence[CellResult]) -> Verdict:
 
 
 def _candidate(name: str, cells: Sequence[CellResult]) -> _Candidate | None:
-    """None where no cell has a figure of this way that counts."""
+    """The figures of a way over the cells. None where no figure of it counts."""
     found: list[tuple[CellResult, Spread]] = []
     for cell in cells:
         way = next((way for way in cell.ways if way.name == name), None)
@@ -86,10 +86,11 @@ def _candidate(name: str, cells: Sequence[CellResult]) -> _Candidate | None:
 
 
 def _outcome(best: _Candidate | None, *, looping: bool) -> Outcome:
-    """
+    """What to recommend.
+
     Args:
-        best: The best way whose figures count.
-        looping: Whether, where there is none, some way drafted: then its text loops.
+        best: The best way whose figures count. None where there is none.
+        looping: Whether some way drafted. Where no figures count, its text loops.
     """
     if best is None:
         return Outcome.LOOPS if looping else Outcome.PLAIN
@@ -100,7 +101,7 @@ def _outcome(best: _Candidate | None, *, looping: bool) -> Outcome:
 
 def _said(outcome: Outcome, best: _Candidate | None, cells: Sequence[CellResult]) -> str:
     if outcome is Outcome.LOOPS:
-        return "No verdict: the greedy text repeats itself, which flatters every way to draft. Measure prompts of your own."
+        return "No advice: the greedy text repeats itself, which flatters every way to draft. Measure prompts of your own."
     if best is None:
         return "Decode plainly: no way to draft found anything to draft."
     speed = f"{best.speedup.median:.2f} times as fast as plain decoding"
@@ -119,7 +120,7 @@ def _said(outcome: Outcome, best: _Candidate | None, cells: Sequence[CellResult]
 
 
 def _left_out(cells: Sequence[CellResult]) -> str:
-    """Which texts do not count."""
+    """A sentence about the texts that do not count."""
     looping = [found.cell.workload for found in cells if any(found.flatters(way) for way in found.ways)]
     return f"Not counted, since the greedy text repeats itself: {', '.join(looping)}." if looping else ""
 
@@ -129,5 +130,5 @@ def _silent(names: Sequence[str]) -> str:
 
 
 def _recipe(name: str, cells: Sequence[CellResult]) -> Recipe | None:
-    """None for results that were kept before there were recipes."""
+    """How to use a way. None for results that were kept before there were recipes."""
     return next((found.recipes[name] for found in cells if name in found.recipes), None)

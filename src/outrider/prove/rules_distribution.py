@@ -1,4 +1,4 @@
-"""The production rules and the production Verifier against the rational reference, on synthetic laws."""
+"""Compares the production rules and the production Verifier with the rational reference, on synthetic probabilities."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from outrider.draft import EMPTY, Draft, Law
 from outrider.propose.base import DraftNoise
 from outrider.prove import forking, reference, tree_reference
+from outrider.prove.findings import Finding
 from outrider.prove.reference import VOCAB_SIZE, Case, Context, ReferenceRule
-from outrider.prove.report import Finding
 from outrider.prove.tree_reference import TreeRule
 from outrider.prove.written import WrittenText
 from outrider.verify import rules
@@ -24,31 +24,31 @@ _MANY = 1_000
 
 
 def prove_reference(rule: ReferenceRule, count: int, num_draft_tokens: int, length: int) -> Finding:
-    """Rational enumeration: the reference itself has total variation exactly 0."""
+    """The rational reference itself has a total variation of exactly 0."""
     worst = Fraction(0)
     for case in reference.cases(count):
-        law = reference.speculative_law(case, rule, num_draft_tokens, length)
-        worst = max(worst, reference.distance(law, reference.plain_law(case, length)))
-    detail = f"{count} laws, {num_draft_tokens} draft tokens, joint of {length} tokens, in fractions"
+        found = reference.speculative_distribution(case, rule, num_draft_tokens, length)
+        worst = max(worst, reference.distance(found, reference.plain_distribution(case, length)))
+    detail = f"{count} cases, {num_draft_tokens} draft tokens, joint of {length} tokens, in fractions"
     return Finding(float(worst), 0.0, detail, worst == 0)
 
 
 def prove_tree_reference(rule: TreeRule, widths: tuple[int, ...], count: int, length: int) -> Finding:
-    """The same for the rules on trees."""
+    """The rational reference of the rules on trees has a total variation of exactly 0."""
     worst = Fraction(0)
     for case in reference.cases(count, seed=4):
-        law = tree_reference.speculative_law(case, rule, widths, length)
-        worst = max(worst, reference.distance(law, reference.plain_law(case, length)))
-    detail = f"{count} laws, trees of {widths}, joint of {length} tokens, in fractions"
+        found = tree_reference.speculative_distribution(case, rule, widths, length)
+        worst = max(worst, reference.distance(found, reference.plain_distribution(case, length)))
+    detail = f"{count} cases, trees of {widths}, joint of {length} tokens, in fractions"
     return Finding(float(worst), 0.0, detail, worst == 0)
 
 
 def prove_functions(count: int, num_draft_tokens: int = 3) -> Finding:
-    """`verify.rules` against the reference: chances of every coin, weights and residuals, for every draft."""
+    """`verify.rules` gives the coins, weights and residuals of the reference, for every draft."""
     worst = 0.0
     for case in reference.cases(count, seed=1):
         worst = max(worst, _functions_differ(case, num_draft_tokens))
-    return Finding(worst, 1e-13, f"{count} laws, every draft of {num_draft_tokens}: coins, weights, residuals")
+    return Finding(worst, 1e-13, f"{count} cases, every draft of {num_draft_tokens}: coins, weights, residuals")
 
 
 def _functions_differ(case: Case, k: int) -> float:
@@ -65,25 +65,25 @@ def _functions_differ(case: Case, k: int) -> float:
     ]
     for i in range(k):
         for scale, exact in ((weights[:, i], [w[i] for _, w in blocks]), (weights[:, 0], [Fraction(1)] * len(drafts))):
-            law = tensor(
+            exact_residual = tensor(
                 [reference.owed(case.target(d[:i]), case.draft(d[:i]), e) for d, e in zip(drafts, exact, strict=True)]
             )
             here = (p[:, i], q[:, i], scale)
-            pairs.append((_owing(rules.residual(*here), *here), _owing(law, *here)))
+            pairs.append((_owing(rules.residual(*here), *here), _owing(exact_residual, *here)))
     return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
 
 
-def _owing(law: Tensor, p: Tensor, q: Tensor, scale: Tensor) -> Tensor:
-    """Rows where so little is owed that rounding decides its shape count for nothing: they are reached as rarely."""
+def _owing(probs: Tensor, p: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    """Rows with next to no residual become 0. Rounding decides their shape, and they are reached as rarely."""
     owed = (scale[:, None] * p - q).clamp(min=0).sum(-1, keepdim=True)
-    return law * (owed > 1e-9)
+    return probs * (owed > 1e-9)
 
 
 # -- decisions on a grid -----------------------------------------------------------------------------------------------
 
 
 class GridNoise:
-    """Injected coins: each falls True where its grid point is below its chance; tokens are the likeliest."""
+    """Coins with given uniform numbers: each succeeds if its number is below its probability. Draws take the best token."""
 
     def __init__(self, grid: Seq[float]) -> None:
         self.grid = grid
@@ -99,8 +99,8 @@ class GridNoise:
 
 
 def prove_decisions(rule: ReferenceRule, count: int, steps: int = 7, k: int = 2) -> Finding:
-    """The Verifier under injected coins on a grid accepts as many tokens as the reference's coins say; 0 may differ."""
-    points = [Fraction(2 * i + 1, 2 * steps) + Fraction(1, 10_007) for i in range(steps)]  # off every likely tie
+    """With uniform numbers from a grid, the Verifier always accepts as many tokens as the reference."""
+    points = [Fraction(2 * i + 1, 2 * steps) + Fraction(1, 10_007) for i in range(steps)]  # away from likely ties
     points[0] = Fraction(0)  # a coin at exactly 0 must not accept what the target forbids
     wrong = total = 0
     for case in reference.cases(count, seed=2):
@@ -109,7 +109,7 @@ def prove_decisions(rule: ReferenceRule, count: int, steps: int = 7, k: int = 2)
                 for coins in product(points, repeat=k):
                     wrong += _accepted(case, rule, draft, coins) != _expected(case, rule, draft, coins)
                     total += 1
-    return Finding(float(wrong), 0.0, f"{total} decisions with injected coins over {count} laws")
+    return Finding(float(wrong), 0.0, f"{total} decisions with injected coins over {count} cases")
 
 
 def _accepted(case: Case, rule: ReferenceRule, draft: Context, coins: Seq[Fraction]) -> int:
@@ -132,19 +132,19 @@ def _expected(case: Case, rule: ReferenceRule, draft: Context, coins: Seq[Fracti
 
 
 def prove_verifier(rule: ReferenceRule, count: int, num_draft_tokens: int, length: int) -> Finding:
-    """The production Verifier, forked over consecutive rounds, against the exact law of the target."""
+    """Total variation between what rounds of the production Verifier write and the exact distribution of the target."""
     worst, paths = 0.0, 0
     for case in reference.cases(count, seed=3):
-        law = verifier_law(case, rule, num_draft_tokens, length)
-        exact = {c: float(w) for c, w in reference.plain_law(case, length).items()}
-        worst = max(worst, forking.total_variation(law.probs, exact) + law.dropped)
-        paths += law.num_paths
-    detail = f"{count} laws, {num_draft_tokens} draft tokens, joint of {length} tokens, {paths} paths"
+        found = verifier_distribution(case, rule, num_draft_tokens, length)
+        exact = {c: float(w) for c, w in reference.plain_distribution(case, length).items()}
+        worst = max(worst, forking.total_variation(found.probs, exact) + found.dropped)
+        paths += found.num_paths
+    detail = f"{count} cases, {num_draft_tokens} draft tokens, joint of {length} tokens, {paths} paths"
     return Finding(worst, 1e-12, detail)
 
 
-def verifier_law(case: Case, rule: ReferenceRule, num_draft_tokens: int, length: int) -> forking.Law:
-    """Joint law of the first `length` tokens that rounds of drafting and `Verifier.verify` write."""
+def verifier_distribution(case: Case, rule: ReferenceRule, num_draft_tokens: int, length: int) -> forking.Distribution:
+    """The joint distribution of the first `length` tokens that rounds of drafting and `Verifier.verify` write."""
     noise = forking.ForkingNoise()
     return forking.explore(lambda width: _decode(case, rule, noise, num_draft_tokens, length, width), noise, width=_MANY)
 
@@ -167,7 +167,7 @@ def _decode(case: Case, rule: ReferenceRule, noise: NoiseSource, k: int, length:
 
 
 def _draft(case: Case, texts: list[WrittenText], noise: NoiseSource, k: int, length: int) -> list[Draft]:
-    """Drafts of up to `k` tokens, never more than the text has room for beside the target's own token."""
+    """Drafts of up to `k` tokens. They leave room in each text for the token that the target adds."""
     source = DraftNoise(noise)
     budgets = [min(k, length - len(text.output) - 1) for text in texts]
     tokens: list[list[int]] = [[] for _ in texts]

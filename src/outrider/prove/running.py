@@ -1,4 +1,4 @@
-"""Runs proofs one after another or shared out to processes; one that raises has failed, and the others still run."""
+"""Runs proofs one after another, or in several processes. A proof that raises has failed, and the others still run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from time import perf_counter
 
 import torch
 
-from outrider.prove.report import Check, Finding, Report
+from outrider.prove.findings import Check, Finding, Report
 
-#: A claim, and what establishes it.
+#: The name of a claim, and the function that proves it.
 Proof = tuple[str, Callable[[], Finding]]
 
 
 def run_proofs(proofs: Iterable[Proof], on_check: Callable[[Check], None] | None = None) -> Report:
-    """Run the proofs on one thread; `on_check` is called after each."""
+    """Run the proofs on one thread. `on_check` is called after each of them."""
     checks = []
     with one_thread():
         for proof in proofs:
@@ -35,13 +35,13 @@ def run_in_processes(
     num_processes: int,
     on_check: Callable[[Check], None] | None = None,
 ) -> Report:
-    """Run the proofs of `plan` in processes of one thread each, every one with a folder and a plan of its own.
+    """Run the proofs of `plan` in processes of one thread each. Every process has a folder and a plan of its own.
 
     Args:
-        plan: From a folder to the proofs, the same ones each time; picklable.
-        folder: Where the processes find their folders.
-        num_processes: How many.
-        on_check: Called after each check, in the order in which they end.
+        plan: Takes a folder and returns the proofs, the same ones each time. It must be picklable.
+        folder: The folder in which the processes make theirs.
+        num_processes: How many processes to start.
+        on_check: Called after each check, in the order in which the checks end.
     """
     count = len(list(plan(folder)))
     checks: dict[int, Check] = {}
@@ -58,7 +58,7 @@ _plan: list[Proof] = []
 
 
 def _enter_process(plan: Callable[[Path], Iterable[Proof]], folder: Path) -> None:
-    """What a process sets up before its first proof."""
+    """Prepare a process for its first proof."""
     torch.set_num_threads(1)
     mine = folder / str(os.getpid())
     mine.mkdir()
@@ -77,7 +77,7 @@ def _check(proof: Proof) -> Check:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Tiny tensors are faster without a thread pool; the caller's setting comes back."""
+    """Let torch use one thread within the block, which is faster for tiny tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""The law of LLM.generate on a real checkpoint under every setting, with controls that must turn red."""
+"""The joint distribution of LLM.generate on a real checkpoint under every setting, with controls that must turn red."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.draft import Draft, Law
 from outrider.engine import drafting, engine
 from outrider.propose.base import DraftNoise
 from outrider.propose.suffix import SuffixProposer
-from outrider.prove.engine_law import BOUND, PARAMETER_SETTINGS, SETTINGS, STRUCTURE_SETTINGS, EngineProof
+from outrider.prove.engine_distribution import BOUND, PARAMETER_SETTINGS, SETTINGS, STRUCTURE_SETTINGS, EngineProof
 from outrider.prove.tiny import save_tiny_llama
 from outrider.verify import verifier
 
@@ -34,18 +34,18 @@ def speaking(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", STRUCTURED)
-def test_joint_law_of_structured_outputs(speaking, name):
+def test_joint_distribution_of_structured_outputs(speaking, name):
     assert speaking.prove(STRUCTURED[name], 5).measured <= BOUND
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_joint_law_of_generate(proof, name):
+def test_joint_distribution_of_generate(proof, name):
     finding = proof.prove(BY_NAME[name], 3)
     assert finding.measured <= BOUND
 
 
 @pytest.mark.parametrize("name", ["plain", "block", "ngram", "greedy drafts"])
-def test_joint_law_of_four_tokens(proof, name):
+def test_joint_distribution_of_four_tokens(proof, name):
     assert proof.prove(BY_NAME[name], 4).measured <= BOUND
 
 
@@ -56,10 +56,10 @@ def test_every_setting_has_a_name_of_its_own():
 
 @pytest.mark.parametrize("name", [s.name for s in SETTINGS if "suffix" in s.name])
 def test_suffix_settings_draft_and_accept(proof, name):
-    """Or their laws would be those of plain decoding, and prove nothing."""
-    before = proof.llm.stats.finished.freeze().num_accepted_tokens
+    """Otherwise their distributions would be those of plain decoding, and the proof would say nothing."""
+    before = proof.llm.stats.finished.num_accepted_tokens
     proof.prove(BY_NAME[name], 3)
-    assert proof.llm.stats.finished.freeze().num_accepted_tokens > before
+    assert proof.llm.stats.finished.num_accepted_tokens > before
 
 
 def test_control_wrong_residual(proof, monkeypatch):
@@ -67,7 +67,7 @@ def test_control_wrong_residual(proof, monkeypatch):
     assert proof.prove(BY_NAME["block"], 3).measured > 1e-4
 
 
-def test_control_raw_draft_law_reported_for_a_truncated_draw(proof, monkeypatch):
+def test_control_raw_draft_probabilities_reported_for_a_truncated_draw(proof, monkeypatch):
     real = verifier._draft_probs
 
     def flattened(draft):
@@ -96,7 +96,7 @@ def test_control_target_noise_shared_with_the_recovered_token(proof, monkeypatch
 
 
 def test_control_sampled_draft_lost_and_still_believed(proof, monkeypatch):
-    """A draft kept or lost by its content is not forgiven by calling it sampled."""
+    """A draft that is kept or dropped for its content shows, even if its tokens are called sampled."""
     real = DraftNoise.categorical
 
     def picky(self, probs, requests, offsets, branches=None):

@@ -1,8 +1,9 @@
-"""The law of the engine: the real `LLM.generate` on a real checkpoint, every path walked.
+"""The joint distribution of the engine: the real `LLM.generate` runs on a real checkpoint, once for every path.
 
-Its joint law is compared with teacher-forced forwards of the stock transformers model (see teacher_forced.py). With the
-norms raised to float64 (see `tiny.raise_norms`) both sides round at 1e-15 a step, so the bound of 1e-12 on total variation
-leaves three digits; the smallest planted error measured 1e-4, and a penalty rounded to float32 shows as 5e-9.
+The distribution is compared with teacher-forced forward passes of the stock transformers model (see teacher_forced.py).
+When the norms compute in float64 (see `tiny.raise_norms`), both sides round by about 1e-15 in each step, and the bound of
+1e-12 on the total variation leaves three digits of room. The smallest planted error measured 1e-4. A penalty that was
+rounded to float32 measured 5e-9.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, Proposer
 from outrider.propose.draft_model import DraftModel, DraftModelProposer
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.speculation import SpeculationConfig
-from outrider.prove.forking import ForkingNoise, Outcome, explore, total_variation
-from outrider.prove.forking import Law as JointLaw
-from outrider.prove.report import Finding
+from outrider.prove.findings import Finding
+from outrider.prove.forking import Distribution, ForkingNoise, Outcome, explore, total_variation
 from outrider.prove.teacher_forced import TeacherForced
 from outrider.prove.tiny import PIECES, raise_engine_norms, raise_norms
 from outrider.verify.noise import KeyedNoise
@@ -42,12 +42,12 @@ class Setting:
     """One way to ask the engine for text.
 
     Attributes:
-        name: Short.
-        speculation: In the form of one mapping; the draft model's path is filled in.
+        name: A short name for reports.
+        speculation: The settings in the form of one mapping. The path of the draft model is filled in later.
         params: Fields of SamplingParams.
-        turns: Methods by the round that they draft in, each behind the one before: round r has those at r modulo their
-            number. Empty for the request's own method in every round.
-        language: Every text that the structure asked for admits; then the pair must speak.
+        turns: The methods that draft in each round; within a round each one drafts behind the one before. Round r takes the
+            entry at r modulo the number of entries. Empty where the request's own method drafts in every round.
+        language: Every text that the requested structure admits. It needs a pair of models with a tokenizer.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Setting:
     language: tuple[str, ...] = ()
 
 
-#: Stands in a setting for the draft model of the proof.
+#: In a setting this stands for the path of the draft model of the proof.
 DRAFT = "the draft model of the proof"
 
 
@@ -65,12 +65,12 @@ def _drafted(rule: str, **more: Any) -> dict[str, Any]:
     return {"method": "draft_model", "model": DRAFT, "num_draft_tokens": 2, "rule": rule, **more}
 
 
-#: The fault is a function of the committed length alone, never of what was drawn.
+#: Whether a fault happens depends on the committed length alone, and never on what was drawn.
 FAULTS = ("raises", "nan row", "truncated", "token outside", "too long")
 
 LOOKUP = {"method": "ngram", "num_draft_tokens": 2, "min_match": 1}
 _ONE = _drafted("auto", num_draft_tokens=1)
-#: Learns from other texts of its namespace.
+#: This lookup learns from other texts of its namespace.
 _SHARED = {"method": "suffix", "num_draft_tokens": 2, "min_match": 1, "shared": True}
 
 QUICK_SETTINGS = (
@@ -97,7 +97,7 @@ SETTINGS = (
     Setting("tree, coupled", _drafted("coupled", tree=(2, 1))),
     Setting("tree, walk", _drafted("walk", tree=(2,))),
     Setting("tree, most likely tokens", _drafted("auto", tree=(2, 1), draft_sampling="greedy")),
-    Setting("tree, wider than its law", _drafted("block", tree=(3, 1)), {"top_k": 2}),
+    Setting("tree, wider than the tokens left", _drafted("block", tree=(3, 1)), {"top_k": 2}),
     Setting("merged tree", _drafted("auto", tree=(1, 1), num_draft_tokens=4) | {"method": "prove_merged"}),
     Setting("merged tree, three laws", _drafted("token", tree=(2,), num_draft_tokens=4) | {"method": "prove_merged"}),
     Setting("two methods in turns", turns=((_drafted("block"),), (LOOKUP,), (_drafted("token", tree=(2,)),))),
@@ -129,13 +129,13 @@ SETTINGS = (
 
 
 def _every_other(ids: Tensor, scores: Tensor) -> Tensor:
-    """A logits processor whose answer hangs on the whole prefix."""
+    """A logits processor whose answer depends on the whole prefix."""
     pushed = scores.clone()
     pushed[:, int(ids.sum()) % scores.shape[-1]] -= 1.5
     return pushed
 
 
-#: One setting of every parameter that works on logits and depends, or may depend, on the path of a row.
+#: One setting of every parameter that changes logits and whose effect depends, or may depend, on the path of a row.
 PARAMETERS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.7},
     "presence_penalty": {"presence_penalty": 1.1},
@@ -151,7 +151,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-#: One way to draft under each law.
+#: Ways to draft, at least one for each rule, with the parameters that each of them needs.
 DRAFTED_BY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "block": (_drafted("block"), {}),
     "token": (_drafted("token"), {}),
@@ -163,15 +163,15 @@ DRAFTED_BY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 PARAMETER_SETTINGS = tuple(
-    Setting(f"{name}, {law}", speculation, {**asked, **extra})
+    Setting(f"{name}, {way}", speculation, {**asked, **extra})
     for name, asked in PARAMETERS.items()
-    for law, (speculation, extra) in DRAFTED_BY.items()
+    for way, (speculation, extra) in DRAFTED_BY.items()
 )
 
 _LANGUAGE = ('""', '"a"', '"aa"')
 _RULE = " | ".join('"' + text.replace('"', '\\"') + '"' for text in _LANGUAGE)
 
-#: Every way to ask for the same structure.
+#: The same structure, in every form in which a caller may ask for it.
 STRUCTURES: dict[str, StructuredOutputs] = {
     "choice": StructuredOutputs(choice=_LANGUAGE),
     "regex": StructuredOutputs(regex='""|"a"|"aa"'),
@@ -187,19 +187,19 @@ STRUCTURE_SETTINGS = (
     ),
     *(
         Setting(
-            f"regex, {law}",
+            f"regex, {way}",
             speculation,
             {"structured_outputs": STRUCTURES["regex"], **extra, "max_tokens": 5, "frequency_penalty": 0.5},
             language=_LANGUAGE,
         )
-        for law, (speculation, extra) in DRAFTED_BY.items()
-        if law != "block"
+        for way, (speculation, extra) in DRAFTED_BY.items()
+        if way != "block"
     ),
 )
 
 
 class _Around(Proposer):
-    """A draft model whose answers are changed.
+    """A draft model whose drafts are changed before the engine sees them.
 
     Args:
         inner: The draft model.
@@ -224,9 +224,10 @@ class _Around(Proposer):
 
 
 class MergedProposer(_Around):
-    """A draft model's tree with a guess below the root that follows from the length of the text alone.
+    """Adds a guess of up to two tokens to the tree of a draft model. The guess depends on the length of the text alone.
 
-    The guess may repeat a sampled sibling; the last of its nodes stands under it and is declared opaque.
+    The first token stands below the root, and it may repeat a sampled sibling. The second one follows it and is declared
+    opaque.
     """
 
     def changed(self, draft: Draft, request: ProposeRequest) -> Draft:
@@ -244,7 +245,7 @@ class MergedProposer(_Around):
 
 
 class FaultyProposer(_Around):
-    """A draft model whose answers are spoilt on every other length of the text."""
+    """A draft model whose drafts are spoilt wherever the length of the text is odd."""
 
     def __init__(self, inner: DraftModelProposer, fault: str) -> None:
         super().__init__(inner)
@@ -276,7 +277,7 @@ class FaultyProposer(_Around):
 
 
 class _OfDraftModel(Method):
-    """Settings of a method that changes what a draft model answers.
+    """The settings of a method that changes the drafts of a draft model.
 
     Attributes:
         model: The draft model.
@@ -295,7 +296,7 @@ class _OfDraftModel(Method):
 
 
 class Merged(_OfDraftModel):
-    """A draft model's tree and a guess beside it."""
+    """The settings of `MergedProposer`."""
 
     name: ClassVar[str] = "prove_merged"
 
@@ -304,10 +305,10 @@ class Merged(_OfDraftModel):
 
 
 class Faulty(_OfDraftModel):
-    """A draft model that fails.
+    """The settings of `FaultyProposer`.
 
     Attributes:
-        fault: How.
+        fault: How it fails, one of `FAULTS`.
     """
 
     name: ClassVar[str] = "prove_faulty"
@@ -323,32 +324,34 @@ methods.register(Faulty)
 
 
 class EngineProof:
-    """One loaded pair, and the distributions of its engine under any setting.
+    """A loaded pair of models. It computes the distribution of the engine's output under any setting.
 
     Args:
         target: Path of a checkpoint over three tokens.
-        draft: Path of another one.
-        speaks: Whether they were saved with a tokenizer and an end of text.
+        draft: Path of another checkpoint over three tokens.
+        speaks: Whether both were saved with a tokenizer and an end of text.
     """
 
     def __init__(self, target: str, draft: str, *, speaks: bool = False) -> None:
         self._draft = draft
         self.llm = LLM(target, dtype="float64", device="cpu", draft_model=draft, block_size=2, max_num_seqs=_WIDTH)
         raise_engine_norms(self.llm)
-        # A prompt that is not yet cached is computed in a pass without drafts; every path must find it cached.
+        # A prompt that is not cached is computed in a pass without drafts. Every path must find the prompt cached, or the
+        # first path would differ from the others.
         self.llm.generate(PROMPT, SamplingParams(max_tokens=1))
         self._reference = TeacherForced(target, (len(PIECES) - 1,) if speaks else ())
 
     def prove(self, setting: Setting, length: int = 4) -> Finding:
         """Total variation between the engine's joint distribution and that of the stock model."""
         params = SamplingParams(**{"max_tokens": length, **setting.params})
-        law = self.law(setting, params)
-        missing = abs(sum(law.probs.values()) - 1.0)
-        distance = total_variation(law.probs, self._reference.law(PROMPT, params, setting.language)) + law.dropped + missing
-        return Finding(distance, BOUND, f"{law.num_paths} paths, joint of {params.max_tokens} tokens x {params.n}")
+        found = self.distribution(setting, params)
+        missing = abs(sum(found.probs.values()) - 1.0)
+        exact = self._reference.distribution(PROMPT, params, setting.language)
+        distance = total_variation(found.probs, exact) + found.dropped + missing
+        return Finding(distance, BOUND, f"{found.num_paths} paths, joint of {params.max_tokens} tokens x {params.n}")
 
-    def law(self, setting: Setting, params: SamplingParams) -> JointLaw:
-        """The joint distribution of what `LLM.generate` returns. Every path starts from the same state of the proposer."""
+    def distribution(self, setting: Setting, params: SamplingParams) -> Distribution:
+        """The joint distribution of the texts of `LLM.generate`. The proposer starts each path in the same state."""
         noise, engine = ForkingNoise(), self.llm.engine
         config = SpeculationConfig.of(_filled(setting.speculation, self._draft))
         rounds = [tuple(SpeculationConfig.of(_filled(turn, self._draft)) for turn in turns) for turns in setting.turns]
@@ -365,13 +368,13 @@ class EngineProof:
                 yield tuple(sample.token_ids for sample in output.outputs)
 
         with quiet():
-            # Samples of one request share a path, so they run alone; so do paths that would learn from one another, and
-            # a fault that raises takes its whole batch with it.
+            # One path runs at a time in three cases: the samples of one request share a path; a proposer that remembers
+            # texts would carry them from path to path; and a fault that raises ends the drafts of the whole batch.
             alone = params.n > 1 or bool(learnt) or getattr(config.method, "fault", None) == "raises"
             return explore(run, noise, width=1 if alone else _WIDTH)
 
     def _learnt(self, configs: Sequence[SpeculationConfig]) -> list[tuple[Proposer, object]]:
-        """The proposers that remember earlier texts, each with what it remembers once it has seen some."""
+        """The proposers that remember earlier texts, each with its state after it has seen some."""
         found: list[tuple[Proposer, object]] = []
         self.llm.engine.use_noise(KeyedNoise())
         self.llm.engine.scheduler.planner = as_requested
@@ -387,7 +390,7 @@ class EngineProof:
 
 
 def _filled(settings: Any, draft: str) -> Any:
-    """Settings with the draft model's path where it belongs, in nested ones too."""
+    """The settings with the path of the draft model in place of `DRAFT`, in nested settings too."""
     if isinstance(settings, Mapping):
         return {name: _filled(value, draft) for name, value in settings.items()}
     if isinstance(settings, list | tuple):
@@ -397,7 +400,7 @@ def _filled(settings: Any, draft: str) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Planted faults are counted by the engine and need not fill the log."""
+    """Keep the log free of the faults that a proof plants. The engine still counts them."""
     logger = logging.getLogger("outrider.engine.drafter")
     before, logger.disabled = logger.disabled, True
     try:

@@ -1,4 +1,4 @@
-"""Engines that can be put to the proof, by the name a user gives."""
+"""The engines that can be proved, by the names that users give."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NAMES = "transformers, llama.cpp, or the address of an OpenAI-compatible server
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What only a server needs to be told.
+    """Options that only a server needs.
 
     Attributes:
-        model: The name in requests.
-        weights: Folder or hub id of the same weights, as the reference.
+        model: The name of the model in requests.
+        weights: Folder or hub id of the same weights, which become the reference.
         plain: How to ask without speculation: another address, or fields of the request as a JSON object.
         body: Fields of every request as a JSON object.
     """
@@ -35,12 +35,12 @@ class ServerOptions:
 
 @contextmanager
 def open_engine(name: str, options: ServerOptions) -> Iterator[OtherEngine]:
-    """The engine called `name`, until the block ends.
+    """The engine called `name`. It stops when the block ends.
 
     Raises:
-        InvalidParameterError: No such engine, or options that are no JSON objects.
-        ContradictionError: Options that the engine has no use for.
-        OtherEngineError: It cannot be driven here.
+        InvalidParameterError: The engine is unknown, or an option is not a JSON object.
+        ContradictionError: The engine has no use for an option.
+        OtherEngineError: The engine cannot run here.
     """
     if name.startswith(("http://", "https://")):
         yield _server(name, options)
@@ -63,15 +63,15 @@ def _transformers(folder: Path) -> Iterator[OtherEngine]:
 
 @contextmanager
 def _llama_cpp(folder: Path) -> Iterator[OtherEngine]:
-    from outrider.prove.engines.llama_cpp import running
+    from outrider.prove.engines.llama_cpp import open_llama_cpp
 
-    with running(folder) as engine:
+    with open_llama_cpp(folder) as engine:
         yield engine
 
 
 def _server(url: str, options: ServerOptions) -> OtherEngine:
     from outrider.prove.engines.completions import CompletionsClient
-    from outrider.prove.engines.openai_server import ServerProof, WeightsLaw
+    from outrider.prove.engines.openai_server import ReferenceModel, ServerProof
 
     body = _json_object("body", options.body)
     client = CompletionsClient(url, options.model, body)
@@ -81,7 +81,7 @@ def _server(url: str, options: ServerOptions) -> OtherEngine:
             plain = CompletionsClient(options.plain, options.model, body)
         else:
             plain = CompletionsClient(url, options.model, {**body, **_json_object("plain", options.plain)})
-    proof = ServerProof(client, plain, None if options.weights is None else WeightsLaw(options.weights))
+    proof = ServerProof(client, plain, None if options.weights is None else ReferenceModel(options.weights))
     proof.reach()
     return proof
 

@@ -1,4 +1,4 @@
-"""What a proof found, for people and for programs."""
+"""What proofs found, as values and as tables."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """The number that decides a claim.
+    """The measurement that decides whether a claim holds.
 
     Attributes:
-        measured: What came out.
-        bound: What it may be at most.
-        detail: How it was established.
-        holds: The verdict, where it is not simply measured <= bound.
-        informs: Said for the reader's information; decides nothing, since nobody promised it.
+        measured: The measured number; NaN where there is none.
+        bound: The largest number with which the claim holds.
+        detail: How the number was established.
+        holds: Whether the claim holds, where that is not simply `measured <= bound`.
+        informs: The finding is shown for information and decides nothing, since nobody promised the claim.
     """
 
     measured: float
@@ -31,16 +31,18 @@ class Finding:
 
     @property
     def passed(self) -> bool:
+        """Whether the claim holds, or decides nothing."""
         return self.informs or (self.measured <= self.bound if self.holds is None else self.holds)
 
     @property
     def mark(self) -> str:
+        """The first column of a table."""
         return "·" if self.informs else "✓" if self.passed else "✗"
 
 
 @dataclass(frozen=True)
 class Check:
-    """A claim, what was found, and how long it took in seconds."""
+    """A claim by its name, what was found about it, and the seconds that this took."""
 
     name: str
     finding: Finding
@@ -65,7 +67,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks of one run."""
+    """All checks of one run. It passes where there are checks and all of them pass."""
 
     checks: tuple[Check, ...]
 
@@ -78,7 +80,7 @@ class Report:
 
 
 def table(checks: Sequence[Check]) -> Table:
-    """A table for the terminal."""
+    """The checks as a table for the terminal."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -94,7 +96,7 @@ def table(checks: Sequence[Check]) -> Table:
 
 
 def markdown(checks: Sequence[Check]) -> str:
-    """The same as a table for a document; seconds are left out, since they differ from run to run."""
+    """The checks as a Markdown table. It leaves the seconds out, since they differ from run to run."""
     rows = ["| | claim | measured | how |", "|---|---|---|---|"]
     for check in checks:
         found = check.finding

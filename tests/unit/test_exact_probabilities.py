@@ -1,4 +1,4 @@
-"""Laws against their definition: sorted, summed in fractions, and slow; with the kernels of every instruction set."""
+"""Probabilities against a slow definition that sorts and sums in fractions, with the kernels of every instruction set."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def weights_of(logits: Tensor, temperature: float, top_k: int) -> list[float]:
     return [float(weight) for weight in rounded]
 
 
-def law_of(weights: Sequence[float], top_p: Fraction, min_p: Fraction) -> list[float]:
+def probs_of(weights: Sequence[float], top_p: Fraction, min_p: Fraction) -> list[float]:
     """Probabilities [vocab_size] after top_p and min_p.
 
     A token stays while the mass of those before it is below top_p of all. The largest weights come first, the lowest ids
@@ -51,14 +51,14 @@ def law_of(weights: Sequence[float], top_p: Fraction, min_p: Fraction) -> list[f
         kept.append(i)
     kept = [i for i in kept if weights[i] >= min_p]
     total = sum(Fraction(weights[i]) for i in kept)
-    law = [0.0] * len(weights)
+    probs = [0.0] * len(weights)
     for i in kept:
-        law[i] = float(Fraction(weights[i]) / total)
-    return law
+        probs[i] = float(Fraction(weights[i]) / total)
+    return probs
 
 
-def possible_laws(logits: Tensor, params: SamplingParams) -> list[Tensor]:
-    """What the definition allows: one law, or several where rounding decides on which side of a limit a token lies."""
+def possible_probs(logits: Tensor, params: SamplingParams) -> list[Tensor]:
+    """What the definition allows: one row, or several where rounding decides on which side of a limit a token lies."""
     if params.greedy:
         values = logits.tolist()
         return [torch.eye(len(values), dtype=torch.float64)[values.index(max(values))]]
@@ -70,18 +70,22 @@ def possible_laws(logits: Tensor, params: SamplingParams) -> list[Tensor]:
     slack = Fraction(ROUNDING[logits.dtype])
     shares = {top_p} if exact or params.top_p == 1 else {top_p * (1 - slack), top_p * (1 + slack)}
     floors = {min_p * (1 - slack), min_p * (1 + slack)} if 0 < params.min_p < 1 else {min_p}
-    return [torch.tensor(law_of(weights, *limits), dtype=torch.float64) for limits in product(shares, floors)]
+    return [torch.tensor(probs_of(weights, *limits), dtype=torch.float64) for limits in product(shares, floors)]
 
 
-def is_one_of(law: Tensor, possible: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    return any(torch.allclose(law.double(), other, rtol=2 * ROUNDING[dtype], atol=1e-30) for other in possible)
+def is_one_of(probs: Tensor, possible: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    return any(torch.allclose(probs.double(), other, rtol=2 * ROUNDING[dtype], atol=1e-30) for other in possible)
 
 
 def assert_exact(logits: Tensor, params: SamplingParams) -> None:
-    possible = possible_laws(logits, params)
+    possible = possible_probs(logits, params)
     for name in SETS:
-        law = with_kernels(name, target_probs, logits[None], [params])[0]
-        assert is_one_of(law, possible, logits.dtype), (name, int((law > 0).sum()), [int((p > 0).sum()) for p in possible])
+        probs = with_kernels(name, target_probs, logits[None], [params])[0]
+        assert is_one_of(probs, possible, logits.dtype), (
+            name,
+            int((probs > 0).sum()),
+            [int((p > 0).sum()) for p in possible],
+        )
 
 
 @st.composite
@@ -119,7 +123,7 @@ kinds = st.builds(
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(rows(), kinds)
-def test_a_law_is_what_its_parameters_mean(logits: Tensor, params: SamplingParams) -> None:
+def test_probabilities_are_what_the_parameters_mean(logits: Tensor, params: SamplingParams) -> None:
     assert_exact(logits, params)
 
 
@@ -147,14 +151,14 @@ def test_top_k_under_a_largest_logit_of_zero(dtype: torch.dtype) -> None:
         assert_exact(logits, SamplingParams(temperature=0.01, top_k=top_k))
 
 
-def test_the_definition_tells_wrong_laws_from_right_ones() -> None:
+def test_the_definition_tells_wrong_probabilities_from_right_ones() -> None:
     logits = torch.tensor([0.0, -0.0, -1.0, -1.0, -2.0, -math.inf])
-    assert [law.gt(0).tolist() for law in possible_laws(logits, SamplingParams(top_k=3))] == [[True] * 4 + [False] * 2]
-    (law,) = {tuple(law.gt(0).tolist()) for law in possible_laws(logits, SamplingParams(top_p=0.8))}
-    assert law == (True, True, True, False, False, False)
-    (law,) = {tuple(law.gt(0).tolist()) for law in possible_laws(logits, SamplingParams(min_p=0.3))}
-    assert law == (True, True, True, True, False, False)
-    level = possible_laws(torch.zeros(4), SamplingParams(top_p=0.5))
-    assert [law.tolist() for law in level] == [[0.5, 0.5, 0.0, 0.0]]
+    assert [probs.gt(0).tolist() for probs in possible_probs(logits, SamplingParams(top_k=3))] == [[True] * 4 + [False] * 2]
+    (probs,) = {tuple(probs.gt(0).tolist()) for probs in possible_probs(logits, SamplingParams(top_p=0.8))}
+    assert probs == (True, True, True, False, False, False)
+    (probs,) = {tuple(probs.gt(0).tolist()) for probs in possible_probs(logits, SamplingParams(min_p=0.3))}
+    assert probs == (True, True, True, True, False, False)
+    level = possible_probs(torch.zeros(4), SamplingParams(top_p=0.5))
+    assert [probs.tolist() for probs in level] == [[0.5, 0.5, 0.0, 0.0]]
     assert not is_one_of(torch.tensor([0.5, 0.0, 0.5, 0.0]), level, torch.float32)
     assert not is_one_of(torch.full((4,), 0.25), level, torch.float32)

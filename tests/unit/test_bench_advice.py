@@ -1,4 +1,4 @@
-"""What a run says in the end, over results that are made up."""
+"""The advice of a run, for results that are made up."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rich.console import Console
 
 import outrider
 from outrider.bench import report
+from outrider.bench.advice import advise
 from outrider.bench.figures import Spread
 from outrider.bench.plan import Cell
-from outrider.bench.results import CellResult, Outcome, Results, Verdict, WayResult
-from outrider.bench.verdict import verdicts
+from outrider.bench.results import Advice, CellResult, Outcome, Results, WayResult
 from outrider.bench.ways import parse_ways
 from outrider.cli.options import method_settings
 from outrider.llm import default_model
@@ -59,9 +59,9 @@ def cell(*ways: WayResult, **changes: Any) -> CellResult:
     return CellResult(cell=about, ways=[way("plain"), *ways], recipes=recipes)
 
 
-def only(*cells: CellResult) -> Verdict:
-    (verdict,) = verdicts(cells)
-    return verdict
+def only(*cells: CellResult) -> Advice:
+    (advice,) = advise(cells)
+    return advice
 
 
 def test_a_clear_gain_names_the_way_the_range_and_what_to_paste() -> None:
@@ -152,8 +152,8 @@ def test_workloads_are_taken_together_and_the_clear_ones_named() -> None:
 
 def test_every_precision_sampling_and_batch_has_its_own() -> None:
     gain = way("ngram k=3", 1.3, 1.1, 1.5)
-    found = verdicts([cell(gain), cell(gain, batch=8), cell(gain, dtype="int8"), cell(gain, workload="free_text")])
-    assert [verdict.group for verdict in found] == [
+    found = advise([cell(gain), cell(gain, batch=8), cell(gain, dtype="int8"), cell(gain, workload="free_text")])
+    assert [advice.group for advice in found] == [
         "/m, float32, T=1, batch 1", "/m, float32, T=1, batch 8", "/m, int8, T=1, batch 1",
     ]  # fmt: skip
 
@@ -165,15 +165,15 @@ def test_peers_are_no_way_of_ours() -> None:
 
 def test_the_page_the_terminal_and_the_numbers_say_the_same() -> None:
     cells = [cell(way("ngram k=3", 1.3, 1.1, 1.5)), cell(way("ngram k=3", 0.8, 0.7, 0.9), batch=4, num_prompts=16)]
-    found = Results(machine=MACHINE, cells={c.cell.key: c for c in cells}, verdicts=verdicts(cells))
+    found = Results(machine=MACHINE, cells={c.cell.key: c for c in cells}, advice=advise(cells))
     page = report.markdown(found, cells, "outrider bench")
     console = Console(width=300, record=True, file=io.StringIO())
-    console.print(report.conclusion(found.verdicts), soft_wrap=True)
+    console.print(report.conclusion(found.advice), soft_wrap=True)
     shown = console.export_text()
-    kept = json.loads(found.model_dump_json())["verdicts"]
+    kept = json.loads(found.model_dump_json())["advice"]
     assert len(kept) == 2
-    for verdict in kept:
-        for said in (verdict["group"], verdict["text"], verdict["python"], verdict["command"]):
+    for advice in kept:
+        for said in (advice["group"], advice["text"], advice["python"], advice["command"]):
             assert said in page
             assert said in shown
     assert Results.model_validate_json(found.model_dump_json()) == found
@@ -211,7 +211,7 @@ def test_where_nothing_is_recommended_there_is_nothing_to_paste() -> None:
     assert report.pasted(only(cell(way("ngram k=3", 3.1, 2.9, 3.3, repeated=0.4), sampling="greedy"))) == []
 
 
-def test_results_kept_before_there_were_recipes_have_a_verdict() -> None:
+def test_results_kept_before_there_were_recipes_have_advice() -> None:
     old = cell(way("ngram k=3", 1.3, 1.1, 1.5)).model_copy(update={"recipes": {}})
     found = only(old)
     assert (found.outcome, found.python, found.command) == (Outcome.PAYS, None, None)

@@ -1,7 +1,8 @@
-"""A checkpoint as a GGUF file, for engines that read nothing else: the same weights, token ids in and out.
+"""Writes a checkpoint as a GGUF file, for engines that read no other format.
 
-The vocabulary consists of placeholders: prompts travel as token ids, and a pre-tokenizer that llama.cpp does not know by
-name could not be written down anyway. Strings that such an engine returns mean nothing.
+The file has the same weights, but its vocabulary consists of placeholders. Prompts are given as token ids, and a
+pre-tokenizer that llama.cpp does not know by name could not be written anyway. So the strings that such an engine returns
+mean nothing.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ import numpy as np
 from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.model import hf
 
-#: How weights may be stored, by the name of the type in the gguf package.
+#: The types in which weights may be stored, with their names in the gguf package.
 STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8_0"}
-#: Model types whose layers GGUF can describe completely, and whether llama.cpp rotates neighbours in them.
+#: The model types whose layers GGUF can describe completely. The value says whether llama.cpp rotates neighbours in them.
 _ROTATES_NEIGHBOURS = {"llama": True, "qwen2": False, "qwen3": False}
 
 
 def write_gguf(checkpoint: str, path: Path, dtype: str = "float32", *, eos_token_id: int | None = None) -> str:
-    """Write a checkpoint as `path`; returns the path. Takes several times the size of the weights in memory.
+    """Write a checkpoint to `path`, and return the path. This needs memory for several copies of the weights.
 
     Args:
         checkpoint: Folder or hub id of a Llama, Qwen2 or Qwen3.
-        path: The file; it appears when it is complete.
-        dtype: Of the matrices: "float32", "bfloat16", "float16", or "int8" (Q8_0: 8 bits and a scale for 32 weights).
-            Vectors stay float32.
-        eos_token_id: The token that ends a text; None makes a file in which no token does.
+        path: The file. It appears when it is complete.
+        dtype: The type of the matrices: "float32", "bfloat16", "float16", or "int8" (Q8_0, which has 8 bits for a weight
+            and a scale for 32 weights). Vectors stay float32.
+        eos_token_id: The token that ends a text. With None no token ends a text.
 
     Raises:
-        InvalidParameterError: No such dtype.
-        UnsupportedModelError: GGUF cannot say what this model computes.
+        InvalidParameterError: The dtype is unknown.
+        UnsupportedModelError: GGUF cannot describe what this model computes.
     """
     import gguf
     from transformers import AutoModelForCausalLM
@@ -89,7 +90,7 @@ def _write_shape(writer: Any, config: Any) -> None:
 def _write_vocabulary(writer: Any, size: int, eos_token_id: int | None) -> None:
     import gguf
 
-    # Of all vocabularies this one alone has no special tokens of its own: the others let token 2 or 11 end every text.
+    # This is the only kind of vocabulary without special tokens. With the others, token 2 or 11 would end every text.
     writer.add_tokenizer_model("rwkv")
     writer.add_vocab_size(size)
     writer.add_token_list([f"<{token}>" for token in range(size)])
@@ -118,7 +119,7 @@ def _write_tensors(writer: Any, model: Any, store: Callable[[Any], tuple[Any, An
 
 
 def _storing(checkpoint: str, dtype: str) -> Callable[[Any], tuple[Any, Any]]:
-    """What stores an array of float32: matrices as `dtype`, vectors as they are."""
+    """A function that stores an array of float32: a matrix as `dtype`, and a vector as it is."""
     import gguf
 
     kind = gguf.GGMLQuantizationType[STORED_AS[dtype]]
@@ -136,7 +137,7 @@ def _storing(checkpoint: str, dtype: str) -> Callable[[Any], tuple[Any, Any]]:
 
 
 def _paired(rows: Any, num_heads: int) -> Any:
-    """Rows [num_heads * head_dim, ...] with the halves of each head interleaved: llama.cpp rotates neighbours."""
+    """Rows [num_heads * head_dim, ...] with the halves of each head interleaved, since llama.cpp rotates neighbours."""
     return rows.reshape(num_heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 

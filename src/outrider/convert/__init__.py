@@ -1,0 +1,1 @@
+"""Writes checkpoints in the file formats of other engines."""
