@@ -23,6 +23,7 @@ OutriderError
 │   ├── MissingExtraError            a package that drives it is not installed
 │   ├── EngineAnswerError            it answered with an error, or with something that cannot be read
 │   └── UnforkableError              it uses chance in a way whose branches cannot be followed
+├── EngineBusyError                  an LLM was used inside one of its own steps
 ├── EngineStalledError               the engine has work and no step makes progress: a defect
 ├── KernelMismatchError              the compiled kernels come from other sources than the package; carries the constant
 └── NoiseReuseError                  a random key was used twice: a defect, never a user's fault
@@ -206,6 +207,15 @@ class EngineAnswerError(OtherEngineError):
 
 class UnforkableError(OtherEngineError):
     """The engine uses random numbers in a way whose branches cannot be followed."""
+
+
+class EngineBusyError(OutriderError):
+    """A proposer or a logits processor used the LLM that was calling it, in the middle of one of its steps."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the LLM is in the middle of a step, which called this code. Use another LLM here, or call this one afterwards."
+        )
 
 
 class EngineStalledError(OutriderError):

@@ -441,7 +441,8 @@ class LLM:
             return config
         standing = self.speculation.method if hasattr(self, "speculation") else None
         if isinstance(standing, DraftModel):
-            left_open = {name: value for name, value in standing if name not in config.method.model_fields_set}
+            given = {name for name in config.method.model_fields_set if getattr(config.method, name) is not None}
+            left_open = {name: value for name, value in standing if name not in given}
             return config.replace(method=config.method.replace(**left_open))
         if self._embedded:
             return config.replace(method=config.method.replace(model=default_model("draft")))
@@ -505,7 +506,7 @@ def _default_params(loaded: LoadedModel) -> SamplingParams:
 def _chosen(speculation: Speculation | None, draft_model: str | PathLike[str] | None, *, embedded: bool) -> Speculation:
     """What LLM's arguments ask for; drafting with the embedded draft where they leave it open for the embedded pair."""
     if draft_model is None:
-        return speculation or ("draft_model" if embedded else PLAIN)
+        return ("draft_model" if embedded else PLAIN) if speculation is None else speculation
     if not isinstance(draft_model, str | PathLike) or not fspath(draft_model):
         raise InvalidParameterError("draft_model", draft_model, "no path", "Give a local folder or a hub id.")
     draft_model = fspath(draft_model)

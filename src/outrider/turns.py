@@ -11,7 +11,7 @@ from threading import RLock
 from outrider.engine.engine import Engine
 from outrider.engine.interrupts import uninterrupted
 from outrider.engine.sequence import Request
-from outrider.errors import ClosedError
+from outrider.errors import ClosedError, EngineBusyError
 from outrider.kernels.library import check_process
 from outrider.params import SamplingParams, StreamPiece
 from outrider.propose.speculation import SpeculationConfig
@@ -51,10 +51,13 @@ class Turns:
         Raises:
             ClosedError: It was given up.
             ForkedProcessError: This process was forked after a model was loaded.
+            EngineBusyError: This thread is inside a call of the engine.
         """
         check_process()
         try:
             with self._lock:
+                if self._at_work:  # this thread is inside a call of the engine, which called whoever asks now
+                    raise EngineBusyError
                 yield self.engine
         finally:
             self._cancel_dropped()
@@ -71,7 +74,7 @@ class Turns:
         traced: bool,
     ) -> Request:
         """Queue a prompt; arguments and errors are those of Engine.add_request. It is to be dropped in the end."""
-        with self.turn() as engine, self._work():
+        with uninterrupted(), self.turn() as engine, self._work():
             request = engine.add_request(
                 prompt_token_ids,
                 params,
@@ -112,6 +115,8 @@ class Turns:
             self._engine = None
             return
         with self._lock:
+            if self._at_work:
+                raise EngineBusyError
             self._dropped.extend(self._alive.values())
             self._cancel_dropped()
             self._engine = None

@@ -16,6 +16,7 @@ from outrider.engine.scheduler import Planner, as_requested
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.model import factory
 from outrider.model.batch import Segment
+from outrider.model.target import TargetRows
 from outrider.propose.base import (
     DraftNoise,
     ObservedRows,
@@ -75,7 +76,7 @@ class ShallowProposer(Proposer):
             rows = [self._rows(g, [g.nodes[-1].token_id], g.depth) for g in alive]
         return [g.draft() for g in growths]
 
-    def _rows(self, growth: Growth, tokens: list[int], offset: int) -> Segment:
+    def _rows(self, growth: Growth, tokens: list[int], offset: int) -> TargetRows:
         return self.target.rows(growth.request.sequence.kv, tokens, growth.request.length - 1 + offset)
 
 
@@ -137,7 +138,7 @@ def test_a_proposer_cannot_write_over_the_text(shallow_llm: tuple[LLM, Oracle]) 
     llm, _ = shallow_llm
 
     class Rash(ShallowProposer):
-        def _rows(self, growth: Growth, tokens: list[int], offset: int) -> Segment:
+        def _rows(self, growth: Growth, tokens: list[int], offset: int) -> TargetRows:
             return self.target.rows(growth.request.sequence.kv, tokens, 0)
 
     class RashMethod(Method):

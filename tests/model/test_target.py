@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.cache.lease import KVLease
+from outrider.cache.blocks import BlockManager
+from outrider.cache.lease import KVLease, KVView
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.model import hf
 from outrider.model.target import Target
@@ -90,7 +91,7 @@ def test_embed(case: tuple[LLM, Oracle]) -> None:
 def test_norm_and_head(case: tuple[LLM, Oracle]) -> None:
     llm, oracle = case
     target, kv = Target(llm.engine.runner), lease(llm)
-    out = target.run([target.rows(kv, TEXT, 0)])
+    out = target.run([target.rows(KVView(kv), TEXT, 0)])
     assert out.hidden is not None
     assert close(target.norm(out.hidden), oracle.hidden(TEXT)[-1])
     assert close(target.head(oracle.hidden(TEXT)[-1]), oracle.logits(TEXT))
@@ -101,7 +102,7 @@ def test_norm_and_head(case: tuple[LLM, Oracle]) -> None:
 def test_the_first_layers_and_then_the_others(case: tuple[LLM, Oracle]) -> None:
     llm, oracle = case
     target, kv = Target(llm.engine.runner), lease(llm)
-    rows = target.rows(kv, TEXT, 0)
+    rows = target.rows(KVView(kv), TEXT, 0)
     first = target.run([rows], layers=(0, 1))
     assert first.hidden is not None
     assert close(first.hidden, oracle.hidden(TEXT)[2]), "the input of layer 2"
@@ -115,7 +116,7 @@ def test_a_layer_is_skipped(case: tuple[LLM, Oracle]) -> None:
     """With its deep branches scaled by nothing a skipped layer must be missed: the negative control."""
     llm, oracle = case
     target, kv = Target(llm.engine.runner), lease(llm)
-    without = target.run([target.rows(kv, TEXT, 0)], layers=[0, 1, *range(3, target.num_layers)])
+    without = target.run([target.rows(KVView(kv), TEXT, 0)], layers=[0, 1, *range(3, target.num_layers)])
     assert not close(without.logits, oracle.logits(TEXT))
     skipped = oracle.model.base_model.get_submodule(_path_of_layers(oracle.model))[2]
     stock = skipped.forward
@@ -145,8 +146,8 @@ def test_trees_and_chunks_over_the_same_memory(case: tuple[LLM, Oracle]) -> None
     llm, oracle = case
     target, kv = Target(llm.engine.runner), lease(llm)
     first, rest = TEXT[:5], TEXT[5:]
-    target.run([target.rows(kv, first, 0, logits_from=5)], layers=(0, 1))
-    tree = target.rows(kv, [*rest[:1], 2, *rest[1:]], 5, (-1, -1, 0, 2, 3))
+    target.run([target.rows(KVView(kv), first, 0, logits_from=5)], layers=(0, 1))
+    tree = target.rows(KVView(kv), [*rest[:1], 2, *rest[1:]], 5, (-1, -1, 0, 2, 3))
     out = target.run([tree], layers=(0, 1))
     assert out.hidden is not None
     assert close(out.hidden[[0, 2, 3, 4]], oracle.hidden(TEXT)[2][5:])
@@ -156,7 +157,7 @@ def test_trees_and_chunks_over_the_same_memory(case: tuple[LLM, Oracle]) -> None
 def test_aux_layers_of_a_partial_pass(case: tuple[LLM, Oracle]) -> None:
     llm, oracle = case
     target, kv = Target(llm.engine.runner), lease(llm)
-    out = target.run([target.rows(kv, TEXT, 0)], layers=(0, 1), aux_layers=(1,))
+    out = target.run([target.rows(KVView(kv), TEXT, 0)], layers=(0, 1), aux_layers=(1,))
     assert close(out.aux_hidden_states[1], oracle.hidden(TEXT)[1])
     kv.free()
 
@@ -166,7 +167,7 @@ def test_nothing_is_left_behind(case: tuple[LLM, Oracle]) -> None:
     llm, _ = case
     before = llm.generate([TEXT], SamplingParams(temperature=0, max_tokens=8))[0].token_ids
     target, kv = Target(llm.engine.runner), lease(llm)
-    target.run([target.rows(kv, TEXT, 0)], layers=(1,))
+    target.run([target.rows(KVView(kv), TEXT, 0)], layers=(1,))
     target.head(target.norm(target.embed(TEXT)))
     kv.free()
     assert llm.generate([TEXT], SamplingParams(temperature=0, max_tokens=8))[0].token_ids == before
@@ -175,7 +176,7 @@ def test_nothing_is_left_behind(case: tuple[LLM, Oracle]) -> None:
 def test_what_is_refused(case: tuple[LLM, Oracle]) -> None:
     llm, _ = case
     target, kv = Target(llm.engine.runner), lease(llm)
-    rows = target.rows(kv, TEXT, 0)
+    rows = target.rows(KVView(kv), TEXT, 0)
     passes = llm.engine.runner.num_passes
     with pytest.raises(InvalidParameterError, match=r"layers=4: the target has 4 layers. Use 0 to 3"):
         target.run([rows], layers=(0, 4))
@@ -183,6 +184,23 @@ def test_what_is_refused(case: tuple[LLM, Oracle]) -> None:
         target.run([rows], layers=(1, 0))
     with pytest.raises(InvalidParameterError, match=r"aux_layers=9"):
         target.run([rows], aux_layers=(9,))
+    with pytest.raises(InvalidParameterError, match="that layer does not run"):
+        target.run([rows], layers=(1,), aux_layers=(0,))
+    with pytest.raises(InvalidParameterError, match="no list of rows"):
+        target.run([])
+    with pytest.raises(InvalidParameterError, match="two of one sequence"):
+        target.run([rows, rows])
+    for wrong in ([10**12], [-1], [1.5]):
+        with pytest.raises(InvalidParameterError, match="no token of the target"):
+            target.rows(KVView(kv), wrong, 0)
+    for parents in ((-1,), (-9, -3), (0, 1)):
+        with pytest.raises(InvalidParameterError, match="parents"):
+            target.rows(KVView(kv), [1, 2], 0, parents)
+    for first in (-1, 3):
+        with pytest.raises(InvalidParameterError, match="logits_from"):
+            target.rows(KVView(kv), [1, 2], 0, logits_from=first)
+    with pytest.raises(InvalidParameterError, match="not the target's KV"):
+        target.rows(KVView(KVLease(BlockManager(9, 4))), [1], 0)
     with pytest.raises(InvalidParameterError, match=r"Use \[9, 32\]"):
         target.run([rows], resume_from=torch.zeros(3, 32))
     with pytest.raises(InvalidParameterError, match="token id outside"):
@@ -190,10 +208,12 @@ def test_what_is_refused(case: tuple[LLM, Oracle]) -> None:
     with pytest.raises(InvalidParameterError, match="another shape"):
         target.head(torch.zeros(2, 5))
     with pytest.raises(ContradictionError, match="Stay within the budget"):
-        target.rows(kv, [1] * 200, 0)
+        target.rows(KVView(kv), [1] * 200, 0)
     kv.num_computed = 4
     with pytest.raises(ContradictionError, match="Start at 4 or later"):
-        target.rows(kv, [1], 3)
+        target.rows(KVView(kv), [1], 3)
+    with pytest.raises(ContradictionError, match="Start at 4 or later"):
+        target.run([rows])  # made when this was still behind the text
     assert llm.engine.runner.num_passes == passes, "refused before any work"
     kv.num_computed = 0
     kv.free()

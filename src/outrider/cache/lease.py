@@ -14,6 +14,7 @@ class KVLease:
     """The blocks of one sequence.
 
     Attributes:
+        blocks: The memory.
         block_table: Blocks, in the order of the tokens that they hold.
         num_computed: Leading tokens of the text whose KV is in the blocks.
         ahead: Tokens computed behind these that the text has not confirmed; only a draft model has such.
@@ -27,7 +28,7 @@ class KVLease:
     """
 
     def __init__(self, blocks: BlockManager, namespace: str | None = None, long_rope_after: int | None = None) -> None:
-        self._blocks = blocks
+        self.blocks = blocks
         self._namespace = namespace
         self._long_rope_after = long_rope_after
         self.block_table: list[int] = []
@@ -49,7 +50,7 @@ class KVLease:
     @property
     def capacity(self) -> int:
         """Tokens that its blocks have room for."""
-        return len(self.block_table) * self._blocks.block_size
+        return len(self.block_table) * self.blocks.block_size
 
     def open(self, token_ids: Sequence[int], *, share: bool = True) -> None:
         """Begin with the longest published prefix of the text, at least one token short of it.
@@ -60,9 +61,9 @@ class KVLease:
         """
         assert not self.block_table, "opened twice"
         self.long_rope = self._is_long(len(token_ids))
-        self.block_table = self._blocks.match(token_ids, self.space) if share else []
+        self.block_table = self.blocks.match(token_ids, self.space) if share else []
         self.num_published = len(self.block_table)
-        self.num_computed = self.num_published * self._blocks.block_size
+        self.num_computed = self.num_published * self.blocks.block_size
 
     def roll_back(self, token_ids: Sequence[int]) -> None:
         """Keep what the committed tokens confirm of the tokens computed ahead, and forget the others.
@@ -91,8 +92,8 @@ class KVLease:
 
     def needed(self, stop: int) -> int:
         """Free blocks that it takes to write the tokens up to position `stop`."""
-        shared = len(self._blocks.shared_from(self.block_table, self.end, stop))
-        return max(0, self._blocks.blocks_for(stop) - len(self.block_table)) + shared
+        shared = len(self.blocks.shared_from(self.block_table, self.end, stop))
+        return max(0, self.blocks.blocks_for(stop) - len(self.block_table)) + shared
 
     def make_writable(self, stop: int) -> list[tuple[int, int]]:
         """Own the blocks from the next token up to position `stop`; there are enough free ones.
@@ -100,34 +101,69 @@ class KVLease:
         Returns:
             (source, destination) blocks whose contents must be copied before anything is read.
         """
-        copies = self._blocks.make_writable(self.block_table, self.end, stop)
+        copies = self.blocks.make_writable(self.block_table, self.end, stop)
         grown = self.grow(stop)
         assert grown, "the caller has checked needed()"
         return copies
 
     def grow(self, num_tokens: int) -> bool:
         """Make room for so many tokens; False, and no change, where memory is short."""
-        return self._blocks.grow(self.block_table, num_tokens)
+        return self.blocks.grow(self.block_table, num_tokens)
 
     def publish(self, token_ids: Sequence[int]) -> None:
         """Let others find the blocks that are full of computed tokens of this text."""
-        if self.num_computed // self._blocks.block_size > self.num_published:
+        if self.num_computed // self.blocks.block_size > self.num_published:
             tokens = token_ids[: self.num_computed]
-            self.num_published = self._blocks.publish(tokens, self.block_table, self.num_published, self.space)
+            self.num_published = self.blocks.publish(tokens, self.block_table, self.num_published, self.space)
 
     def fork(self) -> KVLease:
         """A second lease on the same blocks; whoever writes first copies."""
-        twin = KVLease(self._blocks, self._namespace, self._long_rope_after)
-        twin.block_table = self._blocks.fork(self.block_table)
+        twin = KVLease(self.blocks, self._namespace, self._long_rope_after)
+        twin.block_table = self.blocks.fork(self.block_table)
         twin.num_computed, twin.ahead, twin.num_published = self.num_computed, list(self.ahead), self.num_published
         twin.long_rope = self.long_rope
         return twin
 
     def free(self) -> None:
         """Give all blocks back; the tokens will be computed again."""
-        self._blocks.free(self.block_table)
+        self.blocks.free(self.block_table)
         self.num_computed = self.num_published = 0
         self.ahead.clear()
 
     def _is_long(self, num_tokens: int) -> bool:
         return self._long_rope_after is not None and num_tokens > self._long_rope_after
+
+
+class KVView:
+    """A lease to look at: what a proposer may know of the target's KV of a sequence.
+
+    Args:
+        lease: The lease; what is read here is always its present state.
+    """
+
+    def __init__(self, lease: KVLease) -> None:
+        self._lease = lease
+
+    @property
+    def block_table(self) -> tuple[int, ...]:
+        """Blocks, in the order of the tokens that they hold."""
+        return tuple(self._lease.block_table)
+
+    @property
+    def num_computed(self) -> int:
+        """Leading tokens of the text whose KV is in the blocks."""
+        return self._lease.num_computed
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the blocks have room for."""
+        return self._lease.capacity
+
+    @property
+    def long_rope(self) -> bool:
+        """Whether the KV was computed with the rotary factors of long texts."""
+        return self._lease.long_rope
+
+    def belongs_to(self, blocks: BlockManager) -> bool:
+        """Whether the blocks are of this memory."""
+        return self._lease.blocks is blocks

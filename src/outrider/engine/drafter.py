@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from outrider.propose.base import Proposer
+from outrider.propose.base import Proposer, Requirements
 from outrider.propose.method import Method
 
 logger = logging.getLogger(__name__)
@@ -19,15 +19,19 @@ class Drafter:
         index: Names its draws in noise keys: 0 for the sequence's first, 1 for the next.
         method: Its settings.
         proposer: Shared with other sequences that ask for the same method.
+        requires: What it wants to be shown, as it said when it was first used; what it says later changes nothing.
         demoted: A fault has happened; from then on its drafts are verified as opaque.
         num_faults: How many.
+        last_round: Verify pass of the sequence in which it was last asked.
     """
 
     index: int
     method: Method
     proposer: Proposer
+    requires: Requirements | None = None
     demoted: bool = False
     num_faults: int = 0
+    last_round: int = 0
 
     def report_fault(self, request_id: int, problem: str) -> None:
         """Count a fault and stop believing what the proposer says of its laws, for the rest of this sequence."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any
@@ -27,6 +28,7 @@ from outrider.engine.scoring import score, score_prompt
 from outrider.engine.sequence import Request, Sequence, Status
 from outrider.engine.stats import EngineStats
 from outrider.errors import (
+    EngineBusyError,
     EngineStalledError,
     ForwardError,
     NonFiniteLogitsError,
@@ -39,7 +41,7 @@ from outrider.errors import (
 from outrider.model.batch import Segment
 from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.params import SamplingParams, TokenOrigin
-from outrider.propose.method import Method
+from outrider.propose.method import Method, same_method
 from outrider.propose.speculation import SpeculationConfig
 from outrider.trace import CoinToss
 from outrider.verify.grammar import GrammarCompiler, GrammarError
@@ -47,6 +49,9 @@ from outrider.verify.noise import KeyedNoise, NoiseSource
 from outrider.verify.verifier import Candidate, CandidateKeys, Verdict, Verifier, rule_for
 
 logger = logging.getLogger(__name__)
+
+#: Proposers that one sequence keeps, unless one step asks for more.
+MAX_DRAFTERS = 8
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,6 @@ class Engine:
         first = request.sequences[0]
         if speculation.method is not None:
             self._drafter(first, speculation.method)
-            first.reads_every_row = any(d.proposer.requires and d.proposer.requires.every_row for d in first.drafters)
         self.scheduler.add(first)
         return request
 
@@ -174,7 +178,10 @@ class Engine:
 
         Raises:
             EngineStalledError: There is work and none of it can be scheduled.
+            EngineBusyError: It was called inside a step, by a proposer or a logits processor.
         """
+        if self._stepping:
+            raise EngineBusyError
         with uninterrupted():
             self._stepping = True
             try:
@@ -184,9 +191,13 @@ class Engine:
                 self._settle()
 
     def _step(self) -> None:
-        with self.stats.timed("schedule"):
-            self._fork_ready()
-            plan = self.scheduler.schedule()
+        try:
+            with self.stats.timed("schedule"):
+                self._fork_ready()
+                plan = self.scheduler.schedule()
+        except BaseException as error:
+            self._abandon(self.scheduler.running, error)
+            raise
         if not plan.items:
             self._explain_stall()
             return
@@ -203,12 +214,12 @@ class Engine:
             with self.stats.timed("commit"):
                 self._commit(plan, drafts, out, judged)
         except BaseException as error:
-            self._abandon(plan, error)
+            self._abandon([item.seq for item in plan.items], error)
             raise
 
-    def _abandon(self, plan: Schedule, error: BaseException) -> None:
+    def _abandon(self, sequences: Iterable[Sequence], error: BaseException) -> None:
         """End the requests of a step that broke off: nobody knows how much of it is in their books."""
-        for request in {item.seq.request.request_id: item.seq.request for item in plan.items}.values():
+        for request in {seq.request.request_id: seq.request for seq in sequences}.values():
             if request.error is None and not request.finished:
                 self._fail(request, StepAbortedError, f"its step was broken off by {type(error).__name__}", cause=error)
 
@@ -255,9 +266,10 @@ class Engine:
     def _fork(self, parent: Sequence, child: Sequence) -> None:
         self.scheduler.start_fork(parent, child)
         child.reads_every_row, child.refused = parent.reads_every_row, list(parent.refused)
+        child.num_drafters = parent.num_drafters
         for drafter in parent.drafters:
-            proposer = self.proposers.acquire(drafter.method)
-            child.drafters.append(Drafter(drafter.index, drafter.method, proposer, drafter.demoted))
+            self.proposers.acquire(drafter.method)
+            child.drafters.append(replace(drafter, num_faults=0))
             self._tell(child, child.drafters[-1], "fork", parent.view, child.view)
 
     # -- propose -------------------------------------------------------------------------------------------------------
@@ -269,7 +281,9 @@ class Engine:
     def _drafter(self, seq: Sequence, method: Method) -> Drafter | None:
         """The proposer with these settings at work for a sequence, begun on first use; None where it cannot be had."""
         found = seq.drafter(method)
-        if found is not None or method in seq.refused:
+        if found is not None:
+            found.last_round = seq.view.round
+        if found is not None or any(same_method(method, refused) for refused in seq.refused):
             return found
         try:
             proposer = self.proposers.acquire(method)
@@ -278,9 +292,21 @@ class Engine:
             seq.stats.num_proposer_faults += 1
             seq.refused.append(method)
             return None
-        seq.drafters.append(Drafter(len(seq.drafters), method, proposer))
-        self._tell(seq, seq.drafters[-1], "begin", seq.view)
-        return seq.drafters[-1]
+        found = Drafter(seq.num_drafters, method, proposer, proposer.requires, last_round=seq.view.round)
+        seq.num_drafters += 1
+        seq.drafters.append(found)
+        seq.reads_every_row |= found.requires is not None and found.requires.every_row
+        self._tell(seq, found, "begin", seq.view)
+        self._dismiss_unused(seq)
+        return found
+
+    def _dismiss_unused(self, seq: Sequence) -> None:
+        """Part with the proposers that a sequence has not used for longest, where a planner has named very many."""
+        idle = sorted((d for d in seq.drafters if d.last_round < seq.view.round), key=lambda d: d.last_round)
+        for drafter in idle[: max(0, len(seq.drafters) - MAX_DRAFTERS)]:
+            seq.drafters.remove(drafter)
+            self._tell(seq, drafter, "finish", seq.view)
+            self.proposers.release(drafter.method)
 
     def _tell(self, seq: Sequence, drafter: Drafter, verb: str, *args: object) -> None:
         """Call a proposer's life-cycle method; what it raises is its own fault and no one else's."""

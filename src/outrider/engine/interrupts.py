@@ -27,5 +27,5 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if arrived:
-        before(*arrived[0])
+        if arrived:
+            before(*arrived[0])

@@ -37,7 +37,7 @@ class ComputedRows:
 
 def requirements(item: ScheduledSequence) -> list[Requirements]:
     """What the proposers of a sequence want to be shown."""
-    return [d.proposer.requires for d in item.seq.drafters if d.proposer.requires is not None]
+    return [drafter.requires for drafter in item.seq.drafters if drafter.requires is not None]
 
 
 def aux_layers(items: Seq[ScheduledSequence]) -> list[int]:
@@ -50,7 +50,7 @@ def show(computed: Seq[ComputedRows], out: ForwardOutput) -> None:
     groups: defaultdict[int, list[tuple[Drafter, ComputedRows]]] = defaultdict(list)
     for rows in computed:
         for drafter in rows.item.seq.drafters:
-            if drafter.proposer.requires is not None:
+            if drafter.requires is not None:
                 groups[id(drafter.proposer)].append((drafter, rows))
     for pairs in groups.values():
         try:
@@ -63,7 +63,7 @@ def show(computed: Seq[ComputedRows], out: ForwardOutput) -> None:
 
 def _shown_to(drafter: Drafter, rows: ComputedRows, out: ForwardOutput) -> ObservedRows:
     """What one proposer is shown of one sequence: all rows but the scratch rows of others."""
-    needed = drafter.proposer.requires
+    needed = drafter.requires
     assert needed is not None
     seq, num_rows, draft = rows.item.seq, rows.item.num_rows, rows.step.draft
     first_node, first_scratch = num_rows, num_rows + len(draft)

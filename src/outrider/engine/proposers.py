@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from outrider.model.target import Target
 from outrider.propose.base import Proposer
-from outrider.propose.method import LoadRunner, Method, ProposerContext
+from outrider.propose.method import LoadRunner, Method, ProposerContext, same_method
 
 #: Proposers that are kept though no sequence uses them.
 MAX_IDLE = 4
@@ -57,7 +57,7 @@ class ProposerSet:
 
     def release(self, method: Method) -> None:
         """A sequence no longer uses the proposer with these settings."""
-        found = next(found for found in self._alive if _same(found.method, method))
+        found = next(found for found in self._alive if same_method(found.method, method))
         found.num_users -= 1
         assert found.num_users >= 0, "released more often than acquired"
         self._let_go(self._alive)
@@ -67,7 +67,7 @@ class ProposerSet:
 
     def _find(self, method: Method) -> _Alive:
         for place, found in enumerate(self._alive):
-            if _same(found.method, method):
+            if same_method(found.method, method):
                 self._alive.append(self._alive.pop(place))
                 return found
         built = _Alive(method, self._context.build(method))
@@ -76,11 +76,6 @@ class ProposerSet:
         return built
 
     def _let_go(self, candidates: list[_Alive]) -> None:
-        idle = [found for found in candidates if not found.num_users and not _same(found.method, self._kept)]
+        idle = [found for found in candidates if not found.num_users and not same_method(found.method, self._kept)]
         for found in idle[: max(0, len(idle) - MAX_IDLE)]:
             self._alive.remove(found)
-
-
-def _same(one: Method, other: Method | None) -> bool:
-    """Whether two settings mean the same proposer."""
-    return type(one) is type(other) and one == other

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outrider.cache.blocks import BlockManager
+from outrider.cache.lease import KVView
 from outrider.config import SchedulerConfig
 from outrider.engine.sequence import Sequence, Status
 from outrider.propose.method import Method
 from outrider.propose.speculation import SpeculationConfig
 from outrider.verify.verifier import RuleName
 
+logger = logging.getLogger(__name__)
+
 #: Decides, before anything is drawn, who drafts for a sequence in this step: settings for each turn, the first turn's draft
-#: at the end of the text and each further one behind the one before. () decodes plainly. The first one's rule checks all.
+#: at the end of the text and each further one behind the one before. () decodes plainly. The first one's rule checks all;
+#: for a seeded request a ratio test is not among them. Settings are whole: nothing is filled in from the LLM's own.
 Planner = Callable[[Sequence], tuple[SpeculationConfig, ...]]
 
 
@@ -113,7 +118,8 @@ class Scheduler:
 
     def start_fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` run on the blocks of `parent`, whose prompt is computed but for its last token."""
-        child.kv = child.view.kv = parent.kv.fork()
+        child.kv = parent.kv.fork()
+        child.view.kv = KVView(child.kv)
         child.status = Status.RUNNING
         self.running.append(child)
 
@@ -203,10 +209,10 @@ class Scheduler:
 
     def _plan_turns(self, item: ScheduledSequence, rows_left: int) -> int:
         """Share rows out to those who draft for a sequence; returns how many."""
-        seq, asked = item.seq, self.planner(item.seq)
+        seq, asked = item.seq, self._asked(item.seq)
         depth, num_rows = self._useful_depth(seq), 0
         turns: list[Turn] = []
-        for config in asked:
+        for place, config in enumerate(asked):
             if config.method is None or depth <= 0:
                 break
             budget = min(config.num_draft_tokens, rows_left - num_rows)
@@ -216,13 +222,29 @@ class Scheduler:
                 budget -= 1
             if budget <= 0:
                 break
-            turns.append(Turn(config.method, config.tree, config.draft_sampling == "greedy", budget, depth))
+            share = min(depth, len(config.tree) or budget)  # what follows must find room behind it
+            most = depth if place == len(asked) - 1 else share
+            turns.append(Turn(config.method, config.tree, config.draft_sampling == "greedy", budget, most))
             num_rows += budget
-            depth -= len(config.tree) or budget
+            depth -= share
         item.turns = tuple(turns)
         if asked:
-            item.rule = asked[0].rule
+            seeded = seq.request.params.seed is not None  # a ratio test would make the text depend on the drafts
+            item.rule = "auto" if seeded and asked[0].rule in ("token", "block") else asked[0].rule
         return num_rows
+
+    def _asked(self, seq: Sequence) -> tuple[SpeculationConfig, ...]:
+        """What the planner says; nothing drafts where it raises or answers something else."""
+        try:
+            asked = tuple(self.planner(seq))
+            wrong = [type(config).__name__ for config in asked if not isinstance(config, SpeculationConfig)]
+            if wrong:
+                raise TypeError(f"{wrong[0]} instead of a SpeculationConfig")
+        except Exception as error:
+            logger.warning("the planner failed for request %d: %r", seq.request.request_id, error)
+            seq.stats.num_proposer_faults += 1
+            return ()
+        return asked
 
     def _useful_depth(self, seq: Sequence) -> int:
         """Longest path of draft tokens that may enter the text, the target's own next token left room for."""

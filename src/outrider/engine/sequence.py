@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from outrider.cache.lease import KVLease
+from outrider.cache.lease import KVLease, KVView
 from outrider.engine.detokenizer import TextStream
 from outrider.engine.drafter import Drafter
 from outrider.errors import OutriderError
 from outrider.params import FinishReason, PositionLogprobs, SamplingParams, StreamPiece, TokenOrigin
 from outrider.propose.base import ProposerSequence, Tokens
-from outrider.propose.method import Method
+from outrider.propose.method import Method, same_method
 from outrider.propose.speculation import SpeculationConfig
 from outrider.stats import RequestStats
 from outrider.trace import RoundTrace
@@ -85,7 +85,8 @@ class Sequence:
         kv: The target's KV of it.
         retired: Whether it has ended and given everything back.
         view: What proposers see of it.
-        drafters: The proposers that have worked for it, by the order of their first use.
+        drafters: The proposers that work for it, by the order of their first use.
+        num_drafters: How many it has had; the next one's number.
         refused: Methods whose proposers cannot be had.
         reads_every_row: Whether one of them must be shown every row of the text, so that no prefix may come from a cache.
         rounds: Traces, where they were asked for.
@@ -120,6 +121,7 @@ class Sequence:
         self.origins: list[TokenOrigin] = []
         self.kv = kv
         self.drafters: list[Drafter] = []
+        self.num_drafters = 0
         self.refused: list[Method] = []
         self.reads_every_row = False
         self.forked = request.params.n == 1 or index > 0
@@ -139,7 +141,7 @@ class Sequence:
             ),
             seed=request.seed,
             sample=index,
-            kv=kv,
+            kv=KVView(kv),
             namespace=request.namespace,
         )
 
@@ -162,7 +164,7 @@ class Sequence:
 
     def drafter(self, method: Method) -> Drafter | None:
         """The one with these settings, if it has worked for this sequence."""
-        return next((d for d in self.drafters if type(d.method) is type(method) and d.method == method), None)
+        return next((drafter for drafter in self.drafters if same_method(drafter.method, method)), None)
 
     def append(self, token_id: int, origin: TokenOrigin) -> None:
         """Commit one token and finish the sequence if it ends the text."""

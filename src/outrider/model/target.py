@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.cache.lease import KVLease
+from outrider.cache.lease import KVView
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.model.backends.base import PartialPass
 from outrider.model.batch import Segment
 from outrider.model.runner import ForwardOutput, ModelRunner, wide
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """Rows of one sequence that some of the target's layers are to compute; made and checked by `Target.rows`.
+
+    Attributes:
+        kv: The sequence's.
+        token_ids: Tokens to compute.
+        start: Position of the first.
+        parents: Which row each one follows; None for a chain.
+        logits_from: First row whose logits are wanted.
+    """
+
+    kv: KVView
+    token_ids: tuple[int, ...]
+    start: int
+    parents: tuple[int, ...] | None
+    logits_from: int
+
+    def segment(self) -> Segment:
+        """As a pass takes them, in the blocks that the sequence has now."""
+        kv = self.kv
+        return Segment(self.token_ids, self.start, kv.block_table, self.parents, self.logits_from, long_rope=kv.long_rope)
 
 
 class Target:
@@ -58,11 +83,18 @@ class Target:
         Raises:
             InvalidParameterError: A token is outside the vocabulary.
         """
-        tokens = torch.as_tensor(token_ids, dtype=torch.long, device=self.device)
+        try:
+            tokens = torch.as_tensor(token_ids, device=self.device)
+        except (TypeError, ValueError) as error:
+            problem = f"no list of token ids ({error})"
+            raise InvalidParameterError("token_ids", token_ids, problem, "Give whole numbers.") from error
+        if tokens.ndim != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise InvalidParameterError("token_ids", token_ids, "no list of token ids", "Give whole numbers.")
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             worst = int(tokens.min()) if int(tokens.min()) < 0 else int(tokens.max())
             remedy = f"Use ids from 0 to {self.vocab_size - 1}."
             raise InvalidParameterError("token_ids", worst, "token id outside the vocabulary", remedy)
+        tokens = tokens.long()
         return self._runner.backend.embed(self._runner.loaded, tokens)
 
     @torch.inference_mode()
@@ -85,13 +117,13 @@ class Target:
 
     def rows(
         self,
-        kv: KVLease,
+        kv: KVView,
         token_ids: Sequence[int],
         start: int,
         parents: tuple[int, ...] | None = None,
         *,
         logits_from: int = 0,
-    ) -> Segment:
+    ) -> TargetRows:
         """Rows of one sequence for `run`, behind those that its KV holds already.
 
         Args:
@@ -102,19 +134,17 @@ class Target:
             logits_from: First row whose logits are wanted; len(token_ids) for none.
 
         Raises:
+            InvalidParameterError: A token outside the vocabulary, a parent that does not come before its row, or a number
+                that is none.
             ContradictionError: The rows would change KV of the text, or have no room in the sequence's blocks.
         """
-        if start < kv.num_computed:
-            problem = f"the KV of {kv.num_computed} tokens is part of the text and may not be written"
-            raise ContradictionError("start", start, problem, f"Start at {kv.num_computed} or later.")
-        if start + len(token_ids) > kv.capacity:
-            problem = f"{len(token_ids)} rows behind {start} tokens, and the sequence has blocks for {kv.capacity}"
-            raise ContradictionError("token_ids", list(token_ids), problem, "Stay within the budget of the request.")
-        return Segment(token_ids, start, kv.block_table, parents, logits_from, long_rope=kv.long_rope)
+        rows = TargetRows(kv, tuple(token_ids), start, None if parents is None else tuple(parents), logits_from)
+        self._check_rows(rows)
+        return rows
 
     def run(
         self,
-        segments: Sequence[Segment],
+        rows: Sequence[TargetRows],
         *,
         layers: Sequence[int] | None = None,
         resume_from: Tensor | None = None,
@@ -122,27 +152,84 @@ class Target:
     ) -> ForwardOutput:
         """Compute rows through some of the layers, then the final norm and the head; KV goes to the target's own memory.
 
-        What is written behind the text's tokens is written again by the target's own pass.
+        What is written behind the text's tokens is written again by the target's own pass. Rows that were made in an
+        earlier step are looked at again: the text may have grown over them.
 
         Args:
-            segments: Made by `rows`.
+            rows: Made by `rows`, of different sequences each.
             layers: Which layers run, in ascending order; None runs all.
             resume_from: [num_rows, hidden_size] what the layers before the first of `layers` left (`ForwardOutput.hidden`
                 of an earlier run); None begins with the embeddings.
-            aux_layers: Inputs of these layers are returned too, by index as transformers counts them.
+            aux_layers: Inputs of these layers are returned too, by index as transformers counts them: layers that run, or
+                the number of layers for what the final norm leaves.
 
         Returns:
             Logits of the wanted rows, and `hidden` as the last of `layers` left it.
 
         Raises:
-            InvalidParameterError: A layer that the model has not, or hidden states of another shape.
+            InvalidParameterError: A layer that the model has not or that does not run, hidden states of another shape, no
+                rows, or rows that `rows` has not made.
+            ContradictionError: See `rows`.
         """
+        self._check_whole(rows)
         chosen = tuple(range(self.num_layers)) if layers is None else tuple(layers)
         self._check_layers("layers", chosen, self.num_layers)
         self._check_layers("aux_layers", tuple(sorted(aux_layers)), self.num_layers + 1)
-        num_rows = sum(segment.num_rows for segment in segments)
+        for layer in aux_layers:
+            if layer not in (*chosen, self.num_layers):
+                raise InvalidParameterError("aux_layers", layer, "that layer does not run", f"Use some of {chosen}.")
+        num_rows = sum(len(each.token_ids) for each in rows)
         hidden = None if resume_from is None else self._checked(resume_from, num_rows)
-        return self._runner.forward(segments, aux_layers, PartialPass(chosen, hidden))
+        return self._runner.forward([each.segment() for each in rows], aux_layers, PartialPass(chosen, hidden))
+
+    def _check_whole(self, rows: Sequence[TargetRows]) -> None:
+        if not isinstance(rows, list | tuple) or not rows or not all(isinstance(each, TargetRows) for each in rows):
+            raise InvalidParameterError("rows", rows, "no list of rows", "Give a list of what Target.rows returns.")
+        for each in rows:
+            self._check_rows(each)
+        if len({id(each.kv) for each in rows}) < len(rows):
+            raise InvalidParameterError("rows", rows, "two of one sequence", "Give one for each sequence.")
+
+    def _check_rows(self, rows: TargetRows) -> None:
+        kv, tokens = rows.kv, rows.token_ids
+        if not isinstance(kv, KVView) or not kv.belongs_to(self._runner.blocks):
+            raise InvalidParameterError("kv", kv, "not the target's KV of a sequence", "Use ProposerSequence.kv.")
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                problem, remedy = "no token of the target", f"Use whole numbers from 0 to {self.vocab_size - 1}."
+                raise InvalidParameterError("token_ids", token, problem, remedy)
+        if not tokens or type(rows.logits_from) is not int or not 0 <= rows.logits_from <= len(tokens):
+            problem = f"there are {len(tokens)} rows"
+            raise InvalidParameterError(
+                "logits_from", rows.logits_from, problem, f"Use 0 to {len(tokens)}, and a row at least."
+            )
+        self._check_parents(rows)
+        if type(rows.start) is not int or rows.start < kv.num_computed:
+            problem = f"the KV of {kv.num_computed} tokens is part of the text and may not be written"
+            raise ContradictionError("start", rows.start, problem, f"Start at {kv.num_computed} or later.")
+        self._check_room(rows)
+
+    def _check_parents(self, rows: TargetRows) -> None:
+        parents = rows.parents
+        if parents is None:
+            return
+        fits = len(parents) == len(rows.token_ids)
+        if not fits or any(type(p) is not int or not -1 <= p < row for row, p in enumerate(parents)):
+            problem = f"not an earlier row, or -1, for each of {len(rows.token_ids)} rows"
+            raise InvalidParameterError("parents", parents, problem, "Give the row that each one follows.")
+
+    def _check_room(self, rows: TargetRows) -> None:
+        end, limit = rows.start + len(rows.token_ids), self._runner.loaded.long_rope_after
+        if end > rows.kv.capacity:
+            problem = (
+                f"{len(rows.token_ids)} rows behind {rows.start} tokens, and the sequence has blocks for {rows.kv.capacity}"
+            )
+            raise ContradictionError("token_ids", list(rows.token_ids), problem, "Stay within the budget of the request.")
+        if limit is not None and end > limit and not rows.kv.long_rope:
+            problem = f"behind {limit} tokens the target uses other rotary factors for the whole text"
+            raise ContradictionError(
+                "token_ids", list(rows.token_ids), problem, "Stay within the max_depth of the request."
+            )
 
     def _check_layers(self, field: str, layers: tuple[int, ...], count: int) -> None:
         for layer in layers:
@@ -153,6 +240,8 @@ class Target:
             raise InvalidParameterError(field, list(layers), "not in ascending order", "Sort them, each once.")
 
     def _checked(self, hidden: Tensor, num_rows: int | None = None) -> Tensor:
+        if not isinstance(hidden, Tensor):
+            raise InvalidParameterError("hidden", type(hidden).__name__, "no tensor", f"Use [n, {self.hidden_size}].")
         fits = hidden.ndim == 2 and hidden.shape[1] == self.hidden_size
         if not fits or (num_rows is not None and len(hidden) != num_rows):
             rows = "n" if num_rows is None else num_rows

@@ -9,7 +9,7 @@ from typing import NamedTuple, overload
 
 from torch import Tensor
 
-from outrider.cache.lease import KVLease
+from outrider.cache.lease import KVView
 from outrider.draft import Draft, Law
 from outrider.params import SamplingParams
 from outrider.verify.noise import Key, NoiseSource, Stream
@@ -58,7 +58,7 @@ class ProposerSequence:
     processing: Processing
     seed: int
     sample: int
-    kv: KVLease
+    kv: KVView
     round: int = 0
     namespace: str | None = None
 

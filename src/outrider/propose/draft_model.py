@@ -104,6 +104,8 @@ class DraftModelProposer(Proposer):
         self._leases[sequence.seq_id] = lease
         lease.publish(sequence.token_ids)
         depth = min(request.max_depth, loaded.max_model_len - request.length)
+        if loaded.long_rope_after is not None and not lease.long_rope:
+            depth = min(depth, loaded.long_rope_after - request.length)  # no draft spans two sets of rotary factors
         budget = request.budget if depth > 0 else 0
         while budget > 0 and not self._grow(lease, request.length + budget - 1, requests):
             budget -= 1

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 from outrider.errors import OutriderError, ProposerError
 from outrider.model.runner import ModelRunner
 from outrider.model.target import Target
-from outrider.propose.base import Proposer
+from outrider.propose.base import Proposer, Requirements
 from outrider.validation import Frozen
 
 #: Names that the settings around a method use; one mapping holds both, so no method may have settings of these names.
@@ -55,6 +55,7 @@ class ProposerContext:
             raise ProposerError(f"method {method.name!r} cannot build its proposer: {error!r}") from error
         if not isinstance(proposer, Proposer):
             raise ProposerError(f"method {method.name!r} built {type(proposer).__name__}, which is no Proposer")
+        _check_requirements(method, proposer.requires, self.target)
         return proposer
 
 
@@ -88,3 +89,32 @@ class Method(Frozen):
             ModelError: A model that it needs cannot be used.
         """
         raise NotImplementedError
+
+
+def same_method(one: Method | None, other: Method | None) -> bool:
+    """Whether two settings mean the same proposer. Values that cannot be compared are different ones."""
+    if one is other:
+        return True
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except Exception:
+        return False
+
+
+def _check_requirements(method: Method, requires: object, target: Target) -> None:
+    """Raise ProposerError for what the target cannot show: when the proposer is built, and not in a step of others."""
+    if requires is None:
+        return
+    if not isinstance(requires, Requirements):
+        raise ProposerError(
+            f"method {method.name!r}: requires is {type(requires).__name__} instead of Requirements or None"
+        )
+    layers, top_k = requires.aux_layers, requires.target_top_k
+    if not isinstance(layers, tuple) or any(type(layer) is not int for layer in layers):
+        raise ProposerError(f"method {method.name!r}: aux_layers={layers!r} is no tuple of layer numbers")
+    if any(not 0 <= layer <= target.num_layers for layer in layers):
+        raise ProposerError(
+            f"method {method.name!r}: aux_layers={layers!r}, and the target has layers 0 to {target.num_layers}"
+        )
+    if type(top_k) is not int or not 0 <= top_k <= target.vocab_size:
+        raise ProposerError(f"method {method.name!r}: target_top_k={top_k!r} is not between 0 and {target.vocab_size}")

@@ -77,7 +77,7 @@ def load(address: str) -> type[Method]:
         sys.path.insert(0, os.getcwd())
     try:
         found = _imported(address)
-    except Exception as error:  # whatever the module's own code raises
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
         remedy = "Use module:Class, where Python finds the module."
         raise InvalidParameterError("method", address, f"it cannot be imported ({error})", remedy) from error
     if not _is_method(found):

@@ -25,7 +25,7 @@ class Ngram(Method):
     takes_tree: ClassVar[bool] = False
     instead_of_tree: ClassVar[str] = "Use another method."
 
-    max_match: int = Field(5, ge=1, description="Use 1 or more, at least min_match.")
+    max_match: int = Field(5, ge=1, le=64, description="Use 1 to 64, at least min_match.")
     min_match: int = Field(2, ge=1, description="Use 1 or more, at most max_match.")
 
     @model_validator(mode="after")

@@ -135,15 +135,15 @@ class SpeculationConfig(Frozen):
     def _fitting_length(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Where no length is given: as many as the tree has, or what suits the method."""
         values = {**values, "method": _as_method(values.get("method"))}
-        if "num_draft_tokens" in values:
-            return values
         tree = values.get("tree")
         if isinstance(tree, tuple | list) and tree and all(isinstance(width, int) and width >= 1 for width in tree):
-            size = tree_size(tree)
+            size = tree_size(tree[: MAX_ROWS + 1])
             if size > MAX_ROWS:
                 remedy = f"Use fewer children or levels, up to {MAX_ROWS} nodes."
-                raise InvalidParameterError("tree", tree, f"it has {size} nodes", remedy)
-            return {**values, "num_draft_tokens": size}
+                raise InvalidParameterError("tree", tree, f"it has {size} nodes or more", remedy)
+            return {"num_draft_tokens": size, **values}
+        if "num_draft_tokens" in values:
+            return values
         method = values["method"]
         return values if method is None else {**values, "num_draft_tokens": method.default_num_draft_tokens}
 

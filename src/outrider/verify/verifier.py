@@ -66,10 +66,11 @@ class CandidateKeys:
         return Key(self.owner, self.seed, self.sample, Stream.ACCEPT, position, self.round, node, self.drafter)
 
     def next(self, depth: int, *, owed: bool) -> Key:
-        """Of the token after a node at `depth`: once a position, from the target's own probabilities or from what they
-        still owe after a rejection."""
-        stream = Stream.RECOVER if owed else Stream.TARGET
-        return Key(self.owner, self.seed, self.sample, stream, self.position + depth, drafter=self.drafter)
+        """Of the token after a node at `depth`, from the target's own probabilities or from what they still owe after a
+        rejection. The engine comes to a position once; a proposer that verifies comes again in another round."""
+        stream, position = Stream.RECOVER if owed else Stream.TARGET, self.position + depth
+        round_ = self.round if self.drafter else 0
+        return Key(self.owner, self.seed, self.sample, stream, position, round_, drafter=self.drafter)
 
 
 @dataclass(frozen=True)

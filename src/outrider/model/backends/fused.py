@@ -69,6 +69,7 @@ class FusedDecoder(AttentionBackend):
     def forward(
         self, loaded: LoadedModel, context: ForwardContext, aux_layers: Sequence[int], part: PartialPass | None = None
     ) -> PassOutput:
+        self._check_regimes(context.batch)
         self._use_memory(context, loaded)
         self._use_positions(max(s.context_len for s in context.batch.segments), loaded)
         if part is None:
@@ -83,6 +84,12 @@ class FusedDecoder(AttentionBackend):
 
     def head(self, loaded: LoadedModel, hidden: Tensor) -> Tensor:
         return self._kernel.logits(hidden)
+
+    def _check_regimes(self, batch: RaggedBatch) -> None:
+        """Raise ValueError where a row has no rotary factors in the set that it asks for."""
+        limit = self._rotary.long_after
+        if limit is not None and any(s.context_len > limit and not s.long_rope for s in batch.segments):
+            raise ValueError(f"rows behind {limit} tokens ask for the rotary factors of shorter texts")
 
     def _use_memory(self, context: ForwardContext, loaded: LoadedModel) -> None:
         if context.pool is self._memory:
@@ -116,16 +123,16 @@ class _RotaryTables:
 
     def __init__(self, model: Any) -> None:
         self._module = model.model.rotary_emb
-        self._long_after = hf.long_rope_after(model.config)
+        self.long_after = hf.long_rope_after(model.config)
         self._dtype = torch.promote_types(model.dtype, torch.float32)
 
     @torch.inference_mode()
     def build(self, num_positions: int) -> list[tuple[Tensor, Tensor]]:
         """One pair of tables [num_positions, rotary_dim], or two where long texts have factors of their own."""
-        if self._long_after is None:
+        if self.long_after is None:
             return [self._table(num_positions)]
         # The module takes the long factors for everybody as soon as it sees one position beyond the short ones.
-        return [self._table(self._long_after), self._table(max(num_positions, self._long_after + 1))]
+        return [self._table(self.long_after), self._table(max(num_positions, self.long_after + 1))]
 
     def _table(self, num_positions: int) -> tuple[Tensor, Tensor]:
         cosines, sines = self._module(torch.empty(1, dtype=self._dtype), torch.arange(num_positions)[None])
