@@ -1,28 +1,24 @@
-"""Checks that tell a mutant from the real engine; run as `python killers.py NAME` with the package to judge on PYTHONPATH.
-
-Each function asserts its claim. They stand alone so that a mutant costs one short process. The last line on standard error
-says what stopped a check: CLAIM where an assertion in this file failed, else the error, which may be a crash.
-"""
+"""Checks that tell a mutant from the real engine. Each function asserts its claim (see judge.py)."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from outrider.propose.draft import Draft, Law
 
-from outrider.config import SpeculationConfig
+from outrider.draft import Draft, Law
 from outrider.llm import LLM
 from outrider.params import SamplingParams
-from outrider.propose import registry
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.prove.engine_distribution import SETTINGS, STRUCTURE_SETTINGS, EngineProof, Setting
+from outrider.propose.draft_model import DraftModel
+from outrider.propose.method import Method, ProposerContext
+from outrider.propose.ngram import Ngram
+from outrider.propose.speculation import SpeculationConfig
+from outrider.prove.engine_distribution import DRAFT, SETTINGS, STRUCTURE_SETTINGS, EngineProof, Setting
 from outrider.prove.reference import ReferenceRule
 from outrider.prove.rules_distribution import prove_verifier
 from outrider.prove.tiny import save_tiny_llama
@@ -31,7 +27,6 @@ from outrider.prove.tree_reference import TreeRule
 from outrider.verify.noise import Key, KeyedNoise, Stream
 from outrider.verify.rules import residual
 
-CLAIM = "the claim does not hold"
 PROMPT = [1, 5, 9, 2, 7, 7, 3, 11, 4]
 
 
@@ -41,7 +36,8 @@ PROMPT = [1, 5, 9, 2, 7, 7, 3, 11, 4]
 def _law(rule: str, **params: Any) -> None:
     folder = Path(tempfile.mkdtemp())
     proof = EngineProof(save_tiny_llama(folder / "target", seed=1), save_tiny_llama(folder / "draft", seed=2))
-    setting = Setting(rule, {"proposer": "draft_model", "num_draft_tokens": 2, "rule": rule}, params)
+    drafted = {"method": "draft_model", "model": DRAFT, "num_draft_tokens": 2, "rule": rule}
+    setting = Setting(rule, drafted, params)
     finding = proof.prove(setting, 3)
     assert finding.passed, finding
 
@@ -166,6 +162,17 @@ class _Tree(Proposer):
         return Draft(tuple(tokens), tuple(parents), (Law.DETERMINISTIC,) * len(tokens))
 
 
+class _RecordedTree(Method):
+    """Settings of `_Tree`."""
+
+    name: ClassVar[str] = "recorded_tree"
+
+    text: tuple[int, ...]
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return _Tree(self.text, context.target.vocab_size)
+
+
 @cache
 def _llm(**settings: Any) -> LLM:
     path = save_tiny_llama(Path(tempfile.mkdtemp()), seed=3, vocab_size=16)
@@ -181,14 +188,13 @@ def _greedy(prompt: list[int], speculation: Any = "none", **params: Any) -> tupl
 
 
 def _self_draft(**settings: Any) -> SpeculationConfig:
-    name = _llm().engine.runner.loaded.name
-    return SpeculationConfig(proposer="draft_model", draft_model=name, num_draft_tokens=4, **settings)
+    method = DraftModel(model=_llm().engine.runner.loaded.name)
+    return SpeculationConfig(method=method, num_draft_tokens=4, **settings)
 
 
 def tree_text() -> None:
     plain = _greedy(PROMPT)
-    registry.register("recorded_tree", lambda context: _Tree(plain, context.target.vocab_size))
-    config = SpeculationConfig(proposer="recorded_tree", num_draft_tokens=9)
+    config = SpeculationConfig(method=_RecordedTree(text=plain), num_draft_tokens=9)
     output = _llm().generate(PROMPT, SamplingParams(temperature=0, max_tokens=24), speculation=config)[0]
     assert output.token_ids == plain
     # A wrong mask or position would lose the right branch now and then.
@@ -219,10 +225,10 @@ def cache_truth() -> None:
     from outrider.prove.cache_truth import CacheAudit
 
     llm = _llm()
-    config = SpeculationConfig(proposer="ngram", ngram_min=1, num_draft_tokens=4)
+    config = SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=4)
     for shift in range(3):
         params = SamplingParams(seed=shift, max_tokens=30)
-        llm.engine.add_request((*PROMPT, shift), params, config, llm.proposers.get(config))
+        llm.engine.add_request((*PROMPT, shift), params, config)
     audit = CacheAudit(llm.engine)
     audit.run()
     assert audit.num_checked > 20
@@ -282,13 +288,12 @@ def window() -> None:
 
 
 def longrope() -> None:
-    """A short text beside a long one, against each alone."""
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    """A short text beside a long one and one that becomes long, against each alone."""
     from tests.model import checkpoints
 
     path = checkpoints.save("longrope", Path(tempfile.mkdtemp()) / "longrope", seed=1)
     llm = LLM(path, dtype="float64", block_size=4)
-    prompts = [[(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(n)] for n in (12, 40)]
+    prompts = [[(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(n)] for n in (12, 25, 40)]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.token_ids == checkpoints.greedy_by_transformers(path, prompt, 12)
@@ -299,7 +304,6 @@ def longrope() -> None:
 
 def kernels_decoder() -> None:
     """A fused pass in two chunks, with a neighbour and a tree, against stock transformers; windows and normalised heads."""
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     from transformers import AutoModelForCausalLM
 
     from outrider.cache.blocks import BlockManager
@@ -389,37 +393,7 @@ def kernels_laws() -> None:
 
 def kernels_exact_laws() -> None:
     """Laws against their definition, over logits that hypothesis draws."""
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     from tests.unit import test_exact_probabilities
 
     test_exact_probabilities.test_probabilities_are_what_the_parameters_mean()
     test_exact_probabilities.test_top_k_keeps_the_largest_whatever_the_largest_is()
-
-
-#: By name.
-CHECKS = {
-    name: check
-    for name, check in list(globals().items())
-    if callable(check) and getattr(check, "__module__", None) == __name__ and not name.startswith("_")
-}
-
-
-def judge(check: Any) -> str | None:
-    """What stopped it, in one line; None where it came through."""
-    try:
-        check()
-    except Exception as error:
-        traceback.print_exc()
-        place = traceback.extract_tb(error.__traceback__)[-1].filename
-        if isinstance(error, AssertionError) and place == __file__:  # an assertion of the package is a crash like others
-            return CLAIM
-        return " ".join(f"{type(error).__name__}: {error}".split())
-    return None
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    torch.manual_seed(0)  # a bug that some random numbers do not show is planted in vain
-    stopped = judge(CHECKS[sys.argv[1]])
-    if stopped is not None:
-        sys.exit(f"\n{stopped}")

@@ -51,7 +51,7 @@ class Mutant:
         path: File below the package.
         old: Text that occurs there exactly once.
         new: What it becomes.
-        killer: The check in killers.py that must turn red; empty for a survivor.
+        killer: The check that must turn red (see judge.py); empty for a survivor.
         survives: Why no test can tell it from the real code; empty for one that must be killed.
         refused: The error that catches it; None where the killer's own claim must fail.
     """
@@ -70,24 +70,24 @@ MUTANTS = (
     Mutant(
         "draft law reported before temperature and truncation",
         1,
-        "propose/draft_model.py",
-        "laws = dict(zip(drawing, probs, strict=True))",
-        "laws = dict(zip(drawing, logits[drawing].softmax(-1), strict=True))",
+        "propose/growth.py",
+        "drawn_from = dict(zip(drawing, probs, strict=True))",
+        "drawn_from = dict(zip(drawing, logits[drawing].softmax(-1), strict=True))",
         "law_filtered",
     ),
     Mutant(
         "unlikely drawn token dropped before verification",
         2,
-        "propose/draft_model.py",
-        "        if not g.nodes:\n            return EMPTY\n",
-        "        while g.nodes and g.draws and g.nodes[-1].law[g.nodes[-1].token] < 0.3:\n            g.nodes.pop()\n"
-        "        if not g.nodes:\n            return EMPTY\n",
+        "propose/growth.py",
+        "        if not self.nodes:\n            return EMPTY\n",
+        "        while self.nodes and self.draws and self.nodes[-1].probs[self.nodes[-1].token_id] < 0.3:\n"
+        "            self.nodes.pop()\n        if not self.nodes:\n            return EMPTY\n",
         "law_block",
     ),
     Mutant(
         "block acceptance with the token rule's residual",
         4,
-        "engine/verifier.py",
+        "verify/verifier.py",
         "q_next, weights[lane, accepted])",
         "q_next, torch.ones_like(weights[lane, accepted]))",
         "verifier_block",
@@ -95,7 +95,7 @@ MUTANTS = (
     Mutant(
         "token rule takes any accepted token, not the leading ones",
         4,
-        "engine/verifier.py",
+        "verify/verifier.py",
         "accepted = coins.long().cumprod(1).sum(1)",
         "accepted = coins.long().sum(1)",
         "law_token",
@@ -103,18 +103,18 @@ MUTANTS = (
     Mutant(
         "coins tossed with the draft's own keys",
         5,
-        "engine/verifier.py",
-        "return Key(view.seq_id, view.seed, view.sample, Stream.ACCEPT, position",
-        "return Key(view.seq_id, view.seed, view.sample, Stream.DRAFT, position",
+        "verify/verifier.py",
+        "return Key(self.owner, self.seed, self.sample, Stream.ACCEPT, position",
+        "return Key(self.owner, self.seed, self.sample, Stream.DRAFT, position",
         "law_block",
         refused=KEY_REUSED,
     ),
     Mutant(
         "ratio test on drafts that share the target's noise",
         5,
-        "engine/verifier.py",
+        "verify/verifier.py",
         '    if coupled or Law.SAMPLED not in laws or Law.COUPLED in laws or rule_name in ("walk", "coupled"):\n'
-        "        return Rule.WALK\n    all_sampled = set(draft.laws) == {Law.SAMPLED}\n",
+        "        return Rule.WALK\n    all_sampled = laws == {Law.SAMPLED}\n",
         "    if not laws & {Law.SAMPLED, Law.COUPLED}:\n        return Rule.WALK\n    all_sampled = True\n",
         "law_seeded",
     ),
@@ -122,15 +122,15 @@ MUTANTS = (
         "noise that forgets the position",
         5,
         "verify/noise.py",
-        "(k.seed, k.sample, int(k.stream), k.position, k.round + (k.branch << 32))",
-        "(k.seed, k.sample, int(k.stream), 0, 0)",
+        "(k.seed, k.sample, int(k.stream) + (k.drafter << 8), k.position, k.round + (k.branch << 32))",
+        "(k.seed, k.sample, int(k.stream) + (k.drafter << 8), 0, 0)",
         "noise_is_independent",
     ),
     Mutant(
         "draft accepted iff it is the target's most likely token",
         6,
-        "engine/verifier.py",
-        "if laws.candidates[member].seq.request.params.greedy:",
+        "verify/verifier.py",
+        "if rows.candidates[member].sampling.greedy:",
         "if True:",
         "law_walk",
     ),
@@ -154,7 +154,7 @@ MUTANTS = (
         "no fallback where the residual is empty",
         8,
         "verify/rules.py",
-        "return torch.where(total > 0, owed / total.clamp(min=torch.finfo(owed.dtype).tiny), target_law)",
+        "return torch.where(total > 0, owed / total.clamp(min=torch.finfo(owed.dtype).tiny), target_row)",
         "return owed / total",
         "empty_residual",
     ),
@@ -162,9 +162,9 @@ MUTANTS = (
         "proposer's memory has a hole after full acceptance",
         9,
         "propose/draft_model.py",
-        "        return [self._finished(g, noise) for g in growing]",
-        "        for g in growing:\n            g.progress.computed += [n.token for n in g.nodes[-1:]]\n"
-        "        return [self._finished(g, noise) for g in growing]",
+        "        return [d.growth.draft() for d in drafting]",
+        "        for d in drafting:\n            d.lease.ahead += [n.token_id for n in d.growth.nodes[-1:]]\n"
+        "        return [d.growth.draft() for d in drafting]",
         "self_draft_is_accepted",
     ),
     Mutant(
@@ -236,15 +236,15 @@ MUTANTS = (
     Mutant(
         "logprobs of processed logits reported as raw",
         11,
-        "engine/engine.py",
-        "law = raw_logprobs(raw[rows])",
-        "law = raw_logprobs(processed[rows])",
+        "engine/scoring.py",
+        "logprobs = raw_logprobs(raw[rows])",
+        "logprobs = raw_logprobs(processed[rows])",
         "logprobs",
     ),
     Mutant(
         "logprobs taken from the row of the token itself",
         11,
-        "engine/engine.py",
+        "engine/scoring.py",
         "rows = torch.tensor([node + 1 for node in (-1, *verdict.path)]",
         "rows = torch.tensor([node + 1 for node in (*verdict.path, len(tokens) - 2)]",
         "logprobs",
@@ -252,7 +252,7 @@ MUTANTS = (
     Mutant(
         "children drawn with replacement and said to be without",
         3,
-        "propose/draft_model.py",
+        "propose/growth.py",
         "        left[members, tokens] = 0.0\n",
         "",
         "law_tree",
@@ -285,7 +285,7 @@ MUTANTS = (
         "traversal keeps a parent's law after a refusal",
         4,
         "verify/trees.py",
-        "        law[parent] = _residual(law[parent], proposal[parent], weight[parent])\n",
+        "        wanted[parent] = _residual(wanted[parent], proposal[parent], weight[parent])\n",
         "",
         "law_tree",
     ),
@@ -293,16 +293,16 @@ MUTANTS = (
         "walked children see the whole law instead of what the drawn ones left",
         3,
         "verify/trees.py",
-        "            token = yield Draw(law, node, owed)\n            # A sampled",
+        "            token = yield Draw(wanted, node, owed)\n            # A sampled",
         "            token = yield Draw(target_probs[node + 1], node, owed)\n            # A sampled",
         "law_merged",
     ),
     Mutant(
         "coins of a tree keyed by position alone",
         5,
-        "engine/verifier.py",
-        "Stream.ACCEPT, position, view.round, node)",
-        "Stream.ACCEPT, position, view.round)",
+        "verify/verifier.py",
+        "Stream.ACCEPT, position, self.round, node, self.drafter)",
+        "Stream.ACCEPT, position, self.round, 0, self.drafter)",
         "law_tree",
         refused=KEY_REUSED,
     ),
@@ -334,7 +334,7 @@ MUTANTS = (
         "accepted tree rows left where they were",
         16,
         "engine/engine.py",
-        "self.runner.compact(seq.block_table, start, [0, *(node + 1 for node in verdict.path)])",
+        "self.runner.compact(seq.kv.block_table, start, [0, *(node + 1 for node in verdict.path)])",
         "pass",
         "tree_text",
     ),
@@ -360,16 +360,16 @@ MUTANTS = (
         "sampled draft discarded for what it says",
         23,
         "engine/drafting.py",
-        "    bad_laws = _unsound_laws(draft)\n",
-        "    bad_laws = _unsound_laws(draft)\n    if 0 in draft.token_ids:\n        return EMPTY, None\n",
+        "    bad_probs = _unsound_probs(draft)\n",
+        "    bad_probs = _unsound_probs(draft)\n    if 0 in draft.token_ids:\n        return EMPTY, None\n",
         "law_block",
     ),
     Mutant(
         "draft cut at a token the target will not take",
         23,
         "engine/drafting.py",
-        "    bad_laws = _unsound_laws(draft)\n",
-        "    bad_laws = _unsound_laws(draft)\n    if 0 in draft.token_ids:\n"
+        "    bad_probs = _unsound_probs(draft)\n",
+        "    bad_probs = _unsound_probs(draft)\n    if 0 in draft.token_ids:\n"
         "        return draft.first(draft.token_ids.index(0)), None\n",
         "law_block",
     ),
@@ -377,8 +377,8 @@ MUTANTS = (
         "draft length chosen after looking at the draft",
         24,
         "engine/drafting.py",
-        "    bad_laws = _unsound_laws(draft)\n",
-        "    bad_laws = _unsound_laws(draft)\n    if draft.draft_probs is not None:\n"
+        "    bad_probs = _unsound_probs(draft)\n",
+        "    bad_probs = _unsound_probs(draft)\n    if draft.draft_probs is not None:\n"
         "        best = max(range(size + 1), key=lambda n: sum(float(draft.draft_probs[i, draft.token_ids[i]]) - 0.34 "
         "for i in range(n)))\n        return draft.first(best), None\n",
         "law_block",
@@ -421,7 +421,7 @@ MUTANTS = (
         "copied block not filled",
         14,
         "engine/engine.py",
-        "            self.runner.copy_blocks(plan.copies)\n",
+        "                self.runner.copy_blocks(plan.copies)  # first of all: a proposer may read the target's KV\n",
         "",
         "samples_apart",
     ),

@@ -14,16 +14,19 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from tests.mutation.killers import CHECKS, CLAIM, judge
+from tests.mutation.boundary_mutants import BOUNDARY_MUTANTS
+from tests.mutation.judge import CHECKS, CLAIM, judge
 from tests.mutation.mutants import MUTANTS, PROBE_DIFFERS, Mutant
 from tests.mutation.native_mutants import NATIVE_MUTANTS
 
-PACKAGE = Path(__file__).parents[2] / "src" / "outrider"
-KILLERS = Path(__file__).parent / "killers.py"
-KILLED = [m for m in MUTANTS if m.killer]
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "outrider"
+JUDGE = Path(__file__).parent / "judge.py"
+PLANTED = (*MUTANTS, *BOUNDARY_MUTANTS)
+KILLED = [m for m in PLANTED if m.killer]
 #: A line to break.
 _FALLBACK = next(m.old for m in MUTANTS if m.killer == "empty_residual")
-SURVIVORS = [m for m in MUTANTS if not m.killer]
+SURVIVORS = [m for m in PLANTED if not m.killer]
 
 
 def one_of_each_kind(mutants: Sequence[Mutant]) -> list[ParameterSet]:
@@ -39,10 +42,13 @@ def one_of_each_kind(mutants: Sequence[Mutant]) -> list[ParameterSet]:
 
 def run_check(name: str, source: Path, kernels: str = "off") -> subprocess.CompletedProcess[str]:
     """Run one check in a process of its own on the package below `source`, with stock operators or given kernels."""
-    environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "OUTRIDER_KERNELS": kernels}
-    return subprocess.run(
-        [sys.executable, str(KILLERS), name], env=environment, capture_output=True, text=True, timeout=300
-    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{source}{os.pathsep}{ROOT}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OUTRIDER_KERNELS": kernels,
+    }
+    return subprocess.run([sys.executable, str(JUDGE), name], env=environment, capture_output=True, text=True, timeout=300)
 
 
 def plant(mutant: Mutant, folder: Path) -> Path:
@@ -79,7 +85,7 @@ def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     assert_caught(mutant, run_check(mutant.killer, plant(mutant, tmp_path)))
 
 
-@pytest.mark.parametrize("mutant", [*MUTANTS, *NATIVE_MUTANTS], ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", [*PLANTED, *NATIVE_MUTANTS], ids=lambda m: m.name)
 def test_every_bug_still_has_its_place(mutant: Mutant) -> None:
     """Also of those that `make test` leaves out."""
     assert (PACKAGE / mutant.path).read_text("utf-8").count(mutant.old) == 1
@@ -111,7 +117,7 @@ def test_a_bug_that_makes_no_difference_is_no_catch(tmp_path: Path) -> None:
 
 
 def test_the_page_lists_every_pitfall_and_says_why_some_are_not_planted() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "losslessness.md").read_text("utf-8")
+    page = (ROOT / "docs" / "losslessness.md").read_text("utf-8")
     planted, others = (
         {int(number) for number in re.findall(r"^\| (\d+) \| .+ \| .+ \|$", part, re.MULTILINE)}
         for part in page.split("## Planted bugs")[1].split("## Parameters")[0].split("why there is nothing to plant")

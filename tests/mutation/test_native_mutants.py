@@ -8,9 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from outrider.kernels.library import available_sets
-from tests.mutation.killers import CHECKS, judge
+from tests.mutation.judge import CHECKS, judge
 from tests.mutation.mutants import Mutant
 from tests.mutation.native_mutants import NATIVE_MUTANTS
 from tests.mutation.test_mutants import PACKAGE, assert_caught, one_of_each_kind, plant, run_check
@@ -27,7 +28,13 @@ def build_script() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("check", sorted({m.killer for m in NATIVE_MUTANTS}))
+def checks() -> list[ParameterSet]:
+    """Every check of these mutants; what is a unit test of its own, run on these kernels anyway, is slow here."""
+    names = sorted({mutant.killer for mutant in NATIVE_MUTANTS})
+    return [pytest.param(n, marks=[pytest.mark.slow] if n == "kernels_exact_laws" else []) for n in names]
+
+
+@pytest.mark.parametrize("check", checks())
 def test_the_real_kernels_pass(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", "generic")
     assert judge(CHECKS[check]) is None

@@ -167,6 +167,18 @@ def test_nested_methods_are_exact(proof: EngineProof, settings: dict[str, Any], 
     assert finding.passed, finding
 
 
+def test_nested_methods_have_no_fault_in_long_texts(proof: EngineProof) -> None:
+    """No key is used twice, though a stage comes to the same position again after a rejection."""
+    proof.llm.engine.use_noise(KeyedNoise())
+    for settings in (CHAINED, STAGED, DRAWN):
+        config = SpeculationConfig.of(_filled(settings, proof._draft))
+        for seed in range(4):
+            params = SamplingParams(max_tokens=40, seed=None if seed else 1)
+            output = proof.llm.generate([0, 1, 2], params, speculation=config)[0]
+            assert output.stats.num_drafts > 5
+            assert output.stats.num_proposer_faults == 0
+
+
 def _method(proof: EngineProof, settings: dict[str, Any]) -> Method:
     method = SpeculationConfig.of(_filled(settings, proof._draft)).method
     assert method is not None

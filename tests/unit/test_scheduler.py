@@ -437,8 +437,8 @@ def test_turns_say_what_their_settings_say() -> None:
     seq = running(s, 3)
     planned(s, chain(1, 4, draft_sampling="greedy"), shaped(2, 2, 1), chain(3, 2))
     assert turns_of(s, seq) == (
-        Turn(Planted(tag=1), (), True, 4, 126),
-        Turn(Planted(tag=2), (2, 1), False, 4, 126 - 4),
+        Turn(Planted(tag=1), (), True, 4, 4),
+        Turn(Planted(tag=2), (2, 1), False, 4, 2),
         Turn(Planted(tag=3), (), False, 2, 126 - 4 - 2),
     )
 
@@ -591,7 +591,7 @@ def test_no_draft_spans_two_sets_of_rotary_factors(written: int, expected: int) 
         ("auto", 7, True),
         ("coupled", None, True),
         ("coupled", 7, True),
-        ("block", 7, False),
+        ("block", None, False),
         ("walk", 7, False),
         ("token", None, False),
     ],
@@ -602,6 +602,16 @@ def test_seeded_requests_couple_unless_another_rule_is_asked_for(rule: Any, seed
     planned(s, chain(1, 3, rule=rule))
     (item,) = s.schedule().items
     assert (item.rule, item.coupled) == (rule, coupled)
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_a_seed_is_stronger_than_a_ratio_test(rule: Any) -> None:
+    """Its text does not depend on drafts, and under these rules it would."""
+    s = scheduler()
+    running(s, 3, seed=7)
+    planned(s, chain(1, 3, rule=rule))
+    (item,) = s.schedule().items
+    assert (item.rule, item.coupled) == ("auto", True)
 
 
 # -- all together ------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class _Path:
     weight: float = 1.0
     owners: list[int] = field(default_factory=list)
     spent: set[Key] = field(default_factory=set)
-    races: dict[tuple[int, int, int, int], Polygon | None] = field(default_factory=dict)  # None: used, with unknown result
+    races: dict[tuple[int, int, int, int, int], Polygon | None] = field(default_factory=dict)  # None: used, with unknown result
     met: set[Name] = field(default_factory=set)
 
 
@@ -122,8 +122,9 @@ class ForkingNoise:
 
     def _race(self, path: _Path, key: Key, probs: list[float], total: float) -> int:
         """A draw that may share its noise with another draw."""
-        drafter = 0 if key.stream is Stream.GUESS else key.drafter  # a guess always shares the target's own noise
-        noise = (key.seed, key.sample, key.position, drafter)
+        # Whoever guesses, guesses the noise of the engine's own verification, which is the same in every round.
+        drafter, round_ = (0, 0) if key.stream is Stream.GUESS else (key.drafter, key.round)
+        noise = (key.seed, key.sample, key.position, drafter, round_)
         if len(probs) != 3:
             assert key.stream is Stream.TARGET, "guesses can be followed over a vocabulary of 3 only"
             assert noise not in path.races, f"{key}: the noise of this position was used before"

@@ -1,0 +1,320 @@
+"""Checks of the boundary between proposers and the engine, for the mutants of boundary_mutants.py.
+
+Where a test of the suite makes the claim already, its very function is called.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from outrider.cache.blocks import BlockManager
+from outrider.draft import Draft, Law, depths_of
+from outrider.llm import LLM
+from outrider.params import SamplingParams, TokenOrigin
+from outrider.propose.base import (
+    DraftNoise,
+    ObservedRows,
+    Proposer,
+    ProposeRequest,
+    ProposerSequence,
+    Requirements,
+    RowStatus,
+)
+from outrider.propose.draft_model import DraftModel
+from outrider.propose.method import Method, ProposerContext
+from outrider.propose.speculation import SpeculationConfig
+from outrider.propose.suffix import Suffix
+from outrider.prove.engine_distribution import SETTINGS, EngineProof, Setting
+from outrider.prove.tiny import save_tiny_llama
+from tests.model import checkpoints, test_boundary, test_target
+from tests.unit import test_lease
+
+PROMPT = [1, 5, 9, 2, 7, 7, 3, 11, 4]
+VOCAB_SIZE = 16
+
+
+@cache
+def _tiny() -> LLM:
+    path = save_tiny_llama(Path(tempfile.mkdtemp()), seed=3, vocab_size=VOCAB_SIZE)
+    return LLM(path, dtype="float64", block_size=4)
+
+
+@cache
+def _llama(**how: Any) -> tuple[LLM, test_target.Oracle]:
+    path = checkpoints.save("llama", Path(tempfile.mkdtemp()) / "llama", seed=1)
+    return LLM(path, dtype="float64", block_size=4, **how), test_target.Oracle(path)
+
+
+def _in_turns(llm: LLM, turns: Sequence[SpeculationConfig], params: SamplingParams) -> Any:
+    """One text in whose every step all these draft, each behind the one before."""
+    asked = tuple(turns)
+    stock, llm.engine.scheduler.planner = llm.engine.scheduler.planner, lambda seq: asked
+    try:
+        return llm.generate(PROMPT, params, speculation="none", trace=True)[0].outputs[0]
+    finally:
+        llm.engine.scheduler.planner = stock
+
+
+# -- laws --------------------------------------------------------------------------------------------------------------
+
+
+def _proven(setting: Setting) -> None:
+    folder = Path(tempfile.mkdtemp())
+    finding = EngineProof(save_tiny_llama(folder / "target", 1), save_tiny_llama(folder / "draft", 2)).prove(setting, 3)
+    assert finding.passed, finding
+
+
+def _named(name: str) -> None:
+    _proven(next(setting for setting in SETTINGS if setting.name == name))
+
+
+def turns_drawn() -> None:
+    _named("two drawn drafts, one behind the other")
+
+
+def turns_coupled() -> None:
+    _named("coupled drafts, one behind the other")
+
+
+class _Learning(Proposer):
+    """Draws one token more where it has seen an odd number of texts."""
+
+    def __init__(self) -> None:
+        self._num_texts = 0
+
+    def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
+        return [self._draft(request, noise) for request in requests]
+
+    def _draft(self, request: ProposeRequest, noise: DraftNoise) -> Draft:
+        count = min(1 + self._num_texts % 2, request.budget)
+        probs = torch.tensor([[0.2, 0.3, 0.5]], dtype=torch.float64).expand(count, 3)
+        return Draft.chain(noise.categorical(probs, [request] * count, range(count)).tolist(), noise.law(request), probs)
+
+    def finish(self, sequence: ProposerSequence) -> None:
+        self._num_texts += 1
+
+    def snapshot(self) -> object | None:
+        return self._num_texts
+
+    def restore(self, state: object) -> None:
+        assert isinstance(state, int)
+        self._num_texts = state
+
+
+class _Learnt(Method):
+    """Settings of `_Learning`."""
+
+    name: ClassVar[str] = "killer_learnt"
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return _Learning()
+
+
+def paths_start_alike() -> None:
+    """A proposer whose drafts depend on the texts before is the same at the start of every path of a proof."""
+    _proven(Setting("learnt", {"method": _Learnt(), "num_draft_tokens": 2, "rule": "block"}))
+
+
+def texts_are_forgotten_again() -> None:
+    """After `restore` a lookup drafts what it drafted then, although it has learnt another text meanwhile."""
+    config = SpeculationConfig(method=Suffix(min_match=1, shared=True), num_draft_tokens=4)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    assert config.method is not None
+    proposer, drafted = _tiny().proposers.get(config.method), list[Any]()
+    state = proposer.snapshot()
+    for _ in range(2):
+        proposer.restore(state)
+        (text,) = _tiny().generate(PROMPT, params, speculation=config, trace=True)
+        drafted.append([found.token_ids for found in text.outputs[0].rounds or ()])
+    assert drafted[0] == drafted[1]
+    assert any(drafted[0])
+
+
+# -- who drafts --------------------------------------------------------------------------------------------------------
+
+
+class _Drawing(Proposer):
+    """Draws two tokens for every request, itself and by two members, and answers with its own first one.
+
+    Attributes:
+        drawn: By who drew: the tokens, by sequence, round and position.
+    """
+
+    def __init__(self, tag: int, fault_at: int) -> None:
+        self._tag, self._fault_at, self._num_calls = tag, fault_at, 0
+        self.drawn: dict[tuple[int, int], dict[tuple[int, int, int], int]] = {}
+
+    def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
+        self._num_calls += 1
+        drawing = [noise, noise.member(0), noise.member(1)]
+        answers = [[self._draft(request, by, who) for who, by in enumerate(drawing)] for request in requests]
+        return [own for own, *_ in answers]
+
+    def _draft(self, request: ProposeRequest, noise: DraftNoise, who: int) -> Draft:
+        probs = torch.full((2, VOCAB_SIZE), 1 / VOCAB_SIZE)
+        tokens = noise.categorical(probs, [request, request], [0, 1]).tolist()
+        for offset, token in enumerate(tokens):
+            place = (request.sequence.seq_id, request.sequence.round, request.length + offset)
+            self.drawn.setdefault((self._tag, who), {})[place] = token
+        answer = [VOCAB_SIZE] if self._num_calls == self._fault_at else tokens[:1]
+        return Draft.chain(answer, noise.law(request), probs[:1])
+
+
+class _Drawn(Method):
+    """Settings of `_Drawing`: another tag, another proposer. Its call `fault_at` answers with a token that is none."""
+
+    name: ClassVar[str] = "killer_drawn"
+
+    tag: int
+    fault_at: int = 0
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return _Drawing(self.tag, self.fault_at)
+
+    @property
+    def turn(self) -> SpeculationConfig:
+        """Drawn whatever the seed, and tested by blocks."""
+        return SpeculationConfig(method=self, num_draft_tokens=2, rule="block")
+
+
+def drafters_draw_apart() -> None:
+    """Two proposers and their members at one place of one round: no key is used twice, and no two draw the same."""
+    methods = (_Drawn(tag=1), _Drawn(tag=2))
+    output = _in_turns(_tiny(), [m.turn for m in methods], SamplingParams(max_tokens=50))
+    assert output.stats.num_proposer_faults == 0, "a key that was used before is a fault"
+    drawn: dict[tuple[int, int], dict[tuple[int, int, int], int]] = {}
+    for method in methods:
+        drawn |= _tiny().proposers.get(method).drawn  # type: ignore[attr-defined]
+    assert len(drawn) == 6
+    for one, other in combinations(drawn.values(), 2):
+        both = one.keys() & other.keys()
+        assert len(both) > 20
+        assert sum(one[place] == other[place] for place in both) < 0.4 * len(both), "1 in 16 by chance"
+
+
+def a_fault_is_ones_own() -> None:
+    """From its fault on the one that had it is believed nothing, and the one behind it as before."""
+    turns = (_Drawn(tag=3, fault_at=5).turn, _Drawn(tag=4).turn)
+    output = _in_turns(_tiny(), turns, SamplingParams(max_tokens=50))
+    assert output.stats.num_proposer_faults == 1
+    laws = [found.laws for found in output.rounds if len(found.laws) == 2]
+    demoted = [law for law in laws if law != ("sampled", "sampled")]
+    assert laws[:2] == [("sampled", "sampled")] * 2
+    assert len(demoted) > 5
+    assert set(demoted) == {("opaque", "sampled")}
+    assert laws[-len(demoted) :] == demoted, "for the rest of the text"
+
+
+def a_turn_goes_on_where_the_last_stopped() -> None:
+    """The target drafts for itself, twice in every step: what does not start behind the deepest token is refused."""
+    name = _tiny().engine.runner.loaded.name
+    behind = SpeculationConfig(method=DraftModel(model=name, dtype="float64"), num_draft_tokens=2)
+    for tree in ((), (2,)):
+        first = SpeculationConfig(method=DraftModel(model=name), num_draft_tokens=2, tree=tree)
+        output = _in_turns(_tiny(), (first, behind), SamplingParams(temperature=0, max_tokens=40))
+        rounds = [found for found in output.rounds if len(found.drafted_by) == 2]
+        assert len(rounds) > 5
+        assert all(len(found.accepted) == max(depths_of(found.parents)) for found in rounds), tree
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def leases() -> None:
+    """What the text confirms stays and nothing else; a twin knows all that the first one knows, and goes its own way."""
+    for text, num_computed in (([1, 2, 3, 7, 8, 9], 5), ([1, 2, 3, 7, 9, 9], 4), ([1, 2, 3, 9, 8, 1], 3), ([1, 2, 3], 2)):
+        test_lease.test_rolling_back_keeps_what_the_text_confirms(text, num_computed)
+    lease = test_lease.computed(BlockManager(10, 2), [1, 2, 3], ahead=(7, 8))
+    twin = lease.fork()
+    assert (twin.num_computed, twin.ahead, twin.num_published) == (3, [7, 8], 1)
+    lease.roll_back([1, 2, 3, 9])
+    assert (twin.num_computed, twin.ahead) == (3, [7, 8])
+    twin.roll_back([1, 2, 3, 7, 8, 9])
+    assert (lease.num_computed, twin.num_computed) == (3, 5)
+
+
+def shallow() -> None:
+    """A proposer reads the target's KV: three samples of a prompt that ends in the middle of a block."""
+    llm, oracle = _llama(kv_cache_tokens=120, speculation=test_boundary.Shallow())
+    test_boundary.test_two_layers_over_the_targets_own_memory((llm, oracle), test_boundary.SEEDED.replace(n=3))
+
+
+def texts_are_not_written_over() -> None:
+    test_boundary.test_a_proposer_cannot_write_over_the_text(_llama(kv_cache_tokens=120))
+
+
+def partial_passes() -> None:
+    for backend in ("paged", "gather"):
+        test_target.test_the_first_layers_and_then_the_others(_llama(attention_backend=backend))
+
+
+# -- rows that come back -----------------------------------------------------------------------------------------------
+
+
+def _watched(test: Callable[..., None], *args: Any) -> None:
+    test(*_llama(max_num_batched_tokens=32), *args)
+
+
+def every_row() -> None:
+    _watched(test_boundary.test_every_row_of_the_text_is_shown_once_to_every_sample, 3)
+
+
+def rejected_rows() -> None:
+    _watched(test_boundary.test_rejected_rows_come_back_too_with_their_parents)
+
+
+def scratch_rows() -> None:
+    _watched(test_boundary.test_scratch_rows_come_back_and_are_no_draft, test_boundary.SEEDED)
+
+
+class _Reciting(Proposer):
+    """Drafts a recorded text, and remembers which rows were shown as accepted."""
+
+    requires = Requirements()
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self._text = list(text)
+        self.accepted: list[tuple[int, int]] = []  # position and token
+
+    def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
+        return [Draft.chain(self._text[r.length : r.length + r.budget], Law.DETERMINISTIC) for r in requests]
+
+    def observe(self, rows: Sequence[ObservedRows]) -> None:
+        for seen in rows:
+            self.accepted += [(seen.positions[row], seen.token_ids[row]) for row in seen.where(RowStatus.ACCEPTED)]
+
+
+class _Recited(Method):
+    """Settings of `_Reciting`."""
+
+    name: ClassVar[str] = "killer_recited"
+
+    text: tuple[int, ...]
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return _Reciting(self.text)
+
+
+def ends_inside_drafts() -> None:
+    """What stands behind an end inside a draft is not accepted: not counted, not shown, not traced."""
+    llm, params = _tiny(), SamplingParams(temperature=0, max_tokens=30)
+    plain = llm.generate(PROMPT, params, speculation="none")[0].token_ids
+    method = _Recited(text=(*PROMPT, *plain))
+    proposer: Any = llm.proposers.get(method)
+    for end in set(plain):
+        proposer.accepted.clear()
+        config = SpeculationConfig(method=method, num_draft_tokens=6)
+        params = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=(end,))
+        output = llm.generate(PROMPT, params, speculation=config, trace=True)[0].outputs[0]
+        assert output.token_ids == plain[: plain.index(end) + 1]
+        places = [len(PROMPT) + i for i, origin in enumerate(output.origins) if origin is TokenOrigin.ACCEPTED]
+        assert [position for position, _ in proposer.accepted] == places
+        assert output.stats.num_accepted_tokens == len(places)
+        assert sum(len(found.accepted) for found in output.rounds or ()) == len(places)

@@ -1,0 +1,278 @@
+"""Bugs planted where proposers meet the engine: who drew, whose memory it is, which rows come back."""
+
+from __future__ import annotations
+
+from tests.mutation.mutants import Mutant, Refusal
+
+
+def _mutant(name: str, path: str, old: str, new: str, killer: str, refused: Refusal | None = None) -> Mutant:
+    return Mutant(name, 0, path, old, new, killer, refused=refused)
+
+
+TEXTS_DIFFER = Refusal(
+    "AssertionError",
+    "the program is not deterministic",
+    "the prover walks every path from one state, and sees that a decision does not come again",
+)
+
+BOUNDARY_MUTANTS = (
+    # -- noise --
+    _mutant(
+        "every drafter of a sequence has the same number",
+        "propose/base.py",
+        "        return (number << _DRAFTER_BITS) + request.drafter\n",
+        "        return number << _DRAFTER_BITS\n",
+        "drafters_draw_apart",
+    ),
+    _mutant(
+        "the drafter is left out of the bits",
+        "verify/noise.py",
+        "(k.seed, k.sample, int(k.stream) + (k.drafter << 8), k.position,",
+        "(k.seed, k.sample, int(k.stream), k.position,",
+        "drafters_draw_apart",
+    ),
+    _mutant(
+        "every request says that its first drafter is asked",
+        "engine/drafting.py",
+        "            self.drafter.index,\n",
+        "            0,\n",
+        "drafters_draw_apart",
+    ),
+    _mutant(
+        "members of a nested proposer draw with the noise of the whole",
+        "propose/base.py",
+        "return DraftNoise(self.source, (*self._members, index))",
+        "return DraftNoise(self.source, self._members)",
+        "drafters_draw_apart",
+    ),
+    _mutant(
+        "drawn drafts guess with the target's noise",
+        "propose/base.py",
+        "Stream.GUESS if request.coupled else Stream.DRAFT",
+        "Stream.GUESS",
+        "turns_drawn",
+    ),
+    _mutant(
+        "ratio test on coupled drafts of two turns",
+        "verify/verifier.py",
+        '    if coupled or Law.SAMPLED not in laws or Law.COUPLED in laws or rule_name in ("walk", "coupled"):\n'
+        "        return Rule.WALK\n    all_sampled = laws == {Law.SAMPLED}\n",
+        "    if not laws & {Law.SAMPLED, Law.COUPLED}:\n        return Rule.WALK\n    all_sampled = True\n",
+        "turns_coupled",
+    ),
+    # -- turns --
+    _mutant(
+        "the second draft hangs on the root",
+        "draft.py",
+        "self.parents + tuple(_moved(parent, end, size) for parent in tail.parents)",
+        "self.parents + tuple(_moved(parent, -1, size) for parent in tail.parents)",
+        "turns_drawn",
+    ),
+    _mutant(
+        "the second draft hangs on the last node instead of the deepest",
+        "draft.py",
+        "size, end, both = len(self), self.deepest, len(self) + len(tail)",
+        "size, end, both = len(self), len(self) - 1, len(self) + len(tail)",
+        "a_turn_goes_on_where_the_last_stopped",
+    ),
+    _mutant(
+        "probabilities of two drafts swapped",
+        "draft.py",
+        "    return torch.cat(parts)\n",
+        "    return torch.cat(parts[::-1])\n",
+        "turns_drawn",
+    ),
+    _mutant(
+        "the planner is asked after drafting and looks at the draft",
+        "engine/engine.py",
+        "        return propose_all(plan.items, drafters, self.noise, self.runner.loaded.vocab_size)\n",
+        "        found = propose_all(plan.items, drafters, self.noise, self.runner.loaded.vocab_size)\n"
+        "        for step in found:\n"
+        "            if len(step.draft) and step.draft.token_ids[-1] == 0:\n"
+        "                step.draft = step.draft.first(len(step.draft) - 1)\n"
+        "        return found\n",
+        "turns_drawn",
+    ),
+    _mutant(
+        "the length that a draft follows forgets the path",
+        "propose/base.py",
+        "return len(self.sequence.token_ids) + len(self.path)",
+        "return len(self.sequence.token_ids)",
+        "a_turn_goes_on_where_the_last_stopped",
+    ),
+    _mutant(
+        "a turn is not told what the one before drafted",
+        "engine/drafting.py",
+        "path = draft.paths[draft.deepest] if len(draft) else ()",
+        "path: tuple[int, ...] = ()",
+        "a_turn_goes_on_where_the_last_stopped",
+    ),
+    _mutant(
+        "a fault demotes every drafter of the sequence",
+        "engine/drafting.py",
+        "        self.drafter.report_fault(self.seq.request.request_id, problem)\n",
+        "        for drafter in self.seq.drafters:\n"
+        "            drafter.report_fault(self.seq.request.request_id, problem)\n",
+        "a_fault_is_ones_own",
+    ),
+    _mutant(
+        "a drafter is believed after its fault",
+        "engine/drafting.py",
+        "return sound.opaque() if was_demoted else sound",
+        "return sound",
+        "a_fault_is_ones_own",
+    ),
+    _mutant(
+        "what a proposer learnt is not restored",
+        "propose/suffix.py",
+        "        self.shared = deepcopy(state)\n",
+        "",
+        "texts_are_forgotten_again",
+    ),
+    _mutant(
+        "paths of a proof start with what the one before has taught",
+        "prove/engine_distribution.py",
+        "                proposer.restore(state)\n",
+        "                pass\n",
+        "paths_start_alike",
+        TEXTS_DIFFER,
+    ),
+    # -- memory --
+    _mutant(
+        "shared blocks copied after the proposers have read them",
+        "engine/engine.py",
+        "                self.runner.copy_blocks(plan.copies)  # first of all: a proposer may read the target's KV\n"
+        "                drafts = self._propose(plan)\n",
+        "                drafts = self._propose(plan)\n                self.runner.copy_blocks(plan.copies)\n",
+        "shallow",
+    ),
+    _mutant(
+        "rolling back keeps a token that the text does not confirm",
+        "cache/lease.py",
+        "confirmed < min(len(self.ahead), room) and self.ahead[confirmed] == token_ids[self.num_computed + confirmed]:",
+        "confirmed < min(len(self.ahead), room):",
+        "leases",
+    ),
+    _mutant(
+        "rolling back leaves the tokens ahead",
+        "cache/lease.py",
+        "        self.num_computed += confirmed\n        self.ahead.clear()\n",
+        "        self.num_computed += confirmed\n",
+        "leases",
+    ),
+    _mutant(
+        "a fork forgets how much is computed",
+        "cache/lease.py",
+        "twin.num_computed, twin.ahead, twin.num_published = self.num_computed, list(self.ahead), self.num_published",
+        "twin.ahead, twin.num_published = list(self.ahead), self.num_published",
+        "leases",
+    ),
+    _mutant(
+        "two leases share the list of tokens ahead",
+        "cache/lease.py",
+        "self.num_computed, list(self.ahead), self.num_published",
+        "self.num_computed, self.ahead, self.num_published",
+        "leases",
+    ),
+    _mutant(
+        "KV of other rotary factors is kept",
+        "cache/lease.py",
+        "        self.free()\n        self.long_rope = not self.long_rope\n",
+        "        self.long_rope = not self.long_rope\n",
+        "longrope",
+    ),
+    _mutant(
+        "rejected rows count as computed",
+        "engine/engine.py",
+        "        seq.kv.num_computed += num_accepted\n",
+        "        seq.kv.num_computed += len(draft)\n",
+        "cache_truth",
+    ),
+    _mutant(
+        "rows after a resumed pass begin with the embeddings",
+        "model/target.py",
+        "PartialPass(chosen, hidden))",
+        "PartialPass(chosen, None))",
+        "partial_passes",
+    ),
+    _mutant(
+        "a proposer may write over the text",
+        "model/target.py",
+        "        if type(rows.start) is not int or rows.start < kv.num_computed:\n",
+        "        if False:\n",
+        "texts_are_not_written_over",
+    ),
+    # -- rows that come back --
+    _mutant(
+        "rows of the draft come back with wrong parents",
+        "engine/observation.py",
+        "[root if parent < 0 else first_node + parent for parent in draft.row_parents]",
+        "[root if parent < 0 else root + parent for parent in draft.row_parents]",
+        "rejected_rows",
+    ),
+    _mutant(
+        "rows come back with the position of their slot",
+        "engine/observation.py",
+        "depths.append(row if row < num_rows else depths[parent] + 1)",
+        "depths.append(row)",
+        "scratch_rows",
+    ),
+    _mutant(
+        "statuses of draft rows are off by one",
+        "engine/observation.py",
+        "RowStatus.ACCEPTED if node in accepted",
+        "RowStatus.ACCEPTED if node - 1 in accepted",
+        "every_row",
+    ),
+    _mutant(
+        "the first rejected row is shown as accepted",
+        "engine/observation.py",
+        "RowStatus.ACCEPTED if node in accepted",
+        "RowStatus.ACCEPTED if node <= len(accepted)",
+        "every_row",
+    ),
+    _mutant(
+        "a proposer that needs every row gets prefix hits",
+        "engine/scheduler.py",
+        "return not seq.reads_every_row and seq.request",
+        "return seq.request",
+        "every_row",
+    ),
+    _mutant(
+        "every sample is told to begin",
+        "engine/engine.py",
+        'self._tell(child, child.drafters[-1], "fork", parent.view, child.view)',
+        'self._tell(child, child.drafters[-1], "begin", child.view)',
+        "every_row",
+    ),
+    _mutant(
+        "scratch rows counted as draft tokens",
+        "engine/engine.py",
+        "seq.stats.observe_draft(len(draft), draft.depth",
+        "seq.stats.observe_draft(draft.num_rows, draft.depth",
+        "scratch_rows",
+    ),
+    _mutant(
+        "scratch rows verified as draft tokens",
+        "engine/drafting.py",
+        '            return draft.with_scratch(row), f"scratch row {row}: {problem}"\n    return draft, None\n',
+        '            return draft.with_scratch(row), f"scratch row {row}: {problem}"\n'
+        "    laws = draft.laws + (Law.OPAQUE,) * len(scratch)\n"
+        "    return Draft(draft.row_token_ids, draft.row_parents, laws, draft.draft_probs), None\n",
+        "scratch_rows",
+    ),
+    _mutant(
+        "tokens behind an end are counted as accepted",
+        "engine/engine.py",
+        "observe_draft(len(draft), draft.depth, num_accepted,",
+        "observe_draft(len(draft), draft.depth, len(verdict.path),",
+        "ends_inside_drafts",
+    ),
+    _mutant(
+        "tokens behind an end are shown as accepted",
+        "engine/engine.py",
+        "return verdict.path[:num_accepted]",
+        "return verdict.path",
+        "ends_inside_drafts",
+    ),
+)
