@@ -56,7 +56,8 @@ class _Path:
     weight: float = 1.0
     owners: list[int] = field(default_factory=list)
     spent: set[Key] = field(default_factory=set)
-    races: dict[tuple[int, int, int, int, int], Polygon | None] = field(default_factory=dict)  # None: used, with unknown result
+    # None: used, with unknown result
+    races: dict[tuple[int, int, int, int, int], Polygon | None] = field(default_factory=dict)
     met: set[Name] = field(default_factory=set)
 
 
