@@ -155,16 +155,18 @@ class LeaseMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
     def compute_ahead(self, data: st.DataObject, tokens: list[int]) -> None:
-        """What a draft model does: tokens behind all those it knows, which the text may never confirm."""
+        """What a draft model does: the rest of the text, and tokens behind it that the text may never confirm."""
         text = data.draw(st.sampled_from(self.texts))
         lease = text.lease
-        if lease.num_computed < len(text.tokens) and not lease.ahead:
-            return
-        end = lease.end
-        if self._own(text, end + len(tokens)):
-            self._write(text, end, [*text.computed, *tokens])
+        missing = [] if lease.ahead else text.tokens[lease.num_computed :]
+        if missing and lease.long_rope != self._is_long(len(text.tokens)):
+            return  # a draft model too follows the factors first
+        end = lease.end + len(missing) + len(tokens)
+        if self._own(text, end):
+            self._write(text, lease.end, [*text.computed, *missing, *tokens])
+            lease.num_computed += len(missing)
             lease.ahead += tokens
-            assert lease.end == end + len(tokens)
+            assert lease.end == end
 
     def _own(self, text: Text, stop: int) -> bool:
         """Own the blocks up to `stop` as the scheduler does; False where memory is short."""
