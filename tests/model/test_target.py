@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,4 +217,22 @@ def test_what_is_refused(case: tuple[LLM, Oracle]) -> None:
         target.run([rows])  # made when this was still behind the text
     assert llm.engine.runner.num_passes == passes, "refused before any work"
     kv.num_computed = 0
+    kv.free()
+
+
+def test_rows_end_where_the_rotary_factors_change(tmp_path: Path) -> None:
+    """The depth of a tree counts, and not its rows."""
+    llm = LLM(checkpoints.save("longrope", tmp_path, seed=4), dtype="float64", block_size=4)
+    kv = KVLease(llm.engine.runner.blocks, None, checkpoints.LONG_AFTER)
+    kv.open([1], share=False)
+    kv.make_writable(checkpoints.LONG_AFTER + 8)
+    last, target = checkpoints.LONG_AFTER - 1, Target(llm.engine.runner)
+    target.run([target.rows(KVView(kv), [1] * last, 0)])
+    out = target.run([target.rows(KVView(kv), [1, 2, 1], last, parents=(-1, -1, -1))])
+    chain = target.run([target.rows(KVView(kv), [1], last)])
+    assert out.logits is not None
+    assert chain.logits is not None
+    assert torch.allclose(out.logits[[0, 2]], chain.logits.expand(2, -1), atol=TOLERANCE)
+    with pytest.raises(ContradictionError, match="other rotary factors"):
+        target.rows(KVView(kv), [1, 2], last)
     kv.free()

@@ -51,6 +51,11 @@ class Segment:
         """Slots the last row may look at: the context and every row of this pass."""
         return self.start + self.num_rows
 
+    @property
+    def text_len(self) -> int:
+        """Tokens of the longest text that a row ends: in a tree it has fewer than there are slots."""
+        return int(self.positions.max()) + 1
+
     def row_slots(self, block_size: int) -> np.ndarray:
         """Pool slots [num_rows] of the rows themselves."""
         places = np.arange(self.start, self.context_len)

@@ -219,13 +219,13 @@ class Target:
             raise InvalidParameterError("parents", parents, problem, "Give the row that each one follows.")
 
     def _check_room(self, rows: TargetRows) -> None:
-        end, limit = rows.start + len(rows.token_ids), self._runner.loaded.long_rope_after
-        if end > rows.kv.capacity:
+        segment, limit = rows.segment(), self._runner.loaded.long_rope_after
+        if segment.context_len > rows.kv.capacity:
             problem = (
                 f"{len(rows.token_ids)} rows behind {rows.start} tokens, and the sequence has blocks for {rows.kv.capacity}"
             )
             raise ContradictionError("token_ids", list(rows.token_ids), problem, "Stay within the budget of the request.")
-        if limit is not None and end > limit and not rows.kv.long_rope:
+        if limit is not None and segment.text_len > limit and not segment.long_rope:
             problem = f"behind {limit} tokens the target uses other rotary factors for the whole text"
             raise ContradictionError(
                 "token_ids", list(rows.token_ids), problem, "Stay within the max_depth of the request."

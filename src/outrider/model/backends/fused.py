@@ -88,7 +88,7 @@ class FusedDecoder(AttentionBackend):
     def _check_regimes(self, batch: RaggedBatch) -> None:
         """Raise ValueError where a row has no rotary factors in the set that it asks for."""
         limit = self._rotary.long_after
-        if limit is not None and any(s.context_len > limit and not s.long_rope for s in batch.segments):
+        if limit is not None and any(s.text_len > limit and not s.long_rope for s in batch.segments):
             raise ValueError(f"rows behind {limit} tokens ask for the rotary factors of shorter texts")
 
     def _use_memory(self, context: ForwardContext, loaded: LoadedModel) -> None:
