@@ -132,6 +132,8 @@ class Turns:
 
     def _cancel_dropped(self) -> None:
         """Cancel what was dropped, unless another thread has the engine, or this one is inside a call: they will."""
+        if not self._dropped:
+            return  # as after almost every step
         with uninterrupted():  # the lock is given back, whatever happens
             while self._dropped and self._lock.acquire(blocking=False):
                 try:
