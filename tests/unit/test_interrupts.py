@@ -101,3 +101,14 @@ def test_the_cursor_comes_back() -> None:
     os.close(ours)
     assert said.rfind(b"\x1b[?25h") > said.rfind(b"\x1b[?25l"), said
     assert b"Traceback" not in said
+
+
+def test_an_interrupt_inside_code_made_from_a_string_is_an_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "command.py").write_text(
+        "import signal\nfrom outrider.cli import app, main\n"
+        "def generated(*args, **kwargs):\n    exec('signal.raise_signal(signal.SIGINT)', {'signal': signal})\n"
+        "app.app = generated\nmain.main()\n"
+    )
+    command = [sys.executable, "-m", "command"]
+    result = subprocess.run(command, preexec_fn=hear_interrupts, capture_output=True, text=True, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (130, "")

@@ -21,6 +21,9 @@ def main() -> None:
         interrupts.watch()
         _run()
     except KeyboardInterrupt:
+        # CPython remembers an interrupt that fell into code made from a string, as that of a dataclass is, and ends the
+        # process by the signal although the exception was caught. Running any string makes it forget.
+        exec("")
         sys.exit(interrupts.EXIT_CODE)
     finally:
         if interrupts.caught():
