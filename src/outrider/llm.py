@@ -28,6 +28,7 @@ from outrider.arguments import (
 )
 from outrider.config import AttentionName, CacheConfig, DTypeName, ModelConfig, QuantizationName, SchedulerConfig
 from outrider.engine.engine import Engine
+from outrider.engine.interrupts import watched_interrupts
 from outrider.engine.outputs import completion
 from outrider.engine.proposers import ProposerSet
 from outrider.engine.sequence import Request
@@ -349,7 +350,7 @@ class LLM:
             if on_finished is not None:
                 on_finished(output)
 
-        with self._turns.turn():
+        with self._turns.turn(), watched_interrupts():
             try:
                 for place, (item, sampling, config) in enumerate(zip(items, *settings, strict=True)):
                     try:
@@ -357,7 +358,7 @@ class LLM:
                     except OutriderError as error:
                         settle(place, RequestOutput(-1, item if isinstance(item, str) else None, (), (), error))
                 while pending:
-                    self._turns.step()
+                    self._turns.step_until_one_ends(pending.values())
                     for place in [p for p, request in pending.items() if request.finished]:
                         settle(place, self._collect(pending.pop(place)))
             finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from threading import RLock
 
@@ -87,10 +87,13 @@ class Turns:
             self._alive[request.request_id] = request
             return request
 
-    def step(self) -> None:
-        """Advance all requests by a step."""
-        with self.turn() as engine, self._work():
-            engine.step()
+    def step_until_one_ends(self, requests: Collection[Request]) -> None:
+        """Advance all requests, step by step, until one of these has ended."""
+        with self.turn() as engine:
+            while not any(request.finished for request in requests):
+                with self._work():
+                    engine.step()
+                self._cancel_dropped()
 
     def next_pieces(self, request: Request) -> list[StreamPiece]:
         """What a streaming request wrote since the last time, after as many steps as it takes; nothing once it has ended.
@@ -98,11 +101,12 @@ class Turns:
         Other threads may have their turns between two steps, and their steps advance this request too.
         """
         while True:
-            with self.turn():
+            with self.turn() as engine:
                 if request.outbox or request.finished:
                     pieces, request.outbox = request.outbox or [], []
                     return pieces
-                self.step()
+                with self._work():
+                    engine.step()
 
     def drop(self, request: Request) -> None:
         """Forget a request, and cancel what has not ended of it. It never waits, and may be called anywhere and twice."""

@@ -275,6 +275,8 @@ class Engine:
     # -- propose -------------------------------------------------------------------------------------------------------
 
     def _propose(self, plan: Schedule) -> list[StepDraft]:
+        if not any(item.turns for item in plan.items):
+            return [StepDraft() for _ in plan.items]  # at once: beside a small model's pass, the ways of drafting take time
         drafters = [[self._drafter(item.seq, turn.method) for turn in item.turns] for item in plan.items]
         return propose_all(plan.items, drafters, self.noise, self.runner.loaded.vocab_size)
 
@@ -410,7 +412,8 @@ class Engine:
             if seq.drafters:
                 computed.append(ComputedRows(item, step, place, start, accepted))
             seq.kv.publish(seq.token_ids)
-        observation.show(computed, out)
+        if computed:
+            observation.show(computed, out)
 
     def _extend(self, seq: Sequence, step: StepDraft, judged: _Judged) -> tuple[int, ...]:
         """Append what stands; returns the draft tokens that entered the text."""

@@ -210,6 +210,8 @@ class Scheduler:
     def _plan_turns(self, item: ScheduledSequence, rows_left: int) -> int:
         """Share rows out to those who draft for a sequence; returns how many."""
         seq, asked = item.seq, self._asked(item.seq)
+        if not any(config.method for config in asked):
+            return 0
         depth, num_rows = self._useful_depth(seq), 0
         turns: list[Turn] = []
         for place, config in enumerate(asked):
@@ -228,9 +230,8 @@ class Scheduler:
             num_rows += budget
             depth -= share
         item.turns = tuple(turns)
-        if asked:
-            seeded = seq.request.params.seed is not None  # a ratio test would make the text depend on the drafts
-            item.rule = "auto" if seeded and asked[0].rule in ("token", "block") else asked[0].rule
+        seeded = seq.request.params.seed is not None  # a ratio test would make the text depend on the drafts
+        item.rule = "auto" if seeded and asked[0].rule in ("token", "block") else asked[0].rule
         return num_rows
 
     def _asked(self, seq: Sequence) -> tuple[SpeculationConfig, ...]:

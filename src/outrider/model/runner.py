@@ -75,6 +75,8 @@ class ModelRunner:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination) each."""
+        if not pairs:
+            return  # as in almost every step
         size = self.blocks.block_size
         offsets = range(size)
         self.pool.move(
@@ -91,6 +93,8 @@ class ModelRunner:
             rows: Accepted rows in path order; row i of the path ends at position start + i.
         """
         moved = [(row, depth) for depth, row in enumerate(rows) if row != depth]
+        if not moved:
+            return  # as after every chain
         self.pool.move(
             [self._slot(block_table, start + row) for row, _ in moved],
             [self._slot(block_table, start + depth) for _, depth in moved],
