@@ -58,9 +58,14 @@ def test_a_handler_that_a_callback_installs_stays() -> None:
 
 def test_an_exception_ends_the_watch(own_handler: list[int]) -> None:
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(ValueError, match="broken"), watched_interrupts(), uninterrupted():
-        signal.raise_signal(signal.SIGINT)
-        raise ValueError("broken")
+
+    def break_off() -> None:
+        with watched_interrupts(), uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        break_off()
     assert signal.getsignal(signal.SIGINT) is handler
     assert own_handler == [signal.SIGINT]
 
