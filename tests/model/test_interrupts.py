@@ -90,6 +90,15 @@ def test_an_interrupted_step_ends_the_streams_it_served_and_says_so(llm: LLM, mo
         list(served)
 
 
+@pytest.fixture
+def hearing() -> Iterator[None]:
+    """Interrupts are heard even where the tests run in the background of a shell, which has them ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hearing")
 def test_real_interrupts_lose_nothing(llm: LLM) -> None:
     want = [out.token_ids for out in llm.generate(PROMPTS, LONG)]
     rng, num_interrupted = random.Random(1), 0
