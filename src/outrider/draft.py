@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,18 @@ class Law(StrEnum):
     SAMPLED = "sampled"  # drawn with keyed noise from exactly the given draft_probs
     COUPLED = "coupled"  # drawn with the target's own noise keys; accepted iff equal
     OPAQUE = "opaque"  # chosen somehow, blind to the target's noise
+
+
+class Confidence(NamedTuple):
+    """How sure a proposer was of a token.
+
+    Attributes:
+        best: The largest probability of what the token and its siblings were chosen from.
+        token: The probability of the token in it.
+    """
+
+    best: float
+    token: float
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,7 @@ class Draft:
             the probabilities of the first: what the removal of its elder siblings makes of them follows from that.
         expected_accepted: How many of its tokens the proposer expects to stand, if it has an opinion.
         scratch: Rows to compute beside it.
+        confidences: How sure the proposer was of each node, or nothing. It has no part in verification.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -60,6 +74,7 @@ class Draft:
     draft_probs: Tensor | None = None
     expected_accepted: float | None = None
     scratch: ScratchRows = NO_SCRATCH
+    confidences: tuple[Confidence, ...] = ()
 
     @staticmethod
     def chain(token_ids: Iterable[int], law: Law, draft_probs: Tensor | None = None) -> Draft:
@@ -130,17 +145,18 @@ class Draft:
     def first(self, count: int) -> Draft:
         """The first `count` nodes, whole since parents come before children; without scratch rows."""
         probs = None if self.draft_probs is None else self.draft_probs[:count]
-        return Draft(self.token_ids[:count], self.parents[:count], self.laws[:count], probs)
+        kept = self.token_ids[:count], self.parents[:count], self.laws[:count]
+        return Draft(*kept, probs, confidences=self.confidences[:count])
 
     def with_scratch(self, count: int) -> Draft:
         """The same nodes with the first `count` scratch rows."""
         scratch = ScratchRows(self.scratch.token_ids[:count], self.scratch.parents[:count])
-        return Draft(self.token_ids, self.parents, self.laws, self.draft_probs, self.expected_accepted, scratch)
+        return replace(self, scratch=scratch)
 
     def opaque(self) -> Draft:
         """The same guess without any claim on how it was drawn."""
         laws = (Law.OPAQUE,) * len(self.token_ids)
-        return Draft(self.token_ids, self.parents, laws, None, self.expected_accepted, self.scratch)
+        return replace(self, laws=laws, draft_probs=None)
 
     def extended(self, tail: Draft) -> Draft:
         """This draft going on with `tail` behind its deepest node; its scratch rows come first."""
@@ -166,6 +182,7 @@ class Draft:
             self.laws + tail.laws,
             _joined_probs(self, tail),
             scratch=scratch,
+            confidences=self.confidences + tail.confidences if self.confidences and tail.confidences else (),
         )
 
 

@@ -27,7 +27,11 @@ ALL = (
     "suffix:16",
     "suffix-tree:16",
 )
-_FORM = "Use NAME or NAME:LENGTH, like plain, draft_model:3, suffix-tree:16, or module:Class:4 for a method of yours."
+_FORM = (
+    "Use NAME, NAME:LENGTH or NAME:TREE:LENGTH, like plain, draft_model:3, draft_model:3,2,1, draft_model:best_first:12, "
+    "suffix-tree:16, or module:Class:4 for a method of yours."
+)
+_TREE = r"best_first|sequoia|\d{1,2}(?:,\d{1,2})+"
 
 
 class Recipe(BaseModel):
@@ -99,7 +103,10 @@ def _in_python(config: SpeculationConfig) -> str:
         return '"none"'
     settings = method.model_dump(exclude_defaults=True)
     made = f"{type(method).__name__}({', '.join(_arguments(settings))})" if settings else _quoted(method.name)
-    return f"SpeculationConfig(method={made}, num_draft_tokens={config.num_draft_tokens})"
+    tree = {"tree": config.tree} if config.tree else {}
+    return (
+        f"SpeculationConfig(method={made}, {', '.join(_arguments({**tree, 'num_draft_tokens': config.num_draft_tokens}))})"
+    )
 
 
 def _on_command_line(config: SpeculationConfig) -> dict[str, Any]:
@@ -107,7 +114,9 @@ def _on_command_line(config: SpeculationConfig) -> dict[str, Any]:
     if config.method is None:
         return {"method": "none"}
     settings = config.method.model_dump(mode="json", exclude_defaults=True)
-    length = {"num_draft_tokens": config.num_draft_tokens}
+    length: dict[str, Any] = {"num_draft_tokens": config.num_draft_tokens}
+    if config.tree:
+        length["tree"] = config.tree if isinstance(config.tree, str) else ",".join(map(str, config.tree))
     if isinstance(config.method, DraftModel) and settings.keys() <= {"model"}:
         return {**({"draft_model": settings["model"]} if settings else {"method": "draft_model"}), **length}
     return {"method": json.dumps({"method": config.name, **settings}) if settings else config.name, **length}
@@ -125,7 +134,7 @@ def parse_ways(names: Sequence[str], draft_model: str | None) -> list[Way]:
     """The ways with the given names, each once. Plain decoding comes first, since every speedup is over it.
 
     Args:
-        names: The names in the form NAME or NAME:LENGTH.
+        names: The names in the form NAME, NAME:LENGTH or NAME:TREE:LENGTH.
         draft_model: Folder or hub id of the draft model for the ways that need one.
 
     Raises:
@@ -136,15 +145,17 @@ def parse_ways(names: Sequence[str], draft_model: str | None) -> list[Way]:
 
 
 def _parse(text: str, draft_model: str | None) -> Way:
-    form = re.fullmatch(r"([\w-]+|[\w.]+:[A-Za-z_]\w*)(?::([1-9]\d{0,2}))?", text)
+    form = re.fullmatch(rf"([\w-]+|[\w.]+:[A-Za-z_]\w*)(?::({_TREE}))?(?::([1-9]\d{{0,2}}))?", text)
     if form is None or form[1] == "none" or text.startswith("plain:"):
         raise InvalidParameterError("way", text, "not a way", _FORM)
-    name, length = form[1], form[2]
+    name, tree, length = form.groups()
     if name == "plain":
         return Way("plain", PLAIN)
     given: dict[str, Any] = {"method": _known(name, text)}
     if name == "suffix-tree":
         given = {"method": "suffix", "branches": True}
+    if tree is not None:
+        given["tree"] = [int(width) for width in tree.split(",")] if "," in tree else tree
     if length is not None:
         given["num_draft_tokens"] = int(length)
     if name == "draft_model":
@@ -152,7 +163,9 @@ def _parse(text: str, draft_model: str | None) -> Way:
             raise InvalidParameterError("way", text, "there is no draft model", "Add --draft-model, or leave it out.")
         given["model"] = draft_model
     config = SpeculationConfig.of(given)
-    return Way(f"{name.replace('-', ' ') if name == 'suffix-tree' else config.name} k={config.num_draft_tokens}", config)
+    shown = "suffix tree" if name == "suffix-tree" else config.name
+    shape = "" if tree is None else f" ({tree})" if "," in tree else f" {tree.replace('_', '-')}"
+    return Way(f"{shown}{shape} k={config.num_draft_tokens}", config)
 
 
 def _known(name: str, way: str) -> str:

@@ -30,7 +30,7 @@ Method = Annotated[
 ]
 DraftModel = Annotated[str | None, typer.Option(help="Folder or hub id of a draft model.")]
 NumDraftTokens = Annotated[int | None, typer.Option("--num-draft-tokens", "-k", help="Most draft tokens a step.")]
-Tree = Annotated[str | None, typer.Option(help="Draft trees: children by depth, like 3,2,1.")]
+Tree = Annotated[str | None, typer.Option(help="Draft trees: children by depth, like 3,2,1, or best_first, or sequoia.")]
 Rule = Annotated[str | None, typer.Option(help="auto, block, token, walk or coupled.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to write.")]
 Temperature = Annotated[float | None, typer.Option("--temperature", "-t", help="0 is greedy.")]
@@ -106,11 +106,15 @@ def _json_settings(text: str) -> dict[str, Any]:
     return settings
 
 
-def _widths(tree: str) -> tuple[int, ...]:
+def _widths(tree: str) -> str | tuple[int, ...]:
+    if tree in ("best_first", "sequoia"):
+        return tree
     try:
         return tuple(int(width) for width in tree.split(","))
     except ValueError:
-        raise InvalidParameterError("tree", tree, "not a list of whole numbers", "Use a form like 3,2,1.") from None
+        raise InvalidParameterError(
+            "tree", tree, "not a list of whole numbers", "Use a form like 3,2,1, best_first or sequoia."
+        ) from None
 
 
 def structure(json_schema: str | None, regex: str | None, grammar: str | None) -> Any:

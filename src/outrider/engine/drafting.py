@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,9 @@ from outrider.draft import EMPTY, NO_SCRATCH, Draft, Law, ScratchRows
 from outrider.engine.drafter import Drafter
 from outrider.engine.scheduler import ScheduledSequence, Turn
 from outrider.engine.sequence import Sequence
+from outrider.engine.tree_builders import TreeBuilders
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
+from outrider.propose.tree import TreeBuilder
 from outrider.verify.noise import NoiseSource
 
 #: How far the probabilities of a row may sum from 1 (float32 rounding over a large vocabulary).
@@ -26,11 +29,13 @@ class Part:
 
     Attributes:
         drafter: Whose.
+        builder: Who shaped it.
         nodes: (first, end) of its draft tokens.
         scratch: (first, end) of its scratch rows among those of the whole draft.
     """
 
     drafter: Drafter
+    builder: TreeBuilder
     nodes: tuple[int, int]
     scratch: tuple[int, int]
 
@@ -47,16 +52,20 @@ class StepDraft:
     draft: Draft = EMPTY
     parts: list[Part] = field(default_factory=list)
 
-    def add(self, drafter: Drafter, tail: Draft) -> None:
+    def add(self, drafter: Drafter, builder: TreeBuilder, tail: Draft) -> None:
         """Go on with what another proposer drafted."""
         before, rows = len(self.draft), len(self.draft.scratch)
         self.draft = self.draft.extended(tail)
         if tail.num_rows:
-            self.parts.append(Part(drafter, (before, before + len(tail)), (rows, rows + len(tail.scratch))))
+            self.parts.append(Part(drafter, builder, (before, before + len(tail)), (rows, rows + len(tail.scratch))))
 
 
 def propose_all(
-    items: Seq[ScheduledSequence], drafters: Seq[Seq[Drafter | None]], noise: NoiseSource, vocab_size: int
+    items: Seq[ScheduledSequence],
+    drafters: Seq[Seq[Drafter | None]],
+    builders: TreeBuilders,
+    noise: NoiseSource,
+    vocab_size: int,
 ) -> list[StepDraft]:
     """The draft of each item, in order. Each proposer is asked once a turn for all its sequences.
 
@@ -66,6 +75,7 @@ def propose_all(
     Args:
         items: What is scheduled.
         drafters: Who drafts in each turn of each item; None for a proposer that cannot be had.
+        builders: Who shapes drafts.
         noise: Source of all chance.
         vocab_size: Width of the target's logits.
     """
@@ -75,11 +85,35 @@ def propose_all(
         for item, who, step in zip(items, drafters, drafts, strict=True):
             drafter = who[turn] if turn < len(who) else None
             if drafter is not None:
-                groups[id(drafter.proposer)].append(_Asked(item, item.turns[turn], drafter, step))
+                planned = item.turns[turn]
+                builder = builders.of(drafter.proposer, planned.tree)
+                groups[id(drafter.proposer)].append(_Asked(item, planned, drafter, step, builder))
         for members in groups.values():
             for asked, answer in zip(members, _ask(members, noise, vocab_size), strict=True):
-                asked.step.add(asked.drafter, answer)
+                asked.step.add(asked.drafter, asked.builder, answer)
     return drafts
+
+
+def teach(step: StepDraft, accepted: Collection[int], *, greedy: bool) -> None:
+    """Tell those who shaped a draft what of it stands.
+
+    Args:
+        step: The draft.
+        accepted: Its nodes that stand.
+        greedy: Whether the target took its most likely token.
+    """
+    draft = step.draft
+    for part in step.parts:
+        first, end = part.nodes
+        outside = [parent for parent in draft.parents[first:end] if parent < first]
+        reached = all(parent < 0 or parent in accepted for parent in outside)
+        confidences = draft.confidences[first:end]
+        if not part.builder.learns or not reached or not confidences:
+            continue
+        parents = tuple(max(parent - first, -1) for parent in draft.parents[first:end])
+        own = Draft(draft.token_ids[first:end], parents, draft.laws[first:end], confidences=confidences)
+        stood = {node - first for node in accepted if first <= node < end}
+        part.builder.learn(own, stood, (own.laws[0], greedy))
 
 
 @dataclass(frozen=True)
@@ -90,6 +124,7 @@ class _Asked:
     turn: Turn
     drafter: Drafter
     step: StepDraft
+    builder: TreeBuilder
 
     @property
     def seq(self) -> Sequence:
@@ -104,7 +139,7 @@ class _Asked:
             self.turn.budget,
             self.turn.max_depth,
             path,
-            self.turn.tree,
+            self.builder,
             self.turn.greedy,
             self.item.coupled,
             self.drafter.index,
@@ -178,7 +213,9 @@ def _plain(draft: Draft, draft_probs: Tensor | None) -> Draft:
     if isinstance(scratch, ScratchRows):
         scratch = ScratchRows(tuple(scratch.token_ids), tuple(scratch.parents))
     tokens, parents, laws = tuple(draft.token_ids), tuple(draft.parents), tuple(draft.laws)
-    return replace(draft, token_ids=tokens, parents=parents, laws=laws, draft_probs=draft_probs, scratch=scratch)
+    confidences = tuple(draft.confidences) if len(draft.confidences) == len(tokens) else ()
+    plain = replace(draft, token_ids=tokens, parents=parents, laws=laws, draft_probs=draft_probs, scratch=scratch)
+    return replace(plain, confidences=confidences)
 
 
 def _sound_scratch(draft: Draft, budget: int, max_depth: int, vocab_size: int) -> tuple[Draft, str | None]:

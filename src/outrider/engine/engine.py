@@ -18,7 +18,7 @@ from outrider.engine import observation, rounds
 from outrider.engine.admission import bad_word_ids, check_request
 from outrider.engine.detokenizer import TextStream
 from outrider.engine.drafter import Drafter
-from outrider.engine.drafting import StepDraft, propose_all
+from outrider.engine.drafting import StepDraft, propose_all, teach
 from outrider.engine.interrupts import uninterrupted
 from outrider.engine.observation import ComputedRows
 from outrider.engine.outputs import piece
@@ -27,6 +27,7 @@ from outrider.engine.scheduler import Schedule, ScheduledSequence, Scheduler
 from outrider.engine.scoring import score, score_prompt
 from outrider.engine.sequence import Request, Sequence, Status
 from outrider.engine.stats import EngineStats
+from outrider.engine.tree_builders import TreeBuilders
 from outrider.errors import (
     EngineBusyError,
     EngineStalledError,
@@ -39,9 +40,11 @@ from outrider.errors import (
     StepAbortedError,
 )
 from outrider.model.batch import Segment
+from outrider.model.row_costs import measure_passes
 from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.params import SamplingParams, TokenOrigin
 from outrider.propose.method import Method, same_method
+from outrider.propose.pace import Pace
 from outrider.propose.speculation import SpeculationConfig
 from outrider.trace import CoinToss
 from outrider.verify.grammar import GrammarCompiler, GrammarError
@@ -83,6 +86,7 @@ class Engine:
         self.proposers = proposers
         self.scheduler = Scheduler(config, runner.blocks, runner.loaded.max_model_len)
         self.stats = EngineStats()
+        self.builders = TreeBuilders(lambda: Pace(measure_passes(runner)))
         self.noise: NoiseSource
         self.use_noise(KeyedNoise())
         loaded = runner.loaded
@@ -125,6 +129,7 @@ class Engine:
         check_request(prompt_token_ids, params, speculation, loaded, self.runner.blocks, self.scheduler.config)
         if speculation.method is not None:
             self.proposers.get(speculation.method)  # one that cannot be built is refused now, not in some later step
+            self.builders.prepare(speculation.tree)
         request = Request(
             next(self._ids),
             prompt,
@@ -213,9 +218,18 @@ class Engine:
                 judged = self._verify(plan, drafts, out)
             with self.stats.timed("commit"):
                 self._commit(plan, drafts, out, judged)
+            self._observe_pace(plan, drafts, judged)
         except BaseException as error:
             self._abandon([item.seq for item in plan.items], error)
             raise
+
+    def _observe_pace(self, plan: Schedule, drafts: list[StepDraft], judged: dict[int, _Judged]) -> None:
+        """Let trees that adapt know how fast texts grow; a step with a prompt in it tells nothing of that."""
+        if all(item.num_rows == 1 for item in plan.items):
+            seconds = self.stats.step_seconds
+            num_tokens = sum(len(each.verdict.path) + 1 for each in judged.values())
+            num_levels = max(step.draft.depth for step in drafts)
+            self.builders.observe_step(num_tokens, sum(seconds.values()), num_levels, seconds["propose"])
 
     def _abandon(self, sequences: Iterable[Sequence], error: BaseException) -> None:
         """End the requests of a step that broke off: nobody knows how much of it is in their books."""
@@ -278,7 +292,7 @@ class Engine:
         if not any(item.turns for item in plan.items):
             return [StepDraft() for _ in plan.items]  # at once: beside a small model's pass, the ways of drafting take time
         drafters = [[self._drafter(item.seq, turn.method) for turn in item.turns] for item in plan.items]
-        return propose_all(plan.items, drafters, self.noise, self.runner.loaded.vocab_size)
+        return propose_all(plan.items, drafters, self.builders, self.noise, self.runner.loaded.vocab_size)
 
     def _drafter(self, seq: Sequence, method: Method) -> Drafter | None:
         """The proposer with these settings at work for a sequence, begun on first use; None where it cannot be had."""
@@ -437,6 +451,7 @@ class Engine:
         seq.stats.num_target_passes += 1
         self.stats.num_committed_tokens += num_written
         seq.view.round += 1  # also where a drawn draft was lost: its keys are spent
+        teach(step, verdict.path, greedy=seq.request.params.greedy)
         if len(draft):
             rejected = num_written > num_accepted and verdict.origin is TokenOrigin.RECOVERED
             seq.stats.observe_draft(len(draft), draft.depth, num_accepted, rejected=rejected)

@@ -12,7 +12,7 @@ from outrider.cache.lease import KVView
 from outrider.config import SchedulerConfig
 from outrider.engine.sequence import Sequence, Status
 from outrider.propose.method import Method
-from outrider.propose.speculation import SpeculationConfig
+from outrider.propose.speculation import SpeculationConfig, TreeShape
 from outrider.verify.verifier import RuleName
 
 logger = logging.getLogger(__name__)
@@ -35,14 +35,14 @@ class Turn:
 
     Attributes:
         method: Who drafts.
-        tree: Shape that was asked for.
+        tree: Shape that was asked for, or the name of one that adapts.
         greedy: Whether the most likely tokens were asked for.
         budget: Most rows it may have.
         max_depth: Longest path that may be of use.
     """
 
     method: Method
-    tree: tuple[int, ...]
+    tree: TreeShape
     greedy: bool
     budget: int
     max_depth: int
@@ -224,7 +224,8 @@ class Scheduler:
                 budget -= 1
             if budget <= 0:
                 break
-            share = min(depth, len(config.tree) or budget)  # what follows must find room behind it
+            levels = budget if isinstance(config.tree, str) else len(config.tree) or budget
+            share = min(depth, levels)  # what follows must find room behind it
             most = depth if place == len(asked) - 1 else share
             turns.append(Turn(config.method, config.tree, config.draft_sampling == "greedy", budget, most))
             num_rows += budget

@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.cache.lease import KVView
 from outrider.draft import Draft, Law
 from outrider.params import SamplingParams
+from outrider.propose.tree import CHAIN, TreeBuilder
 from outrider.verify.noise import Key, NoiseSource, Stream
 from outrider.verify.processing import Processing
 
@@ -72,7 +73,7 @@ class ProposeRequest:
         budget: Most rows it may have, scratch rows included; decided before anything is drawn.
         max_depth: Longest path that may be of use; as many as `budget` for a chain, fewer near the end of a text.
         path: Tokens behind the committed ones that another proposer drafted in this step; the draft goes on behind them.
-        tree: Shape the caller asked for, children of each node by depth; empty for chains.
+        builder: Shapes the draft as the caller asked for; `Growth` follows it.
         greedy: Whether the caller asked for the most likely tokens instead of drawn ones.
         coupled: Whether drafts are to guess with the target's noise.
         drafter: Whose draws these are; part of their keys.
@@ -82,7 +83,7 @@ class ProposeRequest:
     budget: int
     max_depth: int = 1 << 30
     path: tuple[int, ...] = ()
-    tree: tuple[int, ...] = ()
+    builder: TreeBuilder = CHAIN
     greedy: bool = False
     coupled: bool = False
     drafter: int = 0

@@ -41,6 +41,7 @@ class DraftModel(Method):
         dtype: Of its weights; None takes the target's.
         revision: Hub revision.
         trust_remote_code: Whether transformers may run code that this checkpoint brings; trust in the target's is another.
+        min_confidence: Nothing is drafted behind a token whose own draft probability is smaller. The token itself stays.
     """
 
     name: ClassVar[str] = "draft_model"
@@ -49,6 +50,7 @@ class DraftModel(Method):
     dtype: DTypeName | None = Field(None, description="Use auto, float64, float32, bfloat16, float16 or None.")
     revision: str | None = None
     trust_remote_code: bool = False
+    min_confidence: float = Field(0.0, ge=0.0, le=1.0, description="Use 0 to 1.")
 
     def build(self, context: ProposerContext) -> Proposer:
         if self.model is None:
@@ -57,7 +59,7 @@ class DraftModel(Method):
             self.model, dtype=self.dtype, revision=self.revision, trust_remote_code=self.trust_remote_code
         )
         check_vocabulary(runner.loaded, context.target)
-        return DraftModelProposer(runner, context.target.vocab_size, context.max_num_batched_tokens)
+        return DraftModelProposer(runner, context.target.vocab_size, context.max_num_batched_tokens, self.min_confidence)
 
 
 class DraftModelProposer(Proposer):
@@ -67,12 +69,16 @@ class DraftModelProposer(Proposer):
         runner: The draft model with KV memory of its own.
         vocab_size: Width of the target's logits; the draft's are cut or padded to it.
         max_num_batched_tokens: Rows a pass; longer prompts are caught up over several steps, drafting nothing meanwhile.
+        min_confidence: See `DraftModel`.
     """
 
-    def __init__(self, runner: ModelRunner, vocab_size: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, vocab_size: int, max_num_batched_tokens: int, min_confidence: float = 0.0
+    ) -> None:
         self.runner = runner
         self._vocab_size = vocab_size
         self._max_rows = max_num_batched_tokens
+        self._min_confidence = min_confidence
         self._leases: dict[int, KVLease] = {}  # by sequence, least recently drafted for first
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
@@ -109,7 +115,7 @@ class DraftModelProposer(Proposer):
         budget = request.budget if depth > 0 else 0
         while budget > 0 and not self._grow(lease, request.length + budget - 1, requests):
             budget -= 1
-        return _Drafting(request, lease, Growth.of(request, budget, depth))
+        return _Drafting(request, lease, Growth.of(request, budget, depth, self._min_confidence))
 
     def _grow(self, lease: KVLease, num_tokens: int, requests: Sequence[ProposeRequest]) -> bool:
         """Make room for so many tokens, if need be by taking the memory of sequences that are not drafted for now."""
@@ -151,6 +157,9 @@ class DraftModelProposer(Proposer):
         if not work:
             return None
         logits = self.runner.forward([w.segment for w in work]).logits
+        chosen = _chosen_rows(work)
+        if len(chosen) < len(logits):
+            logits = logits[chosen]
         for w in work:
             if w.segment.parents is None:
                 w.drafting.record(w.segment.token_ids)
@@ -192,11 +201,21 @@ class _Drafting:
 
 @dataclass
 class _Work:
-    """Rows to compute for one draft, and whether their logits are needed to go on."""
+    """Rows to compute for one draft, whether their logits are needed to go on, and which of these if not all."""
 
     drafting: _Drafting
     segment: Segment
     wanted: bool
+    chosen: tuple[int, ...] | None = None
+
+
+def _chosen_rows(work: Sequence[_Work]) -> list[int]:
+    """Which of the logits of a pass are wanted."""
+    rows, end = list[int](), 0
+    for w in work:
+        first, end = end, end + w.segment.logits_end - w.segment.logits_from
+        rows += range(first, end) if w.chosen is None else [first + row for row in w.chosen]
+    return rows
 
 
 def _level_work(d: _Drafting) -> _Work:
@@ -207,7 +226,9 @@ def _level_work(d: _Drafting) -> _Work:
         return _Work(d, Segment([growth.nodes[-1].token_id], d.lease.end, table, long_rope=long_rope), True)
     parents = tuple(n.parent for n in growth.nodes)
     tokens = [n.token_id for n in growth.nodes]
-    return _Work(d, Segment(tokens, d.lease.end, table, parents, growth.level[0], long_rope=long_rope), True)
+    first = growth.level[0]
+    segment = Segment(tokens, d.lease.end, table, parents, first, long_rope=long_rope)
+    return _Work(d, segment, True, tuple(node - first for node in growth.level))
 
 
 def check_vocabulary(draft: LoadedModel, target: Target) -> None:

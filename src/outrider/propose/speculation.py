@@ -10,11 +10,14 @@ from pydantic import BeforeValidator, Field, model_serializer, model_validator
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.propose import methods
 from outrider.propose.method import Method
+from outrider.propose.tree import MAX_ROWS
 from outrider.validation import Frozen, unknown_setting
 from outrider.verify.verifier import RuleName
 
-#: Rows that a draft may ask for.
-MAX_ROWS = 512
+#: The children of each node by depth, or the name of a kind of tree that adapts. Empty for chains.
+TreeShape = tuple[Annotated[int, Field(ge=1, le=64)], ...] | Literal["best_first", "sequoia"]
+#: Rows of a tree that adapts where nobody says how many.
+_ADAPTIVE_ROWS = 12
 
 #: Names of earlier forms and of other engines, and how to say the same here.
 FORMERLY = {
@@ -55,6 +58,8 @@ class SpeculationConfig(Frozen):
         num_draft_tokens: Most rows that a draft may have in a step. Unless given: the size of `tree`, or what suits the
             method.
         tree: Shape of drafts, children of each node by depth: (3, 2) has 3 nodes and 6 below them. Empty for chains.
+            "best_first" puts every row where it is likeliest to stand and stops where a row no longer pays; "sequoia" takes
+            the best fixed shape for the acceptance so far. Both learn while they draft.
         rule: How sampled drafts are verified. "auto" takes block verification (Sun et al. 2024), traversal on trees (Weng
             et al. 2025), or coupling for seeded requests; "block" is the same without a seed; "token" is Leviathan et al.
             2023, and recursive rejection on trees (Jeon et al. 2024); "walk" ignores how the draft was drawn; "coupled"
@@ -66,8 +71,9 @@ class SpeculationConfig(Frozen):
     num_draft_tokens: int = Field(
         5, ge=1, le=MAX_ROWS, description=f"Use 1 to {MAX_ROWS}; method='none' turns drafting off."
     )
-    tree: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], BeforeValidator(_as_widths)] = Field(
-        (), description=f"Use the number of children by depth, like (3, 2, 1); up to {MAX_ROWS} nodes."
+    tree: Annotated[TreeShape, BeforeValidator(_as_widths)] = Field(
+        (),
+        description=f'Use the number of children by depth, like (3, 2, 1); up to {MAX_ROWS} nodes; "best_first" or "sequoia".',
     )
     rule: RuleName = Field("auto", description="Use auto, walk, token, block or coupled.")
     draft_sampling: Literal["sampled", "greedy"] = Field("sampled", description="Use sampled or greedy.")
@@ -120,7 +126,9 @@ class SpeculationConfig(Frozen):
 
     def as_mapping(self) -> dict[str, Any]:
         """The same as one flat mapping of plain values; `of` reads it back. Defaults of the method are left out."""
-        own: dict[str, Any] = {"num_draft_tokens": self.num_draft_tokens, "tree": list(self.tree), "rule": self.rule}
+        own: dict[str, Any] = {"num_draft_tokens": self.num_draft_tokens, "tree": self.tree, "rule": self.rule}
+        if not isinstance(self.tree, str):
+            own["tree"] = list(self.tree)
         own["draft_sampling"] = self.draft_sampling
         if self.method is None:
             return {"method": "none", **own}
@@ -144,6 +152,8 @@ class SpeculationConfig(Frozen):
             return {"num_draft_tokens": size, **values}
         if "num_draft_tokens" in values:
             return values
+        if isinstance(tree, str):
+            return {"num_draft_tokens": _ADAPTIVE_ROWS, **values}
         method = values["method"]
         return values if method is None else {**values, "num_draft_tokens": method.default_num_draft_tokens}
 

@@ -22,6 +22,7 @@ from outrider.engine.scheduler import as_requested
 from outrider.llm import LLM
 from outrider.params import SamplingParams, StructuredOutputs
 from outrider.propose import methods
+from outrider.propose.pace import FixedPace
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
 from outrider.propose.draft_model import DraftModel, DraftModelProposer
 from outrider.propose.method import Method, ProposerContext
@@ -56,6 +57,9 @@ class Setting:
     turns: tuple[tuple[dict[str, Any], ...], ...] = ()
     language: tuple[str, ...] = ()
 
+
+#: Passes become longer after the second row, so that trees that adapt have something to weigh.
+_PACE = FixedPace({1: 1.0, 2: 1.0, 3: 1.02, 4: 1.1, 8: 1.6})
 
 #: In a setting this stands for the path of the draft model of the proof.
 DRAFT = "the draft model of the proof"
@@ -97,6 +101,15 @@ SETTINGS = (
     Setting("tree, coupled", _drafted("coupled", tree=(2, 1))),
     Setting("tree, walk", _drafted("walk", tree=(2,))),
     Setting("tree, most likely tokens", _drafted("auto", tree=(2, 1), draft_sampling="greedy")),
+    Setting("best-first tree, traversal", _drafted("block", tree="best_first", num_draft_tokens=4)),
+    Setting("best-first tree, recursive rejection", _drafted("token", tree="best_first", num_draft_tokens=3)),
+    Setting("best-first tree, top_k", _drafted("auto", tree="best_first", num_draft_tokens=4), {"top_k": 2}),
+    Setting("best-first tree, seeded", _drafted("auto", tree="best_first", num_draft_tokens=3), {"seed": 5}),
+    Setting("best-first tree, most likely tokens", _drafted("auto", tree="best_first", draft_sampling="greedy")),
+    Setting("Sequoia's tree", _drafted("block", tree="sequoia", num_draft_tokens=3)),
+    Setting("stop behind a token of low confidence", _drafted("block", min_confidence=0.4, num_draft_tokens=3)),
+    Setting("the same in a tree", _drafted("block", min_confidence=0.4, tree=(2, 1))),
+    Setting("the same in a best-first tree", _drafted("auto", min_confidence=0.4, tree="best_first", num_draft_tokens=3)),
     Setting("tree, wider than the tokens left", _drafted("block", tree=(3, 1)), {"top_k": 2}),
     Setting("merged tree", _drafted("auto", tree=(1, 1), num_draft_tokens=4) | {"method": "prove_merged"}),
     Setting("merged tree, three laws", _drafted("token", tree=(2,), num_draft_tokens=4) | {"method": "prove_merged"}),
@@ -336,6 +349,7 @@ class EngineProof:
         self._draft = draft
         self.llm = LLM(target, dtype="float64", device="cpu", draft_model=draft, block_size=2, max_num_seqs=_WIDTH)
         raise_engine_norms(self.llm)
+        self.llm.engine.builders.use_pace(_PACE)
         # A prompt that is not cached is computed in a pass without drafts. Every path must find the prompt cached, or the
         # first path would differ from the others.
         self.llm.generate(PROMPT, SamplingParams(max_tokens=1))
@@ -362,15 +376,18 @@ class EngineProof:
         def run(count: int) -> Iterator[Outcome]:
             for proposer, state in learnt:
                 proposer.restore(state)
+            engine.builders.forget()
             for output in self.llm.generate([PROMPT] * count, params, speculation=config):
                 if output.error is not None:
                     raise output.error
                 yield tuple(sample.token_ids for sample in output.outputs)
 
         with quiet():
-            # One path runs at a time in three cases: the samples of one request share a path; a proposer that remembers
-            # texts would carry them from path to path; and a fault that raises ends the drafts of the whole batch.
-            alone = params.n > 1 or bool(learnt) or getattr(config.method, "fault", None) == "raises"
+            # One path runs at a time in four cases: the samples of one request share a path; a proposer that remembers
+            # texts, or a tree that learns, would carry that from path to path; and a fault that raises ends the drafts of
+            # the whole batch.
+            adapts = any(isinstance(each.tree, str) for each in (config, *(turn for turns in rounds for turn in turns)))
+            alone = params.n > 1 or bool(learnt) or adapts or getattr(config.method, "fault", None) == "raises"
             return explore(run, noise, width=1 if alone else _WIDTH)
 
     def _learnt(self, configs: Sequence[SpeculationConfig]) -> list[tuple[Proposer, object]]:

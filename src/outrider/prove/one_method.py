@@ -45,6 +45,7 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
     if methods.find(method["method"]).takes_tree:
         tree = {**method, "tree": (2, 1)}
         found += [Setting("tree", tree), Setting("tree, token rule", {**tree, "rule": "token"})]
+        found.append(Setting("best-first tree", {**method, "tree": "best_first", "num_draft_tokens": 3}))
     return found
 
 
