@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
@@ -20,6 +21,8 @@ class RequestStats:
         tried_per_position: Drafts whose earlier tokens stood and that went on at position i, so that its fate was decided.
         accepted_per_position: Drafts whose token at position i was accepted.
         acceptance_histogram: Number of drafts by how many of their tokens were accepted.
+        offered_per_rank: Draft tokens by how many elder siblings they had, whose parent stood; chains have rank 0 alone.
+        accepted_per_rank: Of these, the tokens that entered the text.
         num_proposer_faults: Rounds in which a proposer misbehaved and its draft was cut or dropped.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
         num_preemptions: How often a sequence lost its KV and was recomputed.
@@ -33,6 +36,8 @@ class RequestStats:
     tried_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     acceptance_histogram: list[int] = field(default_factory=list)
+    offered_per_rank: list[int] = field(default_factory=list)
+    accepted_per_rank: list[int] = field(default_factory=list)
     num_proposer_faults: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -65,6 +70,23 @@ class RequestStats:
         self.accepted_per_position += [0] * (len(self.drafted_per_position) - len(self.accepted_per_position))
         self.acceptance_histogram += [0] * (num_accepted + 1 - len(self.acceptance_histogram))
         self.acceptance_histogram[num_accepted] += 1
+
+    def observe_ranks(self, parents: Sequence[int], accepted: Collection[int]) -> None:
+        """Count the tokens of one verified draft by rank.
+
+        Args:
+            parents: Of its nodes.
+            accepted: The nodes that entered the text.
+        """
+        ranks: dict[int, int] = {}
+        for node, parent in enumerate(parents):
+            rank = ranks[parent] = ranks.get(parent, -1) + 1
+            if parent < 0 or parent in accepted:
+                missing = [0] * (rank + 1 - len(self.offered_per_rank))
+                self.offered_per_rank += missing
+                self.accepted_per_rank += missing
+                self.offered_per_rank[rank] += 1
+                self.accepted_per_rank[rank] += node in accepted
 
     def add(self, other: RequestStats) -> None:
         """Fold another's counts into these."""

@@ -7,6 +7,7 @@ import torch
 
 from outrider.draft import Draft, Law
 from outrider.engine import drafting, engine
+from outrider.propose import growth
 from outrider.propose.base import DraftNoise
 from outrider.propose.suffix import SuffixProposer
 from outrider.prove.engine_distribution import BOUND, PARAMETER_SETTINGS, SETTINGS, STRUCTURE_SETTINGS, EngineProof
@@ -118,3 +119,27 @@ def test_control_a_lookup_that_claims_to_have_been_drawn(proof, monkeypatch, nam
 
     monkeypatch.setattr(SuffixProposer, "propose", claimed)
     assert proof.prove(BY_NAME[name], 3).measured > 1e-4
+
+
+@pytest.mark.parametrize("name", ["best-first tree, traversal", "best-first tree, recursive rejection"])
+def test_a_best_first_tree_that_looks_at_a_token_before_it_keeps_its_row_turns_red(proof, name, monkeypatch):
+    """Planted: a row whose drawn token is unlikely is taken out again."""
+    stock = growth._draw
+
+    def choosy(families, noise):
+        stock(families, noise)
+        for family in families:
+            row = family.growth.laws[family.parent].row
+            family.tokens = [token for token in family.tokens if float(row[token]) > 0.25]
+
+    monkeypatch.setattr(growth, "_draw", choosy)
+    assert proof.prove(BY_NAME[name], 3).measured > 1e-3
+
+
+def test_best_first_trees_branch_in_the_proof(proof):
+    """Otherwise their distribution would be that of chains, and the proof would say nothing of trees."""
+    before = proof.llm.stats.finished.copy()
+    proof.prove(BY_NAME["best-first tree, traversal"], 3)
+    after = proof.llm.stats.finished
+    assert len(after.offered_per_rank) > 1
+    assert after.accepted_per_rank[1] > (before.accepted_per_rank + [0, 0])[1]

@@ -19,12 +19,18 @@ from outrider.engine.drafter import Drafter
 from outrider.engine.drafting import Part, StepDraft, propose_all, sound_prefix
 from outrider.engine.scheduler import ScheduledSequence, Turn
 from outrider.engine.sequence import Sequence as EngineSequence
+from outrider.engine.tree_builders import TreeBuilders
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
+from outrider.propose.pace import FixedPace
+from outrider.propose.tree import CHAIN, StaticTree
 from outrider.verify.noise import KeyedNoise
 from outrider.verify.verifier import rule_for
 from tests.unit.builders import Planted, make_sequence
 
 VOCAB = 4
+
+BUILDERS = TreeBuilders(lambda: FixedPace({1: 1.0}))
+BUSHY = StaticTree.of_widths((2, 1))
 
 
 def sampled(tokens: Sequence[Any] = (0, 1, 2), probs: Any = None) -> Draft:
@@ -382,7 +388,7 @@ def scheduled(*proposers: Proposer | None, budget: int = 5) -> Asked:
 
 
 def steps(*asked: Asked) -> list[StepDraft]:
-    return propose_all([a.item for a in asked], [a.drafters for a in asked], KeyedNoise(), VOCAB)
+    return propose_all([a.item for a in asked], [a.drafters for a in asked], BUILDERS, KeyedNoise(), VOCAB)
 
 
 def ask(*asked: Asked) -> list[Draft]:
@@ -503,9 +509,9 @@ def test_each_turn_goes_on_behind_the_deepest_token_of_the_one_before() -> None:
     assert step.draft.parents == (-1, 0, -1, 1, 3, 4, 5)
     assert step.draft.scratch == ScratchRows((0, 3), (-1, 4))
     assert step.parts == [
-        Part(asked.drafters[0], (0, 3), (0, 1)),  # type: ignore[arg-type]
-        Part(asked.drafters[1], (3, 5), (1, 2)),  # type: ignore[arg-type]
-        Part(asked.drafters[2], (5, 7), (2, 2)),  # type: ignore[arg-type]
+        Part(asked.drafters[0], CHAIN, (0, 3), (0, 1)),  # type: ignore[arg-type]
+        Part(asked.drafters[1], CHAIN, (3, 5), (1, 2)),  # type: ignore[arg-type]
+        Part(asked.drafters[2], CHAIN, (5, 7), (2, 2)),  # type: ignore[arg-type]
     ]
     (request,) = seen
     assert (request.path, request.length, request.last_token_id, request.drafter) == ((1, 2), 5, 2, 1)
@@ -523,10 +529,10 @@ def test_a_request_says_what_its_turn_says() -> None:
     asked.item.turns = (turn(4, 3, tree=(2, 1), greedy=True), turn(2, 1))
     steps(asked)
     first, second = seen
-    assert (first.budget, first.max_depth, first.tree, first.greedy, first.drafter) == (4, 3, (2, 1), True, 0)
+    assert (first.budget, first.max_depth, first.builder, first.greedy, first.drafter) == (4, 3, BUSHY, True, 0)
     assert first.coupled
     assert second.coupled
-    assert (second.budget, second.max_depth, second.tree, second.greedy, second.drafter) == (2, 1, (), False, 1)
+    assert (second.budget, second.max_depth, second.builder, second.greedy, second.drafter) == (2, 1, CHAIN, False, 1)
     assert first.path == second.path == ()
     assert (first.sequence, first.length, first.last_token_id) == (asked.item.seq.view, 3, 102)
 
@@ -535,7 +541,7 @@ def test_a_turn_that_drafts_nothing_has_no_part_and_moves_nobody() -> None:
     asked = scheduled(None, Stub(lambda requests: [EMPTY]), Stub(lambda requests: [GOOD]))
     (step,) = steps(asked)
     assert step.draft == GOOD
-    assert step.parts == [Part(asked.drafters[2], (0, 2), (0, 0))]  # type: ignore[arg-type]
+    assert step.parts == [Part(asked.drafters[2], CHAIN, (0, 2), (0, 0))]  # type: ignore[arg-type]
 
 
 def test_a_fault_costs_its_own_turn_and_demotes_its_own_drafter() -> None:

@@ -18,6 +18,7 @@ from outrider.draft import EMPTY, Draft, Law
 from outrider.engine.drafting import sound_prefix
 from outrider.propose.base import DraftNoise, ProposeRequest
 from outrider.propose.growth import Growth, add_level
+from outrider.propose.tree import CHAIN, StaticTree
 from outrider.verify.noise import Key, KeyedNoise, Stream
 from tests.unit.builders import make_sequence
 
@@ -34,7 +35,10 @@ def logits_of(path: tuple[int, ...]) -> Tensor:
 
 
 def request(budget: int = 5, max_depth: int = 99, *, path: tuple[int, ...] = (), **how: Any) -> ProposeRequest:
-    asked = {name: how.pop(name) for name in ("tree", "greedy", "coupled", "drafter") if name in how}
+    asked = {name: how.pop(name) for name in ("builder", "greedy", "coupled", "drafter") if name in how}
+    if "tree" in how:
+        tree = how.pop("tree")
+        asked["builder"] = StaticTree.of_widths(tree) if tree else CHAIN
     return ProposeRequest(make_sequence([0, 1, 2], **how).view, budget, max_depth, path, **asked)
 
 
@@ -90,7 +94,7 @@ def test_a_growing_tree_knows_where_it_stands() -> None:
     assert (growth.growing, growth.depth, growth.level) == (True, 1, [0, 1])
     assert growth.path(1) == (growth.node(1).token_id,)
     add_level([growth], torch.stack([logits_of(growth.path(i)) for i in (0, 1)]), DraftNoise(KeyedNoise()))
-    assert (growth.growing, growth.depth, growth.level) == (False, 2, [2, 3, 4])
+    assert (growth.growing, growth.depth, growth.level) == (False, 2, [])
     assert growth.path(4) == (growth.node(1).token_id, growth.node(4).token_id)
     assert not Growth.of(request(), 5, 9).branches
     assert not Growth.of(request(tree=(1, 1)), 5, 9).branches

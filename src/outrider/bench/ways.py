@@ -103,10 +103,9 @@ def _in_python(config: SpeculationConfig) -> str:
         return '"none"'
     settings = method.model_dump(exclude_defaults=True)
     made = f"{type(method).__name__}({', '.join(_arguments(settings))})" if settings else _quoted(method.name)
-    tree = {"tree": config.tree} if config.tree else {}
-    return (
-        f"SpeculationConfig(method={made}, {', '.join(_arguments({**tree, 'num_draft_tokens': config.num_draft_tokens}))})"
-    )
+    own: dict[str, Any] = {"tree": config.tree} if config.tree else {}
+    own["num_draft_tokens"] = config.num_draft_tokens
+    return f"SpeculationConfig({', '.join([f'method={made}', *_arguments(own)])})"
 
 
 def _on_command_line(config: SpeculationConfig) -> dict[str, Any]:

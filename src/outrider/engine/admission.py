@@ -9,7 +9,7 @@ from outrider.config import SchedulerConfig
 from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError
 from outrider.model.loader import LoadedModel
 from outrider.params import SamplingParams
-from outrider.propose.speculation import SpeculationConfig
+from outrider.propose.speculation import SpeculationConfig, tree_size
 
 #: How many characters the stop strings of a request may have in all: their automaton takes time and memory for each.
 MAX_STOP_CHARACTERS = 100_000
@@ -39,6 +39,7 @@ def check_request(
             f"rule={speculation.rule!r} makes the text depend on the drafts, and a seed promises that it does not",
             "Use rule='auto', or leave the seed out.",
         )
+    _check_tree(speculation, loaded.max_model_len, config.max_num_batched_tokens)
     _check_ends(params, loaded)
     _check_token_ids(params, loaded)
     _check_memory(len(tokens), params, loaded.max_model_len, blocks)
@@ -75,6 +76,19 @@ def _check_prompt(tokens: tuple[int, ...], loaded: LoadedModel) -> None:
             f"no room in the context of {loaded.max_model_len}",
             f"Shorten it to {loaded.max_model_len - 1} tokens or fewer.",
         )
+
+
+def _check_tree(speculation: SpeculationConfig, max_model_len: int, max_rows: int) -> None:
+    """A shape that could never be drafted as it was asked for is refused; one that adapts fits itself to what there is."""
+    tree = speculation.tree
+    if speculation.method is None or isinstance(tree, str):
+        return
+    if tree and tree_size(tree) >= max_rows:
+        problem = f"it has {tree_size(tree)} nodes, and a pass has max_num_batched_tokens={max_rows} rows"
+        raise ContradictionError("tree", tree, problem, f"Use {max_rows - 1} nodes or fewer.")
+    if len(tree) >= max_model_len:
+        problem = f"it is {len(tree)} tokens deep, and the context has {max_model_len}"
+        raise ContradictionError("tree", tree, problem, f"Use {max_model_len - 1} levels or fewer.")
 
 
 def _check_ends(params: SamplingParams, loaded: LoadedModel) -> None:

@@ -455,6 +455,7 @@ class Engine:
         if len(draft):
             rejected = num_written > num_accepted and verdict.origin is TokenOrigin.RECOVERED
             seq.stats.observe_draft(len(draft), draft.depth, num_accepted, rejected=rejected)
+            seq.stats.observe_ranks(draft.parents, verdict.path[:num_accepted])
         if seq.request.outbox is not None:
             seq.request.outbox.append(piece(seq, before))
         return verdict.path[:num_accepted]

@@ -1,10 +1,10 @@
 """Trees that put every row where it is likeliest to stand, and stop where a row no longer pays.
 
-The value of a row is the chance that the target's text comes to it. Rows are added in the order of their values, as for
-example DDTree does with a fixed number of rows (arXiv 2604.12989), until a row brings fewer tokens than the engine writes in
-the time that the row costs. Where the draft's law is in doubt, a place gets siblings; where it is sure, the draft goes deep.
-Laws become known level by level. So each level plans the whole rest of the tree, with usual chances where a law is not known
-yet, and draws only rows of this plan.
+The value of a row is the chance that the target's text comes to it. Rows are added in the order of their values, as DDTree
+does for a fixed number of rows (arXiv 2604.12989), until a row brings fewer tokens than the engine writes in the time that
+the row costs. Where the draft is in doubt, a place gets siblings; where it is sure, the draft goes deep. The draft's
+probabilities become known level by level. So each level plans the whole rest of the tree, with usual chances where nothing
+is known yet, and draws only rows of this plan.
 """
 
 from __future__ import annotations

@@ -127,6 +127,11 @@ class Growth:
         return self.request.builder.branches(self)
 
     @property
+    def depth(self) -> int:
+        """Length of its longest path so far."""
+        return max((node.depth for node in self.nodes), default=0)
+
+    @property
     def growing(self) -> bool:
         """Whether the logits of further nodes are wanted."""
         return bool(self.level)

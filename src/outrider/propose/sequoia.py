@@ -1,8 +1,9 @@
 """Trees of the best fixed shape for the acceptance that was measured (Chen et al. 2024, "Sequoia", arXiv 2402.12374).
 
 The profile says how often the sibling of a rank at a depth stands once its parent does. A dynamic programme finds the
-shape that is expected to bring the most tokens for a number of rows and a depth; of these the one that brings the most for its time
-is taken. The profile is learnt while the shape is in use, and the shape follows it each time the observations have doubled.
+shape that is expected to bring the most tokens for a number of rows and a depth. Of these shapes, the one that brings the
+most for its time is taken. The profile is learnt while the shape is in use, and the shape follows it each time the number
+of drafts has doubled.
 """
 
 from __future__ import annotations

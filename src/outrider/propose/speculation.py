@@ -73,7 +73,7 @@ class SpeculationConfig(Frozen):
     )
     tree: Annotated[TreeShape, BeforeValidator(_as_widths)] = Field(
         (),
-        description=f'Use the number of children by depth, like (3, 2, 1); up to {MAX_ROWS} nodes; "best_first" or "sequoia".',
+        description=f'Use children by depth, like (3, 2, 1), up to {MAX_ROWS} nodes; "best_first" or "sequoia".',
     )
     rule: RuleName = Field("auto", description="Use auto, walk, token, block or coupled.")
     draft_sampling: Literal["sampled", "greedy"] = Field("sampled", description="Use sampled or greedy.")

@@ -22,10 +22,10 @@ from outrider.engine.scheduler import as_requested
 from outrider.llm import LLM
 from outrider.params import SamplingParams, StructuredOutputs
 from outrider.propose import methods
-from outrider.propose.pace import FixedPace
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
 from outrider.propose.draft_model import DraftModel, DraftModelProposer
 from outrider.propose.method import Method, ProposerContext
+from outrider.propose.pace import FixedPace
 from outrider.propose.speculation import SpeculationConfig
 from outrider.prove.findings import Finding
 from outrider.prove.forking import Distribution, ForkingNoise, Outcome, explore, total_variation
