@@ -79,7 +79,7 @@ def resumed(
     if below:
         out = runner.forward(below, (), PartialPass(tuple(range(depth))))
         assert out.hidden is not None
-        parts = list(out.hidden.split([segment.num_rows for segment in below]))
+        parts = [out.hidden[first:end] for first, end in out.row_spans]
     hidden: list[Tensor] = []
     for rows, rest in zip(known, missing, strict=True):
         hidden += [] if rows is None else [rows.hidden]

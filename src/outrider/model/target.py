@@ -208,12 +208,8 @@ class Target:
         before = [begun.take(each.kv) for each in rows]  # whatever is written now, and even if the pass raises half-way
         out = self._runner.forward(segments, aux_layers, part)
         depth = len(part.layers)
-        if (
-            out.hidden is not None
-            and part.hidden is None
-            and part.layers == tuple(range(depth))
-            and 0 < depth < self.num_layers
-        ):
+        is_first_part = part.hidden is None and part.layers == tuple(range(depth)) and 0 < depth < self.num_layers
+        if is_first_part and out.hidden is not None:
             for each, segment, known, (first, end) in zip(rows, segments, before, out.row_spans, strict=True):
                 begun.add(each.kv, segment, depth, out.hidden[first:end], known)
         return out
