@@ -91,3 +91,20 @@ def test_without_these_layers_a_usual_model_says_something_else(tmp_path: Path) 
         found = rounds_of(llm.generate(PROMPTS, GREEDY, speculation=speculation, trace=True))
         lengths = [len(r.accepted) + 1 for rounds in found for r in full(rounds)]
         assert sum(lengths) / len(lengths) < 0.6 * (LENGTH + 1)
+
+
+@pytest.mark.parametrize("second", [{"num_draft_tokens": 3}, {"tree": (2, 1, 1)}], ids=["chain", "tree"])
+def test_all_stands_of_what_is_drafted_behind_another_draft(tmp_path: Path, second: dict[str, Any]) -> None:
+    """So the rows behind `request.path` stand where they should, and see it."""
+    llm = load(scaled(tmp_path, (1, 2, 3), 0.0), "fused")
+    turns = (
+        SpeculationConfig(method=EarlyExit(layers=1), num_draft_tokens=2),
+        SpeculationConfig(method=LayerSkip(skip=(2,)), **second),
+    )
+    llm.engine.scheduler.planner = lambda seq: turns
+    params = SamplingParams(temperature=0, max_tokens=40)
+    found = rounds_of(llm.generate(PROMPTS, params, speculation="none", trace=True))
+    for rounds in found:
+        lengths = [len(r.accepted) for r in rounds if len(r.drafted_by) == 2 and r.token_ids]
+        assert lengths[:-1] == [5] * (len(lengths) - 1)
+        assert len(lengths) >= 5
