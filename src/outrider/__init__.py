@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         TokenOrigin,
     )
     from outrider.propose.draft_model import DraftModel
+    from outrider.propose.early_exit import EarlyExit
+    from outrider.propose.layer_skip import LayerSkip
     from outrider.propose.ngram import Ngram
     from outrider.propose.speculation import SpeculationConfig
     from outrider.propose.suffix import Suffix
@@ -33,6 +35,8 @@ _HOMES = {
     "LLM": "outrider.llm",
     "SpeculationConfig": "outrider.propose.speculation",
     "DraftModel": "outrider.propose.draft_model",
+    "EarlyExit": "outrider.propose.early_exit",
+    "LayerSkip": "outrider.propose.layer_skip",
     "Ngram": "outrider.propose.ngram",
     "Suffix": "outrider.propose.suffix",
     "OutriderError": "outrider.errors",
@@ -56,6 +60,8 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "DraftModel",
+    "EarlyExit",
+    "LayerSkip",
     "Logprob",
     "Ngram",
     "OutriderError",

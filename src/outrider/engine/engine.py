@@ -40,6 +40,7 @@ from outrider.errors import (
     StepAbortedError,
 )
 from outrider.model.batch import Segment
+from outrider.model.resumed import TargetPass
 from outrider.model.row_costs import measure_passes
 from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.params import SamplingParams, TokenOrigin
@@ -89,6 +90,7 @@ class Engine:
         self.builders = TreeBuilders(lambda: Pace(measure_passes(runner)))
         self.noise: NoiseSource
         self.use_noise(KeyedNoise())
+        self._target_pass = TargetPass(runner)
         loaded = runner.loaded
         self._grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
         self._decode = lru_cache(65_536)(partial(_decode_token, loaded.tokenizer))  # a method would keep the engine alive
@@ -209,6 +211,7 @@ class Engine:
         try:
             with self.stats.timed("propose"):
                 self.runner.copy_blocks(plan.copies)  # first of all: a proposer may read the target's KV
+                self.runner.begun.clear()
                 drafts = self._propose(plan)
             with self.stats.timed("forward"):
                 out = self._forward(plan, drafts)
@@ -338,7 +341,8 @@ class Engine:
         """The one target pass of the step; None where it raised, and then the scheduled requests have failed."""
         segments = [_segment(item, step) for item, step in zip(plan.items, drafts, strict=True)]
         try:
-            out = self.runner.forward(segments, observation.aux_layers(plan.items))
+            kvs = [item.seq.view.kv for item in plan.items]
+            out = self._target_pass.forward(segments, kvs, observation.aux_layers(plan.items))
         except Exception as error:
             logger.exception("the target's forward pass failed")
             for request in {item.seq.request.request_id: item.seq.request for item in plan.items}.values():
@@ -346,6 +350,7 @@ class Engine:
             return None
         self.stats.num_steps += 1
         self.stats.num_rows += sum(segment.num_rows for segment in segments)
+        self.stats.num_resumed_rows += out.num_resumed_rows
         return out
 
     # -- verify --------------------------------------------------------------------------------------------------------

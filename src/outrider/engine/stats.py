@@ -19,6 +19,7 @@ class EngineStats:
     Attributes:
         num_steps: Steps that ran a target pass.
         num_rows: Rows those passes computed.
+        num_resumed_rows: Of these, rows whose first layers a proposer had run already.
         num_committed_tokens: Output tokens.
         seconds: Wall time by phase of a step.
         step_seconds: The same of the latest step alone.
@@ -27,6 +28,7 @@ class EngineStats:
 
     num_steps: int = 0
     num_rows: int = 0
+    num_resumed_rows: int = 0
     num_committed_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     step_seconds: dict[str, float] = field(default_factory=dict)

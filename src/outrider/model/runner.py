@@ -13,6 +13,7 @@ from outrider.cache.pool import KVPool
 from outrider.model import hf
 from outrider.model.backends.base import AttentionBackend, PartialPass
 from outrider.model.batch import RaggedBatch, Segment
+from outrider.model.begun import BegunRows
 from outrider.model.context import ForwardContext
 from outrider.model.loader import LoadedModel
 
@@ -29,6 +30,7 @@ class ForwardOutput:
         aux_hidden_states: By index as transformers counts them (0 is the embeddings, i the input of layer i):
             [num_rows, hidden_size].
         hidden: [num_rows, hidden_size] as the last layer that ran left them, before the final norm; for a partial pass.
+        num_resumed_rows: Rows whose first layers a proposer had run already.
     """
 
     logits: Tensor
@@ -37,6 +39,7 @@ class ForwardOutput:
     row_spans: list[tuple[int, int]]
     aux_hidden_states: dict[int, Tensor]
     hidden: Tensor | None = None
+    num_resumed_rows: int = 0
 
 
 class ModelRunner:
@@ -46,6 +49,9 @@ class ModelRunner:
         loaded: The model.
         backend: Already installed on it.
         blocks: Bookkeeping of the KV memory.
+
+    Attributes:
+        begun: Rows that the first layers have computed for a proposer in this step.
     """
 
     def __init__(self, loaded: LoadedModel, backend: AttentionBackend, blocks: BlockManager) -> None:
@@ -53,8 +59,18 @@ class ModelRunner:
         self.backend = backend
         self.blocks = blocks
         self.pool = KVPool(blocks.num_blocks * blocks.block_size)
+        self.begun = BegunRows()
         self.num_passes = 0
         self._reaches = hf.layer_reaches(loaded.model.config)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._reaches)
+
+    def apart(self, num_tokens: int) -> ModelRunner:
+        """The same model over a small memory of its own, with room for so many tokens and some more, to try things out."""
+        size = self.blocks.block_size
+        return ModelRunner(self.loaded, self.backend, BlockManager(-(-num_tokens // size) + 3, size))
 
     @torch.inference_mode()
     def forward(

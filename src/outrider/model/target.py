@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.cache.lease import KVView
-from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError
 from outrider.model.backends.base import PartialPass
 from outrider.model.batch import Segment
 from outrider.model.runner import ForwardOutput, ModelRunner, wide
@@ -180,7 +180,39 @@ class Target:
                 raise InvalidParameterError("aux_layers", layer, "that layer does not run", f"Use some of {chosen}.")
         num_rows = sum(len(each.token_ids) for each in rows)
         hidden = None if resume_from is None else self._checked(resume_from, num_rows)
-        return self._runner.forward([each.segment() for each in rows], aux_layers, PartialPass(chosen, hidden))
+        return self._compute(rows, aux_layers, PartialPass(chosen, hidden))
+
+    def try_layers(self, layers: Sequence[int]) -> None:
+        """Run a token through some of the layers, in a memory of its own, so that a method is refused before any work where
+        its every draft would fail.
+
+        Args:
+            layers: As for `run`.
+
+        Raises:
+            InvalidParameterError: A layer that the model has not.
+            UnsupportedModelError: Its layers cannot be chosen from.
+        """
+        self._check_layers("layers", tuple(layers), self.num_layers)
+        apart = self._runner.apart(1)
+        segment = Segment([0], 0, apart.blocks.allocate(1), long_rope=self._runner.loaded.uses_long_rope(1))
+        try:
+            apart.forward([segment], (), PartialPass(tuple(layers)))
+        except Exception as error:  # whatever the model's own code raises
+            problem = f"it cannot run layers {list(layers)} alone ({error})"
+            raise UnsupportedModelError(self.name, problem, "Use another method.") from error
+
+    def _compute(self, rows: Sequence[TargetRows], aux_layers: Sequence[int], part: PartialPass) -> ForwardOutput:
+        """Run checked rows. What the first layers compute from the embeddings is written down for the target's own pass."""
+        segments, begun = [each.segment() for each in rows], self._runner.begun
+        before = [begun.take(each.kv) for each in rows]  # whatever is written now, and even if the pass raises half-way
+        out = self._runner.forward(segments, aux_layers, part)
+        depth = len(part.layers)
+        is_first_part = part.hidden is None and part.layers == tuple(range(depth)) and 0 < depth < self.num_layers
+        if is_first_part and out.hidden is not None:
+            for each, segment, known, (first, end) in zip(rows, segments, before, out.row_spans, strict=True):
+                begun.add(each.kv, segment, depth, out.hidden[first:end], known)
+        return out
 
     def _check_whole(self, rows: Sequence[TargetRows]) -> None:
         if not isinstance(rows, list | tuple) or not rows or not all(isinstance(each, TargetRows) for each in rows):

@@ -24,7 +24,7 @@ from outrider.model.loader import LoadedModel
 from outrider.model.runner import ModelRunner
 from outrider.model.target import Target
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
-from outrider.propose.growth import Growth, add_level
+from outrider.propose.growth import Growth, add_level, level_logits
 from outrider.propose.method import Method, ProposerContext
 
 #: Rows a step for texts that the draft model has far to catch up with, while others draft beside them.
@@ -86,7 +86,8 @@ class DraftModelProposer(Proposer):
         ready = self._catch_up([d for d in drafting if d.growth.budget > 0])
         while ready is not None:
             drafts, logits = ready
-            add_level([d.growth for d in drafts], logits, noise)
+            growths = [d.growth for d in drafts]
+            add_level(growths, level_logits(growths, logits), noise)
             ready = self._run([_level_work(d) for d in drafts if d.growth.growing])
         return [d.growth.draft() for d in drafting]
 
@@ -157,9 +158,6 @@ class DraftModelProposer(Proposer):
         if not work:
             return None
         logits = self.runner.forward([w.segment for w in work]).logits
-        chosen = _chosen_rows(work)
-        if len(chosen) < len(logits):
-            logits = logits[chosen]
         for w in work:
             if w.segment.parents is None:
                 w.drafting.record(w.segment.token_ids)
@@ -201,21 +199,11 @@ class _Drafting:
 
 @dataclass
 class _Work:
-    """Rows to compute for one draft, whether their logits are needed to go on, and which of these if not all."""
+    """Rows to compute for one draft, and whether their logits are needed to go on."""
 
     drafting: _Drafting
     segment: Segment
     wanted: bool
-    chosen: tuple[int, ...] | None = None
-
-
-def _chosen_rows(work: Sequence[_Work]) -> list[int]:
-    """Which of the logits of a pass are wanted."""
-    rows, end = list[int](), 0
-    for w in work:
-        first, end = end, end + w.segment.logits_end - w.segment.logits_from
-        rows += range(first, end) if w.chosen is None else [first + row for row in w.chosen]
-    return rows
 
 
 def _level_work(d: _Drafting) -> _Work:
@@ -226,9 +214,7 @@ def _level_work(d: _Drafting) -> _Work:
         return _Work(d, Segment([growth.nodes[-1].token_id], d.lease.end, table, long_rope=long_rope), True)
     parents = tuple(n.parent for n in growth.nodes)
     tokens = [n.token_id for n in growth.nodes]
-    first = growth.level[0]
-    segment = Segment(tokens, d.lease.end, table, parents, first, long_rope=long_rope)
-    return _Work(d, segment, True, tuple(node - first for node in growth.level))
+    return _Work(d, Segment(tokens, d.lease.end, table, parents, growth.level[0], long_rope=long_rope), True)
 
 
 def check_vocabulary(draft: LoadedModel, target: Target) -> None:

@@ -203,6 +203,21 @@ def add_level(growths: Sequence[Growth], logits: Tensor, noise: DraftNoise) -> N
     _add_children([(growth, growth.request.builder.last_children(growth, company)) for growth in ended], noise)
 
 
+def level_logits(growths: Sequence[Growth], logits: Tensor) -> Tensor:
+    """The logits of the nodes of each `Growth.level`.
+
+    Args:
+        growths: Drafts that grow.
+        logits: [num_nodes, vocab_size] of each draft's nodes from the first of its level to its last one.
+    """
+    rows, start = list[int](), 0
+    for growth in growths:
+        first = growth.level[0]
+        rows += [start + node - first for node in growth.level]
+        start += len(growth.nodes) - first
+    return logits if len(rows) == len(logits) else logits[rows]
+
+
 def _keep_laws(growths: Sequence[Growth], logits: Tensor) -> None:
     """Remember what the children of the levels' nodes are chosen from."""
     places = [(growth, node) for growth in growths for node in growth.level]

@@ -140,6 +140,48 @@ SETTINGS = (
     Setting("tree, fault: nan row", _drafted("block", tree=(2,), fault="nan row") | {"method": "prove_faulty"}),
 )
 
+#: Layers of the target of `SHARED_TARGET_SETTINGS`.
+SHARED_TARGET_LAYERS = 3
+_EXIT = {"method": "early_exit", "layers": 1, "num_draft_tokens": 2}
+_DEEPER = _EXIT | {"layers": 2}
+_SKIP = {"method": "layer_skip", "skip": (1,), "num_draft_tokens": 2}
+_EXIT_ONE, _SKIP_ONE = _EXIT | {"num_draft_tokens": 1}, _SKIP | {"num_draft_tokens": 1}
+
+
+def _exit_tree(rule: str) -> dict[str, Any]:
+    return {"method": "early_exit", "layers": 1, "tree": (2, 1), "rule": rule}
+
+
+def _skip_tree(rule: str) -> dict[str, Any]:
+    return {"method": "layer_skip", "skip": (1,), "tree": (2, 1), "rule": rule}
+
+
+#: Methods that draft with some of the target's own layers; the target of these proofs has several.
+SHARED_TARGET_SETTINGS = (
+    Setting("early exit, block", _EXIT | {"rule": "block"}),
+    Setting("early exit, token", _EXIT | {"rule": "token"}),
+    Setting("early exit, seeded", _EXIT, {"seed": 5}),
+    Setting("early exit, most likely tokens", _EXIT | {"draft_sampling": "greedy"}),
+    Setting("early exit, two samples", _EXIT_ONE, {"n": 2, "max_tokens": 2}),
+    Setting("early exit, tree, traversal", _exit_tree("block")),
+    Setting("early exit, tree, recursive rejection", _exit_tree("token")),
+    Setting("early exit, tree, seeded", _exit_tree("auto"), {"seed": 6}),
+    Setting("early exit in turns with the draft model", turns=((_EXIT,), (_drafted("block"),))),
+    Setting("early exit behind a lookup", turns=((LOOKUP | {"num_draft_tokens": 1}, _EXIT),)),
+    Setting("early exit, then the draft model behind it", turns=((_EXIT_ONE, _drafted("block", num_draft_tokens=1)),)),
+    Setting("early exit, then a deeper one behind it", turns=((_EXIT_ONE, _DEEPER | {"num_draft_tokens": 1}),)),
+    Setting("early exit, then a tree behind it", turns=((_EXIT_ONE, _skip_tree("block") | {"num_draft_tokens": 2}),)),
+    Setting("layer skip behind early exit", turns=((_EXIT_ONE, _SKIP_ONE),)),
+    Setting("early exit behind layer skip", turns=((_SKIP_ONE, _EXIT_ONE),)),
+    Setting("layer skip, block", _SKIP | {"rule": "block"}),
+    Setting("layer skip, token", _SKIP | {"rule": "token"}),
+    Setting("layer skip, without the first layer", _SKIP | {"skip": (0,)}),
+    Setting("layer skip, seeded", _SKIP, {"seed": 7}),
+    Setting("layer skip, tree, traversal", _skip_tree("block")),
+    Setting("layer skip, tree, recursive rejection", _skip_tree("token")),
+    Setting("layer skip in turns with early exit", turns=((_SKIP_ONE,), (_EXIT,), (_exit_tree("block"),))),
+)
+
 
 def _every_other(ids: Tensor, scores: Tensor) -> Tensor:
     """A logits processor whose answer depends on the whole prefix."""

@@ -10,6 +10,8 @@ from outrider.config import DTypeName
 from outrider.llm import LLM, default_model
 from outrider.params import SamplingParams
 from outrider.propose.draft_model import DraftModel
+from outrider.propose.early_exit import EarlyExit
+from outrider.propose.layer_skip import LayerSkip
 from outrider.propose.ngram import Ngram
 from outrider.propose.speculation import SpeculationConfig
 from outrider.propose.suffix import Suffix
@@ -57,6 +59,9 @@ class OwnModel:
             SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=4),
             SpeculationConfig(method=Suffix(min_match=1, branches=True)),
         ]
+        if self.llm.engine.runner.num_layers > 1:
+            ways[1:1] = [SpeculationConfig(method=EarlyExit(), num_draft_tokens=4)]
+            ways.append(SpeculationConfig(method=LayerSkip(), tree=(2, 1)))
         if self._draft is not None:
             method = DraftModel(model=self._draft)
             ways += [SpeculationConfig(method=method, num_draft_tokens=k) for k in (1, 3, 6)]
@@ -120,5 +125,6 @@ class OwnModel:
         return Finding(audit.worst, KV_BOUND, f"{audit.num_checked} comparisons with a fresh prefill", holds)
 
     def _pairs(self) -> Iterator[tuple[tuple[int, ...], SpeculationConfig]]:
-        for i, prompt in enumerate(self.prompts):
-            yield prompt, self.speculations[i % len(self.speculations)]
+        ways = self.speculations
+        for i in range(max(len(self.prompts), len(ways))):
+            yield self.prompts[i % len(self.prompts)], ways[i % len(ways)]

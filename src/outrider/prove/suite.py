@@ -14,6 +14,8 @@ from outrider.prove.engine_distribution import (
     PARAMETER_SETTINGS,
     QUICK_SETTINGS,
     SETTINGS,
+    SHARED_TARGET_LAYERS,
+    SHARED_TARGET_SETTINGS,
     STRUCTURE_SETTINGS,
     EngineProof,
     Setting,
@@ -90,7 +92,7 @@ def run_method_suite(
     check_sources(model=model, draft_model=draft_model)
     own = OwnModel(model, draft_model, speculations(asked))
     with TemporaryDirectory() as folder:
-        tiny = _TinyPair(Path(folder) / "tiny")
+        tiny = _TinyPair(Path(folder) / "tiny", num_layers=SHARED_TARGET_LAYERS)
         return run_proofs(method_proofs(asked, tiny.prove, own, quick=quick), on_check)
 
 
@@ -123,14 +125,17 @@ def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: b
         yield f"random numbers, {rule}", partial(prove_sampled, rule, 100_000 if quick else 1_000_000)
     tiny, speaking = _TinyPair(folder / "tiny"), _TinyPair(folder / "speaking", speaks=True)
     for setting in QUICK_SETTINGS if quick else SETTINGS:
-        deep = not quick and setting in QUICK_SETTINGS  # two rounds and more
-        yield f"joint distribution: {setting.name}", partial(tiny.prove, setting, 4 if deep else 3)
+        long = not quick and setting in QUICK_SETTINGS  # two rounds and more
+        yield f"joint distribution: {setting.name}", partial(tiny.prove, setting, 4 if long else 3)
     if not quick:
         for setting in PARAMETER_SETTINGS:
             if setting.name.endswith(_PROVED_WAYS):
                 yield f"joint distribution: {setting.name}", partial(tiny.prove, setting, 3)
         for setting in STRUCTURE_SETTINGS:
             yield f"joint distribution: {setting.name}", partial(speaking.prove, setting, 5)
+        deep = _TinyPair(folder / "deep", num_layers=SHARED_TARGET_LAYERS)
+        for setting in SHARED_TARGET_SETTINGS:
+            yield f"joint distribution: {setting.name}", partial(deep.prove, setting, 3)
     own, length = OwnModel(model, draft_model), 24 if quick else 48
     yield "greedy text is identical", partial(_on_own, own, length, seed=None)
     yield "seeded text is identical", partial(_on_own, own, length, seed=11)
@@ -167,14 +172,23 @@ _SEEDS = {"target": 1, "draft": 2}
 
 
 class _TinyPair:
-    """Two random models over three tokens, made when they are first used."""
+    """Two random models over three tokens, made when they are first used.
 
-    def __init__(self, folder: Path, *, speaks: bool = False) -> None:
-        self._folder, self._speaks = folder, speaks
+    Args:
+        folder: Where they are written.
+        speaks: Whether they have a tokenizer and an end of text.
+        num_layers: Of the target.
+    """
+
+    def __init__(self, folder: Path, *, speaks: bool = False, num_layers: int = 1) -> None:
+        self._folder, self._speaks, self._layers = folder, speaks, {"target": num_layers, "draft": 1}
         self._proof: EngineProof | None = None
 
     def prove(self, setting: Setting, length: int) -> Finding:
         if self._proof is None:
-            pair = [save_tiny_llama(self._folder / part, seed, speaks=self._speaks) for part, seed in _SEEDS.items()]
+            pair = [
+                save_tiny_llama(self._folder / part, seed, speaks=self._speaks, num_layers=self._layers[part])
+                for part, seed in _SEEDS.items()
+            ]
             self._proof = EngineProof(*pair, speaks=self._speaks)
         return self._proof.prove(setting, length)
