@@ -443,7 +443,8 @@ class LLM:
         standing = self.speculation.method if hasattr(self, "speculation") else None
         if isinstance(standing, DraftModel):
             given = {name for name in config.method.model_fields_set if getattr(config.method, name) is not None}
-            left_open = {name: value for name, value in standing if name not in given}
+            known = type(config.method).model_fields.keys() - given
+            left_open = {name: value for name, value in standing if name in known}
             return config.replace(method=config.method.replace(**left_open))
         if self._embedded:
             return config.replace(method=config.method.replace(model=default_model("draft")))
