@@ -4,6 +4,7 @@ The paper has two ways that need nothing but two tokenizers. In one (TLI, here "
 both models write alike: what it says of them, renormalised, is the law that its drafts are drawn from, so they are checked
 like any drawn draft. In the other (SLEM, here "text") it writes freely in its own tokens, and the target's tokenizer says
 which tokens of the target write the same; no law is known of these, so the target draws and follows them while it agrees.
+That is likeliest where the draft takes its own most likely tokens, so it always does, where the paper draws.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from outrider.draft import EMPTY, Draft, Law
 from outrider.errors import VocabularyMismatchError
@@ -24,10 +24,10 @@ from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.bridge import SharedTokens
 from outrider.propose.draft_model import Drafting, DraftModel, DraftModelProposer, Work
 from outrider.propose.method import ProposerContext
-from outrider.verify.logits import argmax, target_probs
+from outrider.verify.logits import argmax
 
 #: The draft writes so many tokens of its own at most for each one that is wanted of the target.
-_MOST_OWN = 3
+_MOST_OWN = 6
 
 
 class CrossVocabulary(DraftModel):
@@ -39,8 +39,13 @@ class CrossVocabulary(DraftModel):
     """
 
     name: ClassVar[str] = "cross_vocabulary"
+    instead_of_tree: ClassVar[str] = 'Use match="tokens", or leave it out.'
 
     match: Literal["tokens", "text"] = Field("tokens", description="Use tokens or text.")
+
+    @property
+    def allows_tree(self) -> bool:
+        return self.match == "tokens"
 
     def build(self, context: ProposerContext) -> Proposer:
         theirs = context.target
@@ -79,10 +84,6 @@ class _Writing:
         """The target's tokens that are wanted."""
         return min(self.request.budget, self.request.max_depth)
 
-    @property
-    def greedy(self) -> bool:
-        return self.request.greedy or self.request.sequence.sampling.greedy
-
 
 class TextProposer(DraftModelProposer):
     """Chains of the text that a draft model writes in its own tokens, in the target's tokens.
@@ -105,51 +106,34 @@ class TextProposer(DraftModelProposer):
         ready = self.catch_up([d for d in drafting if d.growth.budget > 0])
         while ready is not None:
             drafts, logits = ready
-            written = [by_drafting[id(d)] for d in drafts]
-            tokens = self._choose(drafts, written, logits, noise)
-            for d, writing, token in zip(drafts, written, tokens, strict=True):
-                self._write(writing, token)
-                writing.ended |= writing.num_own >= d.growth.budget
-            pairs = zip(drafts, written, tokens, strict=True)
-            ready = self.run([_next_row(d, token) for d, writing, token in pairs if not writing.ended])
+            tokens: list[int] = argmax(logits).tolist()
+            for d, token in zip(drafts, tokens, strict=True):
+                self._write(by_drafting[id(d)], token, d.growth.budget)
+            going_on = [pair for pair in zip(drafts, tokens, strict=True) if not by_drafting[id(pair[0])].ended]
+            ready = self.run([_next_row(d, token) for d, token in going_on])
         return [_draft(writing) for writing in writings]
 
-    def _choose(
-        self, drafts: Sequence[Drafting], written: Sequence[_Writing], logits: Tensor, noise: DraftNoise
-    ) -> list[int]:
-        """The draft's next token for each: the most likely one, or one drawn from its probabilities [n, draft_vocab]."""
-        tokens: list[int] = argmax(logits).tolist()
-        drawing = [i for i, writing in enumerate(written) if not writing.greedy]
-        if drawing:
-            requests = [drafts[i].growth.request for i in drawing]
-            probs = target_probs(logits[drawing], [request.sequence.sampling for request in requests])
-            drawn = noise.categorical(probs, requests, [written[i].num_own for i in drawing]).tolist()
-            for i, token in zip(drawing, drawn, strict=True):
-                tokens[i] = token
-        return tokens
-
-    def _write(self, writing: _Writing, token: int) -> None:
+    def _write(self, writing: _Writing, token: int, most_own: int) -> None:
         """Add what the draft's token writes, and spell all of it anew: the tokenizer may join it with what came before."""
         writing.num_own += 1
         piece = self._draft.pieces[token]
+        text = writing.text + (piece or b"")
+        spelled = self._target.spell(text)
         if piece is None:
             writing.ended = True
             if token == self._draft.eos and self._target.eos is not None:
                 writing.token_ids.append(self._target.eos)
-            return
-        text = writing.text + piece
-        spelled = self._target.spell(text)
-        if self._target.written(spelled) != text:
+        elif self._target.written(spelled) != text:
             writing.ended = True
-            return
-        writing.text, writing.token_ids = text, spelled
-        writing.ended = len(spelled) >= writing.most
+        else:
+            writing.text, writing.token_ids = text, spelled
+            writing.ended = len(spelled) >= writing.most or writing.num_own >= most_own
 
 
 def _in_own_tokens(request: ProposeRequest) -> ProposeRequest:
-    """The same wish in the draft's own tokens. It draws with noise of its own: the target's says nothing of these."""
+    """The same wish as a chain of the draft's own tokens."""
     most = _MOST_OWN * min(request.budget, request.max_depth)
-    return replace(request, budget=most, max_depth=most, tree=(), coupled=False)
+    return replace(request, budget=most, max_depth=most, tree=())
 
 
 def _next_row(d: Drafting, token: int) -> Work:

@@ -10,7 +10,10 @@ from typing import Any
 
 from outrider.model.loader import check_sources
 from outrider.params import SamplingParams
+from outrider.propose.cross_vocabulary import CrossVocabulary
+from outrider.propose.speculation import SpeculationConfig
 from outrider.prove.engine_distribution import (
+    CROSSED_SETTINGS,
     PARAMETER_SETTINGS,
     QUICK_SETTINGS,
     SETTINGS,
@@ -31,7 +34,7 @@ from outrider.prove.rules_distribution import (
 )
 from outrider.prove.running import Proof, run_in_processes, run_proofs
 from outrider.prove.sampled import prove_sampled
-from outrider.prove.tiny import save_tiny_llama
+from outrider.prove.tiny import CROSSED_PIECES, PIECES, save_tiny_llama
 from outrider.prove.tree_distribution import prove_tree_verifier
 from outrider.prove.tree_reference import TreeRule
 
@@ -90,7 +93,7 @@ def run_method_suite(
     check_sources(model=model, draft_model=draft_model)
     own = OwnModel(model, draft_model, speculations(asked))
     with TemporaryDirectory() as folder:
-        tiny = _TinyPair(Path(folder) / "tiny")
+        tiny = _TinyPair(Path(folder) / "tiny", crossed=isinstance(SpeculationConfig.of(asked).method, CrossVocabulary))
         return run_proofs(method_proofs(asked, tiny.prove, own, quick=quick), on_check)
 
 
@@ -122,6 +125,7 @@ def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: b
     for rule in ("token", "block", "walk", "coupled"):
         yield f"random numbers, {rule}", partial(prove_sampled, rule, 100_000 if quick else 1_000_000)
     tiny, speaking = _TinyPair(folder / "tiny"), _TinyPair(folder / "speaking", speaks=True)
+    crossed = _TinyPair(folder / "crossed", crossed=True)
     for setting in QUICK_SETTINGS if quick else SETTINGS:
         deep = not quick and setting in QUICK_SETTINGS  # two rounds and more
         yield f"joint distribution: {setting.name}", partial(tiny.prove, setting, 4 if deep else 3)
@@ -131,6 +135,8 @@ def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: b
                 yield f"joint distribution: {setting.name}", partial(tiny.prove, setting, 3)
         for setting in STRUCTURE_SETTINGS:
             yield f"joint distribution: {setting.name}", partial(speaking.prove, setting, 5)
+        for setting in CROSSED_SETTINGS:
+            yield f"joint distribution: {setting.name}", partial(crossed.prove, setting, 3)
     own, length = OwnModel(model, draft_model), 24 if quick else 48
     yield "greedy text is identical", partial(_on_own, own, length, seed=None)
     yield "seeded text is identical", partial(_on_own, own, length, seed=11)
@@ -167,14 +173,24 @@ _SEEDS = {"target": 1, "draft": 2}
 
 
 class _TinyPair:
-    """Two random models over three tokens, made when they are first used."""
+    """Two random models over three tokens, made when they are first used.
 
-    def __init__(self, folder: Path, *, speaks: bool = False) -> None:
-        self._folder, self._speaks = folder, speaks
+    Args:
+        folder: Where they are written.
+        speaks: Whether they have a tokenizer.
+        crossed: Whether each has a tokenizer of its own.
+    """
+
+    def __init__(self, folder: Path, *, speaks: bool = False, crossed: bool = False) -> None:
+        self._folder, self._speaks, self._crossed = folder, speaks or crossed, crossed
         self._proof: EngineProof | None = None
 
     def prove(self, setting: Setting, length: int) -> Finding:
         if self._proof is None:
-            pair = [save_tiny_llama(self._folder / part, seed, speaks=self._speaks) for part, seed in _SEEDS.items()]
-            self._proof = EngineProof(*pair, speaks=self._speaks)
+            pieces = CROSSED_PIECES if self._crossed else dict.fromkeys(_SEEDS, PIECES)
+            pair = [
+                save_tiny_llama(self._folder / part, seed, speaks=self._speaks, pieces=pieces[part])
+                for part, seed in _SEEDS.items()
+            ]
+            self._proof = EngineProof(*pair, speaks=self._speaks, crossed=self._crossed)
         return self._proof.prove(setting, length)
