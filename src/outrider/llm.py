@@ -449,7 +449,7 @@ class LLM:
         if self._embedded:
             return config.replace(method=config.method.replace(model=default_model("draft")))
         remedy = 'Use LLM(..., draft_model="..."), or SpeculationConfig(method=DraftModel(model="...")).'
-        raise InvalidParameterError("draft_model", None, "method='draft_model' needs one", remedy)
+        raise InvalidParameterError("draft_model", None, f"method={config.name!r} needs one", remedy)
 
     def _pieces(self, request: Request) -> Iterator[StreamPiece | None]:
         """None once, then the pieces. Between two of them other threads have their turns."""
