@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         StructuredOutputs,
         TokenOrigin,
     )
+    from outrider.propose.cross_vocabulary import CrossVocabulary
     from outrider.propose.draft_model import DraftModel
     from outrider.propose.ngram import Ngram
     from outrider.propose.speculation import SpeculationConfig
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "outrider.llm",
     "SpeculationConfig": "outrider.propose.speculation",
+    "CrossVocabulary": "outrider.propose.cross_vocabulary",
     "DraftModel": "outrider.propose.draft_model",
     "Ngram": "outrider.propose.ngram",
     "Suffix": "outrider.propose.suffix",
@@ -55,6 +57,7 @@ _HOMES = {
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "CrossVocabulary",
     "DraftModel",
     "Logprob",
     "Ngram",
