@@ -11,6 +11,7 @@ import pytest
 from outrider import LLM, CrossVocabulary, DraftModel, Ngram, SamplingParams, SpeculationConfig
 from outrider.errors import ContradictionError, InvalidParameterError, VocabularyMismatchError
 from outrider.llm import default_model
+from outrider.propose.bridge import SharedTokens
 from outrider.propose.cross_vocabulary import TextProposer
 from outrider.propose.draft_model import DraftModelProposer
 from tests.model import checkpoints
@@ -213,6 +214,32 @@ def test_structured_output_is_drafted_in_shared_tokens(llm: LLM, drafts: dict[st
     for name in ("cut", "spaced"):
         for match in MATCHES:
             assert texts(llm, PROMPTS, params, crossed(drafts[name], match)) == plain
+
+
+def test_a_request_that_allows_only_what_the_draft_lacks_is_drafted_from_these(llm: LLM, drafts: dict[str, str]) -> None:
+    config = crossed(drafts["spaced"])
+    assert config.method is not None
+    proposer = llm.proposers.get(config.method)
+    assert isinstance(proposer, DraftModelProposer)
+    assert isinstance(proposer._bridge, SharedTokens)
+    lacking = tuple(id for id, twin in enumerate(proposer._bridge.twins) if twin < 0)[:3]
+    params = SamplingParams(seed=2, max_tokens=24, allowed_token_ids=lacking)
+    assert texts(llm, PROMPTS, params, config) == texts(llm, PROMPTS, params, "none")
+    for more in ({}, {"tree": (2, 1)}):
+        output = llm.generate(PROMPTS[0], params.replace(seed=None), speculation=crossed(drafts["spaced"], **more))[0]
+        assert output.stats.num_proposer_faults == 0
+        assert output.stats.num_accepted_tokens > 0
+
+
+def test_a_written_text_is_spelled_as_the_target_would_spell_it(llm: LLM, drafts: dict[str, str]) -> None:
+    """What the draft writes in several of its tokens is one token of the target where the target has it."""
+    config = crossed(drafts["cut"], "text")
+    assert config.method is not None
+    proposer = llm.proposers.get(config.method)
+    assert isinstance(proposer, TextProposer)
+    target, found = proposer._target, [list(tokens) for tokens in drafted(llm, config, GREEDY) if tokens]
+    assert len(found) > 20
+    assert [target.spell(target.written(tokens)) for tokens in found] == found
 
 
 # -- misuse -------------------------------------------------------------------------------------------------------------

@@ -171,6 +171,13 @@ def test_shared_tokens_read_as_they_are_and_others_as_the_drafts_own_tokenizer_w
     assert read(cut_bridge(by_text=True), target.spell(b"re") + target.spell(b"t"))[1] == draft.spell(b"ret")
 
 
+def test_a_drafted_token_that_the_draft_lacks_stands_as_the_last_that_writes_it() -> None:
+    bridge = cut_bridge()
+    outside = bridge.target.writer[b" import"]
+    assert bridge.token(outside) == bridge.draft.spell(b" import")[-1]
+    assert all(0 <= bridge.token(id) < bridge.draft.size for id in range(bridge.target.size))
+
+
 def test_a_character_in_pieces_becomes_whole() -> None:
     bridge = cut_bridge()
     first, second = (bridge.target.writer[byte] for byte in ("é".encode()[:1], "é".encode()[1:]))
