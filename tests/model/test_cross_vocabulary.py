@@ -233,7 +233,7 @@ def test_a_request_that_allows_only_what_the_draft_lacks_is_drafted_from_these(l
 
 def test_a_written_text_is_spelled_as_the_target_would_spell_it(llm: LLM, drafts: dict[str, str]) -> None:
     """What the draft writes in several of its tokens is one token of the target where the target has it."""
-    config = crossed(drafts["cut"], "text")
+    config = crossed(drafts["spaced"], "text")
     assert config.method is not None
     proposer = llm.proposers.get(config.method)
     assert isinstance(proposer, TextProposer)
