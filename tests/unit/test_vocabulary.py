@@ -84,6 +84,16 @@ def test_spaces_and_bytes_of_a_tokenizer_that_writes_marks_for_spaces() -> None:
     assert vocabulary.spell(b" the") == [ids["▁the"]]
 
 
+def test_tokens_that_the_model_has_no_logits_for_are_never_taken() -> None:
+    narrow = Vocabulary(AutoTokenizer.from_pretrained(default_model("target")), "narrow", 2000)
+    full = VOCABULARIES["byte-level"]
+    for id in range(3000, 3100):
+        piece = full.written([id])
+        assert max(narrow.spell(piece)) < 2000
+        assert narrow.written(narrow.spell(piece)) == piece
+    assert any(max(full.spell(full.written([id]))) >= 2000 for id in range(3000, 3100))
+
+
 def test_an_added_token_is_as_it_is_written() -> None:
     tokenizer = AutoTokenizer.from_pretrained(default_model("target"))
     tokenizer.add_tokens(["né", "<role>"])

@@ -84,7 +84,7 @@ class Vocabulary:
 
     def written(self, token_ids: Sequence[int]) -> bytes:
         """The bytes that these tokens write; special tokens write nothing."""
-        return b"".join([self.pieces[token] or b"" for token in token_ids])
+        return b"".join(map(self._piece, token_ids))
 
     def _encoded(self, data: bytes) -> list[int] | None:
         """The tokenizer's own tokens of a text, where they write it exactly; None where they do not."""
@@ -110,6 +110,7 @@ class Vocabulary:
         return tokens[first:] if size == 0 else None
 
     def _piece(self, token: int) -> bytes:
+        """What a token writes. Some tokenizers know tokens that their model has no logits for; these write nothing."""
         return self.pieces[token] or b"" if token < self.size else b""
 
     def _fitted(self, data: bytes) -> Iterator[int]:

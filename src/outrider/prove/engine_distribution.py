@@ -199,7 +199,7 @@ STRUCTURE_SETTINGS = (
 )
 
 
-#: In a setting this stands for a draft model of another vocabulary than the target's.
+#: The same in settings whose draft model has another vocabulary than the target.
 OTHER_DRAFT = "the draft model of another vocabulary"
 _CROSSED = {"method": "cross_vocabulary", "model": OTHER_DRAFT, "num_draft_tokens": 2}
 
@@ -351,11 +351,11 @@ class EngineProof:
         target: Path of a checkpoint over three tokens.
         draft: Path of another checkpoint over three tokens.
         speaks: Whether both were saved with a tokenizer and an end of text.
-        crossed: Whether the draft has a vocabulary of its own. Then it stands for `OTHER_DRAFT`.
+        crossed: Whether the draft has a vocabulary of its own.
     """
 
     def __init__(self, target: str, draft: str, *, speaks: bool = False, crossed: bool = False) -> None:
-        self._names = {OTHER_DRAFT if crossed else DRAFT: draft}
+        self._draft = draft
         kind = CrossVocabulary if crossed else DraftModel
         speculation = kind(model=draft)
         self.llm = LLM(target, dtype="float64", device="cpu", speculation=speculation, block_size=2, max_num_seqs=_WIDTH)
@@ -377,8 +377,8 @@ class EngineProof:
     def distribution(self, setting: Setting, params: SamplingParams) -> Distribution:
         """The joint distribution of the texts of `LLM.generate`. The proposer starts each path in the same state."""
         noise, engine = ForkingNoise(), self.llm.engine
-        config = SpeculationConfig.of(_filled(setting.speculation, self._names))
-        rounds = [tuple(SpeculationConfig.of(_filled(turn, self._names)) for turn in turns) for turns in setting.turns]
+        config = SpeculationConfig.of(_filled(setting.speculation, self._draft))
+        rounds = [tuple(SpeculationConfig.of(_filled(turn, self._draft)) for turn in turns) for turns in setting.turns]
         learnt = self._learnt([config, *(turn for turns in rounds for turn in turns)])
         engine.use_noise(noise)
         engine.scheduler.planner = (lambda seq: rounds[seq.view.round % len(rounds)]) if rounds else as_requested
@@ -414,13 +414,13 @@ class EngineProof:
         return found
 
 
-def _filled(settings: Any, names: Mapping[str, str]) -> Any:
+def _filled(settings: Any, draft: str) -> Any:
     """The settings with the path of the draft model in place of what stands for it, in nested settings too."""
     if isinstance(settings, Mapping):
-        return {name: _filled(value, names) for name, value in settings.items()}
+        return {name: _filled(value, draft) for name, value in settings.items()}
     if isinstance(settings, list | tuple):
-        return type(settings)(_filled(value, names) for value in settings)
-    return names.get(settings, settings) if isinstance(settings, str) else settings
+        return type(settings)(_filled(value, draft) for value in settings)
+    return draft if settings in (DRAFT, OTHER_DRAFT) else settings
 
 
 @contextmanager
