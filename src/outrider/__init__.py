@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         StructuredOutputs,
         TokenOrigin,
     )
+    from outrider.propose.cross_vocabulary import CrossVocabulary
     from outrider.propose.draft_model import DraftModel
     from outrider.propose.early_exit import EarlyExit
     from outrider.propose.layer_skip import LayerSkip
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "outrider.llm",
     "SpeculationConfig": "outrider.propose.speculation",
+    "CrossVocabulary": "outrider.propose.cross_vocabulary",
     "DraftModel": "outrider.propose.draft_model",
     "EarlyExit": "outrider.propose.early_exit",
     "LayerSkip": "outrider.propose.layer_skip",
@@ -59,6 +61,7 @@ _HOMES = {
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "CrossVocabulary",
     "DraftModel",
     "EarlyExit",
     "LayerSkip",

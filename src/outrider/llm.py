@@ -443,12 +443,13 @@ class LLM:
         standing = self.speculation.method if hasattr(self, "speculation") else None
         if isinstance(standing, DraftModel):
             given = {name for name in config.method.model_fields_set if getattr(config.method, name) is not None}
-            left_open = {name: value for name, value in standing if name not in given}
+            known = type(config.method).model_fields.keys() - given
+            left_open = {name: value for name, value in standing if name in known}
             return config.replace(method=config.method.replace(**left_open))
         if self._embedded:
             return config.replace(method=config.method.replace(model=default_model("draft")))
         remedy = 'Use LLM(..., draft_model="..."), or SpeculationConfig(method=DraftModel(model="...")).'
-        raise InvalidParameterError("draft_model", None, "method='draft_model' needs one", remedy)
+        raise InvalidParameterError("draft_model", None, f"method={config.name!r} needs one", remedy)
 
     def _pieces(self, request: Request) -> Iterator[StreamPiece | None]:
         """None once, then the pieces. Between two of them other threads have their turns."""

@@ -10,11 +10,19 @@ from outrider.engine import drafting, engine
 from outrider.propose import growth
 from outrider.propose.base import DraftNoise
 from outrider.propose.suffix import SuffixProposer
-from outrider.prove.engine_distribution import BOUND, PARAMETER_SETTINGS, SETTINGS, STRUCTURE_SETTINGS, EngineProof
-from outrider.prove.tiny import save_tiny_llama
+from outrider.prove.engine_distribution import (
+    BOUND,
+    CROSSED_SETTINGS,
+    PARAMETER_SETTINGS,
+    SETTINGS,
+    STRUCTURE_SETTINGS,
+    EngineProof,
+)
+from outrider.prove.tiny import CROSSED_PIECES, save_tiny_llama
 from outrider.verify import verifier
 
 BY_NAME = {setting.name: setting for setting in (*SETTINGS, *PARAMETER_SETTINGS)}
+CROSSED = {setting.name: setting for setting in CROSSED_SETTINGS}
 STRUCTURED = {setting.name: setting for setting in STRUCTURE_SETTINGS}
 
 
@@ -32,6 +40,38 @@ def speaking(tmp_path_factory):
     folder = tmp_path_factory.mktemp("speaking")
     pair = [save_tiny_llama(folder / part, seed, speaks=True) for part, seed in (("target", 1), ("draft", 2))]
     return EngineProof(*pair, speaks=True)
+
+
+@pytest.fixture(scope="module")
+def crossed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("crossed")
+    pair = [
+        save_tiny_llama(folder / part, seed, speaks=True, pieces=CROSSED_PIECES[part])
+        for part, seed in (("target", 1), ("draft", 2))
+    ]
+    return EngineProof(*pair, speaks=True, crossed=True)
+
+
+@pytest.mark.parametrize("name", CROSSED)
+def test_joint_distribution_of_drafts_from_another_vocabulary(crossed, name):
+    crossed.llm.stats.reset()
+    assert crossed.prove(CROSSED[name], 3).measured <= BOUND
+    assert crossed.llm.stats.finished.num_accepted_tokens > 0
+    assert crossed.llm.stats.finished.num_proposer_faults == 0
+
+
+@pytest.mark.parametrize("name", ["other vocabulary", "other vocabulary, tree"])
+def test_control_probabilities_before_they_are_renormalised_over_shared_tokens(crossed, name, monkeypatch):
+    """The draft keeps to the shared tokens but claims what it said of all its tokens, in the places of the target's."""
+    real = verifier._draft_probs
+
+    def before(draft):
+        probs = real(draft) + 0.0
+        probs[:, 1] = 0.3  # the target's "aa", which the draft does not have
+        return probs / probs.sum(-1, keepdim=True)
+
+    monkeypatch.setattr(verifier, "_draft_probs", before)
+    assert crossed.prove(CROSSED[name], 3).measured > 1e-4
 
 
 @pytest.mark.parametrize("name", STRUCTURED)
@@ -53,6 +93,7 @@ def test_joint_distribution_of_four_tokens(proof, name):
 def test_every_setting_has_a_name_of_its_own():
     assert len(BY_NAME) == len(SETTINGS) + len(PARAMETER_SETTINGS)
     assert len(STRUCTURED) == len(STRUCTURE_SETTINGS)
+    assert len(CROSSED) == len(CROSSED_SETTINGS)
 
 
 @pytest.mark.parametrize("name", [s.name for s in SETTINGS if "suffix" in s.name])

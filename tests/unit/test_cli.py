@@ -20,12 +20,13 @@ from typer.testing import CliRunner
 
 from outrider.cli.app import app
 from outrider.cli.endings import ending, warning
-from outrider.cli.options import structure
+from outrider.cli.options import speculation, structure
 from outrider.cli.render import write
 from outrider.errors import InvalidParameterError
 from outrider.llm import default_model
 from outrider.params import CompletionOutput, SamplingParams, TokenOrigin
 from outrider.stats import RequestStats
+from tests.model.vocabularies import save_random, sentencepiece_like
 
 COLOURS = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
 
@@ -64,12 +65,43 @@ def sample_json(*arguments: str, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("generate", "--help"), ("chat", "-h"), ("prove", "--help"), ("bench", "--help")]
+    "arguments",
+    [("--help",), ("generate", "--help"), ("chat", "-h"), ("prove", "--help"), ("bench", "--help"), ("vocabulary", "-h")],
 )
 def test_help(arguments: tuple[str, ...]) -> None:
     result = outrider(*arguments)
     assert result.returncode == 0
     assert "Usage" in result.stdout
+
+
+def test_vocabulary(tmp_path: Path) -> None:
+    pair = default_model("target"), default_model("draft")
+    shown = inside("vocabulary", *pair)
+    assert "4,096, 100.0% of the target's" in shown
+    assert f"--draft-model {pair[1]}" in shown
+    sample = tmp_path / "sample.txt"
+    sample.write_text("def f(x):\n    return x\n", "utf-8")
+    other = save_random(tmp_path / "other", sentencepiece_like(), eos_token="</s>", unk_token="<unk>")
+    found = json.loads(inside("vocabulary", pair[0], other, "--text", str(sample), "--json"))
+    assert found["num_text_tokens"] < 20
+    assert 0 < found["share_of_text"] < 1
+    assert found["match"] == "tokens"
+    assert '"method": "cross_vocabulary"' in inside("vocabulary", pair[0], other)
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"), [("draft", ("nowhere/at/all",)), ("text", (default_model("draft"), "--text", "nowhere"))]
+)
+def test_vocabulary_of_what_is_not_there(field: str, arguments: tuple[str, ...]) -> None:
+    error = invoked("vocabulary", default_model("target"), *arguments).exception
+    assert isinstance(error, InvalidParameterError)
+    assert error.field == field
+
+
+def test_a_draft_model_may_have_another_vocabulary() -> None:
+    how = speculation("cross_vocabulary", "DRAFT", None, None)
+    assert how.method.name == "cross_vocabulary"
+    assert how.method.model == "DRAFT"
 
 
 def test_version() -> None:

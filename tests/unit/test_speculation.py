@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider import DraftModel, Ngram, Suffix
+from outrider import CrossVocabulary, DraftModel, EarlyExit, LayerSkip, Ngram, Suffix
 from outrider.config import DTypeName
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ProposerError
 from outrider.propose import methods
@@ -20,7 +20,7 @@ from outrider.propose.method import RESERVED, Method, ProposerContext
 from outrider.propose.speculation import PLAIN, Member, Members, SpeculationConfig, tree_size
 from outrider.validation import Frozen
 
-BUILT_IN: tuple[type[Method], ...] = (DraftModel, Ngram, Suffix)
+BUILT_IN: tuple[type[Method], ...] = (CrossVocabulary, DraftModel, EarlyExit, LayerSkip, Ngram, Suffix)
 
 
 class Chorus(Method):
@@ -303,14 +303,17 @@ def _configs(method: st.SearchStrategy[Method | None], *, trees: bool) -> st.Sea
 
 
 texts = st.none() | st.text(min_size=1, max_size=8)
+loaded: dict[str, st.SearchStrategy[Any]] = {
+    "model": texts,
+    "dtype": st.none() | st.sampled_from(DTypeName.__args__),  # type: ignore[attr-defined]
+    "revision": texts,
+    "trust_remote_code": st.booleans(),
+}
 METHODS: dict[str, st.SearchStrategy[Method]] = {
-    "draft_model": st.builds(
-        DraftModel,
-        model=texts,
-        dtype=st.none() | st.sampled_from(DTypeName.__args__),  # type: ignore[attr-defined]
-        revision=texts,
-        trust_remote_code=st.booleans(),
-    ),
+    "draft_model": st.builds(DraftModel, **loaded),
+    "cross_vocabulary": st.builds(CrossVocabulary, **loaded, match=st.sampled_from(["tokens", "text"])),
+    "early_exit": st.builds(EarlyExit, layers=st.none() | st.integers(1, 99)),
+    "layer_skip": st.builds(LayerSkip, skip=st.none() | st.sets(st.integers(0, 99), min_size=1).map(sorted).map(tuple)),
     "ngram": st.integers(1, 9).flatmap(
         lambda low: st.builds(Ngram, min_match=st.just(low), max_match=st.integers(low, 20))
     ),
@@ -325,7 +328,7 @@ METHODS: dict[str, st.SearchStrategy[Method]] = {
 }
 flat = st.one_of(
     _configs(st.none(), trees=True),
-    *(_configs(method, trees=name == "draft_model") for name, method in METHODS.items()),
+    *(_configs(method, trees=name in ("draft_model", "early_exit", "layer_skip")) for name, method in METHODS.items()),
 )
 nested = st.recursive(
     flat,

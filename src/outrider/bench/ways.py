@@ -67,7 +67,7 @@ class Way:
     @property
     def replays(self) -> bool:
         """Whether the way can replay a text: the processor that forces the text must not change its drafts."""
-        return self.config.name != "draft_model"
+        return not isinstance(self.config.method, DraftModel)
 
     def recipe(self, model: str, dtype: str, *, greedy: bool) -> Recipe:
         """The lines to paste in order to decode this way.
@@ -116,7 +116,7 @@ def _on_command_line(config: SpeculationConfig) -> dict[str, Any]:
     length: dict[str, Any] = {"num_draft_tokens": config.num_draft_tokens}
     if config.tree:
         length["tree"] = config.tree if isinstance(config.tree, str) else ",".join(map(str, config.tree))
-    if isinstance(config.method, DraftModel) and settings.keys() <= {"model"}:
+    if type(config.method) is DraftModel and settings.keys() <= {"model"}:
         return {**({"draft_model": settings["model"]} if settings else {"method": "draft_model"}), **length}
     return {"method": json.dumps({"method": config.name, **settings}) if settings else config.name, **length}
 

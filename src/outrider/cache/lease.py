@@ -65,22 +65,31 @@ class KVLease:
         self.num_published = len(self.block_table)
         self.num_computed = self.num_published * self.blocks.block_size
 
-    def roll_back(self, token_ids: Sequence[int]) -> None:
+    def roll_back(self, token_ids: Sequence[int], loose: Sequence[int] = ()) -> None:
         """Keep what the committed tokens confirm of the tokens computed ahead, and forget the others.
 
-        The last committed token always counts as not computed, since its row is needed again. A text that has come under
-        other rotary factors loses everything.
+        The last token always counts as not computed, since its row is needed again. A text that has come under other rotary
+        factors loses everything.
+
+        Args:
+            token_ids: The committed tokens.
+            loose: Tokens behind these that later ones may still change; what they confirm stays ahead of the text.
         """
         if self.enter_regime(len(token_ids)):
             self.open(token_ids)
             return
-        self.num_computed = min(self.num_computed, len(token_ids) - 1)
-        room = len(token_ids) - 1 - self.num_computed
+        size = len(token_ids)
+        last = max(size + len(loose) - 1, 0)
+        self.num_computed = min(self.num_computed, last)
         confirmed = 0
-        while confirmed < min(len(self.ahead), room) and self.ahead[confirmed] == token_ids[self.num_computed + confirmed]:
+        while confirmed < min(len(self.ahead), last - self.num_computed):
+            place = self.num_computed + confirmed
+            if self.ahead[confirmed] != (token_ids[place] if place < size else loose[place - size]):
+                break
             confirmed += 1
-        self.num_computed += confirmed
-        self.ahead.clear()
+        settled = min(confirmed, max(size - self.num_computed, 0))
+        self.num_computed += settled
+        self.ahead = self.ahead[settled:confirmed]
 
     def enter_regime(self, num_tokens: int) -> bool:
         """Follow a text that has come under other rotary factors; returns whether that cost it all its KV."""

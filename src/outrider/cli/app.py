@@ -12,6 +12,7 @@ from outrider.cli.bench import bench
 from outrider.cli.chat import chat
 from outrider.cli.generate import generate
 from outrider.cli.prove import prove
+from outrider.cli.vocabulary import vocabulary
 
 app = typer.Typer(
     name="outrider",
@@ -25,6 +26,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(prove)
 app.command()(bench)
+app.command()(vocabulary)
 
 
 def _print_version(value: bool) -> None:

@@ -24,8 +24,8 @@ Model = Annotated[
 Method = Annotated[
     str | None,
     typer.Option(
-        help="Who drafts: draft_model, early_exit, layer_skip, ngram, suffix, none, a plug-in, module:Class of your own, "
-        'or settings like {"method": "suffix", "branches": true}.'
+        help="Who drafts: draft_model, cross_vocabulary, early_exit, layer_skip, ngram, suffix, none, a plug-in, "
+        'module:Class of your own, or settings like {"method": "suffix", "branches": true}.'
     ),
 ]
 DraftModel = Annotated[str | None, typer.Option(help="Folder or hub id of a draft model.")]
@@ -73,7 +73,7 @@ def speculation(
     settings = {} if method is None else method_settings(method)
     if draft_model is not None:
         settings = {"method": "draft_model", **settings}
-        if settings["method"] != "draft_model":
+        if settings["method"] not in ("draft_model", "cross_vocabulary"):
             problem = f"method {settings['method']!r} has no use for it"
             raise ContradictionError("draft_model", draft_model, problem, "Leave one of them out.")
         settings["model"] = draft_model

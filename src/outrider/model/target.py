@@ -53,6 +53,7 @@ class Target:
         hidden_size: Width of its hidden states.
         num_layers: Decoder layers.
         max_model_len: Longest sequence.
+        eos_token_ids: Tokens that end a text.
         dtype: Of its weights.
         device: Where it lies.
     """
@@ -67,6 +68,7 @@ class Target:
         self.hidden_size = int(config.hidden_size)
         self.num_layers = int(config.num_hidden_layers)
         self.max_model_len = loaded.max_model_len
+        self.eos_token_ids = loaded.eos_token_ids
         self.dtype = loaded.dtype
         self.device = loaded.device
 

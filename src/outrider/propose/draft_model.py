@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -24,8 +23,10 @@ from outrider.model.loader import LoadedModel
 from outrider.model.runner import ModelRunner
 from outrider.model.target import Target
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
+from outrider.propose.bridge import Bridge, SameVocabulary
 from outrider.propose.growth import Growth, add_level, level_logits
 from outrider.propose.method import Method, ProposerContext
+from outrider.propose.tree import CHAIN
 
 #: Rows a step for texts that the draft model has far to catch up with, while others draft beside them.
 CATCH_UP_ROWS = 128
@@ -53,13 +54,26 @@ class DraftModel(Method):
     min_confidence: float = Field(0.0, ge=0.0, le=1.0, description="Use 0 to 1.")
 
     def build(self, context: ProposerContext) -> Proposer:
+        runner = self.load(context)
+        check_vocabulary(runner.loaded, context.target)
+        return DraftModelProposer(
+            runner, SameVocabulary(context.target.vocab_size), context.max_num_batched_tokens, self.min_confidence
+        )
+
+    def load(self, context: ProposerContext) -> ModelRunner:
+        """The draft model with KV memory of its own.
+
+        Raises:
+            InvalidParameterError: No model is named, or there is no such folder.
+            ModelError: It cannot be used.
+        """
         if self.model is None:
-            raise InvalidParameterError("model", None, "method='draft_model' needs one", "Give a local folder or a hub id.")
-        runner = context.load_runner(
+            raise InvalidParameterError(
+                "model", None, f"method={self.name!r} needs one", "Give a local folder or a hub id."
+            )
+        return context.load_runner(
             self.model, dtype=self.dtype, revision=self.revision, trust_remote_code=self.trust_remote_code
         )
-        check_vocabulary(runner.loaded, context.target)
-        return DraftModelProposer(runner, context.target.vocab_size, context.max_num_batched_tokens, self.min_confidence)
 
 
 class DraftModelProposer(Proposer):
@@ -67,56 +81,60 @@ class DraftModelProposer(Proposer):
 
     Args:
         runner: The draft model with KV memory of its own.
-        vocab_size: Width of the target's logits; the draft's are cut or padded to it.
+        bridge: Between the target's tokens and the draft's.
         max_num_batched_tokens: Rows a pass; longer prompts are caught up over several steps, drafting nothing meanwhile.
         min_confidence: See `DraftModel`.
     """
 
     def __init__(
-        self, runner: ModelRunner, vocab_size: int, max_num_batched_tokens: int, min_confidence: float = 0.0
+        self, runner: ModelRunner, bridge: Bridge, max_num_batched_tokens: int, min_confidence: float = 0.0
     ) -> None:
         self.runner = runner
-        self._vocab_size = vocab_size
+        self._bridge = bridge
         self._max_rows = max_num_batched_tokens
         self._min_confidence = min_confidence
         self._leases: dict[int, KVLease] = {}  # by sequence, least recently drafted for first
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
-        drafting = [self._begin_draft(request, requests) for request in requests]
-        ready = self._catch_up([d for d in drafting if d.growth.budget > 0])
+        drafting = [self.begin_draft(request, requests) for request in requests]
+        ready = self.catch_up([d for d in drafting if d.growth.budget > 0])
         while ready is not None:
             drafts, logits = ready
             growths = [d.growth for d in drafts]
-            add_level(growths, level_logits(growths, logits), noise)
-            ready = self._run([_level_work(d) for d in drafts if d.growth.growing])
+            add_level(growths, self._bridge.logits(level_logits(growths, logits)), noise)
+            ready = self.run([self._level_work(d) for d in drafts if d.growth.growing])
         return [d.growth.draft() for d in drafting]
 
     def finish(self, sequence: ProposerSequence) -> None:
         lease = self._leases.pop(sequence.seq_id, None)
         if lease is not None:
             lease.free()
+        self._bridge.forget(sequence)
 
     def check_integrity(self) -> None:
         self.runner.blocks.check_integrity([lease.block_table for lease in self._leases.values()])
 
-    def _begin_draft(self, request: ProposeRequest, requests: Sequence[ProposeRequest]) -> _Drafting:
+    def begin_draft(self, request: ProposeRequest, requests: Sequence[ProposeRequest]) -> Drafting:
         """Roll back to what the committed tokens confirm and make room for the draft, shortened to what fits."""
         sequence, loaded = request.sequence, self.runner.loaded
+        settled, loose = self._bridge.text(request)
         lease = self._leases.pop(sequence.seq_id, None)
         if lease is None:
             lease = KVLease(self.runner.blocks, sequence.namespace, loaded.long_rope_after)
-            lease.open(sequence.token_ids)
+            lease.open(settled)
         else:
-            lease.roll_back(sequence.token_ids)
+            lease.roll_back(settled, loose)
         self._leases[sequence.seq_id] = lease
-        lease.publish(sequence.token_ids)
-        depth = min(request.max_depth, loaded.max_model_len - request.length)
+        lease.publish(settled)
+        length = len(settled) + len(loose)
+        depth = min(request.max_depth, loaded.max_model_len - length)
         if loaded.long_rope_after is not None and not lease.long_rope:
-            depth = min(depth, loaded.long_rope_after - request.length)  # no draft spans two sets of rotary factors
-        budget = request.budget if depth > 0 else 0
-        while budget > 0 and not self._grow(lease, request.length + budget - 1, requests):
+            depth = min(depth, loaded.long_rope_after - length)  # no draft spans two sets of rotary factors
+        budget = min(request.budget, depth) if request.builder is CHAIN else request.budget
+        budget = budget if min(depth, length) > 0 else 0
+        while budget > 0 and not self._grow(lease, length + budget - 1, requests):
             budget -= 1
-        return _Drafting(request, lease, Growth.of(request, budget, depth, self._min_confidence))
+        return Drafting(settled, loose, lease, Growth.of(request, budget, depth, self._min_confidence))
 
     def _grow(self, lease: KVLease, num_tokens: int, requests: Sequence[ProposeRequest]) -> bool:
         """Make room for so many tokens, if need be by taking the memory of sequences that are not drafted for now."""
@@ -129,7 +147,7 @@ class DraftModelProposer(Proposer):
                 return True
         return False
 
-    def _catch_up(self, drafting: list[_Drafting]) -> tuple[list[_Drafting], Tensor] | None:
+    def catch_up(self, drafting: list[Drafting]) -> tuple[list[Drafting], Tensor] | None:
         """Compute tokens that the draft model has not seen; returns who reached the end, and their logits.
 
         Those with little to catch up come first. Who has far to go shares few rows a step while others are ready to draft,
@@ -138,7 +156,7 @@ class DraftModelProposer(Proposer):
         order = sorted(drafting, key=lambda d: d.num_missing)
         others_wait = bool(order) and order[0].num_missing <= _USUAL_ROWS
         rows_left, late_left = self._max_rows, CATCH_UP_ROWS if others_wait else self._max_rows
-        work = list[_Work]()
+        work = list[Work]()
         for d in order:
             late = d.num_missing > _USUAL_ROWS
             missing = d.missing(min(rows_left, late_left) if late else rows_left)
@@ -149,10 +167,10 @@ class DraftModelProposer(Proposer):
             wanted = len(missing) == d.num_missing
             logits_from = len(missing) - int(wanted)
             segment = Segment(missing, d.lease.end, d.lease.block_table, None, logits_from, long_rope=d.lease.long_rope)
-            work.append(_Work(d, segment, wanted))
-        return self._run(work)
+            work.append(Work(d, segment, wanted))
+        return self.run(work)
 
-    def _run(self, work: list[_Work]) -> tuple[list[_Drafting], Tensor] | None:
+    def run(self, work: list[Work]) -> tuple[list[Drafting], Tensor] | None:
         """Compute rows; returns those that want logits, and these logits. Nothing is recorded as computed before the
         pass has succeeded."""
         if not work:
@@ -162,59 +180,62 @@ class DraftModelProposer(Proposer):
             if w.segment.parents is None:
                 w.drafting.record(w.segment.token_ids)
         ready = [w.drafting for w in work if w.wanted]
-        return (ready, self._fit(logits)) if ready else None
+        return (ready, logits) if ready else None
 
-    def _fit(self, logits: Tensor) -> Tensor:
-        """Cut or pad [n, draft_vocab] to the target's vocabulary; tokens only one of them has are never drafted."""
-        missing = self._vocab_size - logits.shape[-1]
-        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+    def _level_work(self, d: Drafting) -> Work:
+        """Rows of the deepest level. A chain's KV is kept as it grows; a tree is computed anew as a whole, since its rows
+        see only their ancestors, and so few rows cost one pass either way."""
+        growth, table, long_rope = d.growth, d.lease.block_table, d.lease.long_rope
+        if not growth.branches:
+            token = self._bridge.token(growth.nodes[-1].token_id)
+            return Work(d, Segment([token], d.lease.end, table, long_rope=long_rope), True)
+        parents = tuple(n.parent for n in growth.nodes)
+        tokens = [self._bridge.token(n.token_id) for n in growth.nodes]
+        return Work(d, Segment(tokens, d.lease.end, table, parents, growth.level[0], long_rope=long_rope), True)
 
 
 @dataclass
-class _Drafting:
-    """One draft in the making, and the memory it grows in."""
+class Drafting:
+    """One draft in the making, the text that it follows in the draft model's own tokens, and the memory it grows in.
 
-    request: ProposeRequest
+    Attributes:
+        settled: Tokens that the committed ones settle.
+        loose: Tokens behind these: drafted by another proposer in this step, or still open to change.
+        lease: The memory.
+        growth: The draft.
+    """
+
+    settled: Sequence[int]
+    loose: Sequence[int]
     lease: KVLease
     growth: Growth
 
     @property
     def num_missing(self) -> int:
         """Tokens before the draft whose rows are due."""
-        return self.request.length - self.lease.end
+        return len(self.settled) + len(self.loose) - self.lease.end
 
     def missing(self, count: int) -> list[int]:
-        """The first so many of them: committed ones, then those that another proposer drafted in this step."""
-        committed, start = self.request.sequence.token_ids, self.lease.end
-        size, stop = len(committed), min(start + count, self.request.length)
-        return [*committed[start:stop], *self.request.path[max(start - size, 0) : max(stop - size, 0)]]
+        """The first so many of them."""
+        size, start = len(self.settled), self.lease.end
+        stop = start + count
+        return [*self.settled[start:stop], *self.loose[max(start - size, 0) : max(stop - size, 0)]]
 
     def record(self, token_ids: Sequence[int]) -> None:
-        """These rows are computed; what is not committed yet stands ahead of the text."""
-        lease, committed = self.lease, len(self.request.sequence.token_ids)
-        settled = max(0, min(len(token_ids), committed - lease.end)) if not lease.ahead else 0
+        """These rows are computed; what is not settled yet stands ahead of the text."""
+        lease = self.lease
+        settled = max(0, min(len(token_ids), len(self.settled) - lease.end)) if not lease.ahead else 0
         lease.num_computed += settled
         lease.ahead += token_ids[settled:]
 
 
 @dataclass
-class _Work:
+class Work:
     """Rows to compute for one draft, and whether their logits are needed to go on."""
 
-    drafting: _Drafting
+    drafting: Drafting
     segment: Segment
     wanted: bool
-
-
-def _level_work(d: _Drafting) -> _Work:
-    """Rows of the deepest level. A chain's KV is kept as it grows; a tree is computed anew as a whole, since its rows see
-    only their ancestors, and so few rows cost one pass either way."""
-    growth, table, long_rope = d.growth, d.lease.block_table, d.lease.long_rope
-    if not growth.branches:
-        return _Work(d, Segment([growth.nodes[-1].token_id], d.lease.end, table, long_rope=long_rope), True)
-    parents = tuple(n.parent for n in growth.nodes)
-    tokens = [n.token_id for n in growth.nodes]
-    return _Work(d, Segment(tokens, d.lease.end, table, parents, growth.level[0], long_rope=long_rope), True)
 
 
 def check_vocabulary(draft: LoadedModel, target: Target) -> None:

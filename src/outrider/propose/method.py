@@ -81,6 +81,11 @@ class Method(Frozen):
         if not isinstance(getattr(cls, "name", None), str):
             raise ProposerError(f"method {cls.__name__}: it has no name; write name: ClassVar[str] = '...'")
 
+    @property
+    def allows_tree(self) -> bool:
+        """Whether drafts of these settings can follow a fixed shape."""
+        return self.takes_tree
+
     def build(self, context: ProposerContext) -> Proposer:
         """The proposer with these settings.
 

@@ -159,7 +159,7 @@ class SpeculationConfig(Frozen):
 
     @model_validator(mode="after")
     def _shape_fits(self) -> SpeculationConfig:
-        if self.tree and self.method is not None and not self.method.takes_tree:
+        if self.tree and self.method is not None and not self.method.allows_tree:
             problem = f"method={self.method.name!r} takes no fixed shape"
             raise ContradictionError("tree", self.tree, problem, self.method.instead_of_tree)
         return self

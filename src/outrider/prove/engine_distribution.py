@@ -23,6 +23,7 @@ from outrider.llm import LLM
 from outrider.params import SamplingParams, StructuredOutputs
 from outrider.propose import methods
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
+from outrider.propose.cross_vocabulary import CrossVocabulary
 from outrider.propose.draft_model import DraftModel, DraftModelProposer
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.pace import FixedPace
@@ -253,6 +254,26 @@ STRUCTURE_SETTINGS = (
 )
 
 
+#: The same in settings whose draft model has another vocabulary than the target.
+OTHER_DRAFT = "the draft model of another vocabulary"
+_CROSSED = {"method": "cross_vocabulary", "model": OTHER_DRAFT, "num_draft_tokens": 2}
+
+#: Drafts from a model of another vocabulary. They need the pair of CROSSED_PIECES.
+CROSSED_SETTINGS = (
+    Setting("other vocabulary", _CROSSED),
+    Setting("other vocabulary, token rule", _CROSSED | {"rule": "token"}, {"temperature": 1.4, "top_k": 2}),
+    Setting("other vocabulary, seeded", _CROSSED, {"seed": 5}),
+    Setting("other vocabulary, most likely tokens", _CROSSED | {"draft_sampling": "greedy"}),
+    Setting("other vocabulary, tree", _CROSSED | {"tree": (2, 1), "num_draft_tokens": 4}),
+    Setting("other vocabulary, penalties", _CROSSED, {"repetition_penalty": 1.7, "frequency_penalty": -0.6}),
+    Setting("other vocabulary, only tokens outside it", _CROSSED, {"allowed_token_ids": (1,)}),
+    Setting("other vocabulary, two samples", _CROSSED | {"num_draft_tokens": 1}, {"n": 2, "max_tokens": 2}),
+    Setting("other vocabulary, behind a lookup", turns=((LOOKUP | {"num_draft_tokens": 1}, _CROSSED),)),
+    Setting("other vocabulary, by text", _CROSSED | {"match": "text"}),
+    Setting("other vocabulary, by text, behind a lookup", turns=((LOOKUP, _CROSSED | {"match": "text"}),)),
+)
+
+
 class _Around(Proposer):
     """A draft model whose drafts are changed before the engine sees them.
 
@@ -385,11 +406,14 @@ class EngineProof:
         target: Path of a checkpoint over three tokens.
         draft: Path of another checkpoint over three tokens.
         speaks: Whether both were saved with a tokenizer and an end of text.
+        crossed: Whether the draft has a vocabulary of its own.
     """
 
-    def __init__(self, target: str, draft: str, *, speaks: bool = False) -> None:
+    def __init__(self, target: str, draft: str, *, speaks: bool = False, crossed: bool = False) -> None:
         self._draft = draft
-        self.llm = LLM(target, dtype="float64", device="cpu", draft_model=draft, block_size=2, max_num_seqs=_WIDTH)
+        kind = CrossVocabulary if crossed else DraftModel
+        speculation = kind(model=draft)
+        self.llm = LLM(target, dtype="float64", device="cpu", speculation=speculation, block_size=2, max_num_seqs=_WIDTH)
         raise_engine_norms(self.llm)
         self.llm.engine.builders.use_pace(_PACE)
         # A prompt that is not cached is computed in a pass without drafts. Every path must find the prompt cached, or the
@@ -445,16 +469,17 @@ class EngineProof:
                 params = SamplingParams(seed=seed, max_tokens=6)
                 self.llm.generate(PROMPT, params, speculation=config.replace(rule="auto"))
             found.append((proposer, proposer.snapshot()))
+        raise_engine_norms(self.llm)
         return found
 
 
 def _filled(settings: Any, draft: str) -> Any:
-    """The settings with the path of the draft model in place of `DRAFT`, in nested settings too."""
+    """The settings with the path of the draft model in place of what stands for it, in nested settings too."""
     if isinstance(settings, Mapping):
         return {name: _filled(value, draft) for name, value in settings.items()}
     if isinstance(settings, list | tuple):
         return type(settings)(_filled(value, draft) for value in settings)
-    return draft if settings == DRAFT else settings
+    return draft if settings in (DRAFT, OTHER_DRAFT) else settings
 
 
 @contextmanager

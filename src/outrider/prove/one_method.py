@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 from outrider.params import SamplingParams
-from outrider.propose import methods
 from outrider.propose.speculation import SpeculationConfig
-from outrider.prove.engine_distribution import DRAFT, LOOKUP, Setting
+from outrider.prove.engine_distribution import DRAFT, LOOKUP, OTHER_DRAFT, Setting
 from outrider.prove.findings import Finding
 from outrider.prove.own_model import OwnModel
 from outrider.prove.running import Proof
@@ -22,11 +21,13 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
     """Ways to use a method over a vocabulary of three tokens.
 
     Args:
-        asked: Its settings in the form of one mapping. The method "draft_model" without a model takes the one of the proof.
+        asked: Its settings in the form of one mapping. A method with a draft model takes the one of the proof unless it is
+            given another.
     """
     method = {name: value for name, value in asked.items() if name not in _VARIED}
-    if method["method"] == "draft_model":
-        method.setdefault("model", DRAFT)
+    own_draft = {"draft_model": DRAFT, "cross_vocabulary": OTHER_DRAFT}.get(method["method"])
+    if own_draft is not None:
+        method.setdefault("model", own_draft)
     base = {**method, "num_draft_tokens": 2}
     found = [
         Setting("as it is", base),
@@ -42,7 +43,8 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
         Setting("a lookup behind it", turns=(({**base, "num_draft_tokens": 1}, {**LOOKUP, "num_draft_tokens": 1}),)),
         Setting("in turns with others", turns=((base,), (), (LOOKUP,))),
     ]
-    if methods.find(method["method"]).takes_tree:
+    kind = SpeculationConfig.of(method).method
+    if kind is not None and kind.allows_tree:
         tree = {**method, "tree": (2, 1)}
         found += [Setting("tree", tree), Setting("tree, token rule", {**tree, "rule": "token"})]
         found.append(Setting("best-first tree", {**method, "tree": "best_first", "num_draft_tokens": 3}))

@@ -10,7 +10,10 @@ from typing import Any
 
 from outrider.model.loader import check_sources
 from outrider.params import SamplingParams
+from outrider.propose.cross_vocabulary import CrossVocabulary
+from outrider.propose.speculation import SpeculationConfig
 from outrider.prove.engine_distribution import (
+    CROSSED_SETTINGS,
     PARAMETER_SETTINGS,
     QUICK_SETTINGS,
     SETTINGS,
@@ -33,7 +36,7 @@ from outrider.prove.rules_distribution import (
 )
 from outrider.prove.running import Proof, run_in_processes, run_proofs
 from outrider.prove.sampled import prove_sampled
-from outrider.prove.tiny import save_tiny_llama
+from outrider.prove.tiny import CROSSED_PIECES, PIECES, save_tiny_llama
 from outrider.prove.tree_distribution import prove_tree_verifier
 from outrider.prove.tree_reference import TreeRule
 
@@ -92,7 +95,11 @@ def run_method_suite(
     check_sources(model=model, draft_model=draft_model)
     own = OwnModel(model, draft_model, speculations(asked))
     with TemporaryDirectory() as folder:
-        tiny = _TinyPair(Path(folder) / "tiny", num_layers=SHARED_TARGET_LAYERS)
+        tiny = _TinyPair(
+            Path(folder) / "tiny",
+            num_layers=SHARED_TARGET_LAYERS,
+            crossed=isinstance(SpeculationConfig.of(asked).method, CrossVocabulary),
+        )
         return run_proofs(method_proofs(asked, tiny.prove, own, quick=quick), on_check)
 
 
@@ -124,6 +131,7 @@ def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: b
     for rule in ("token", "block", "walk", "coupled"):
         yield f"random numbers, {rule}", partial(prove_sampled, rule, 100_000 if quick else 1_000_000)
     tiny, speaking = _TinyPair(folder / "tiny"), _TinyPair(folder / "speaking", speaks=True)
+    crossed = _TinyPair(folder / "crossed", crossed=True)
     for setting in QUICK_SETTINGS if quick else SETTINGS:
         long = not quick and setting in QUICK_SETTINGS  # two rounds and more
         yield f"joint distribution: {setting.name}", partial(tiny.prove, setting, 4 if long else 3)
@@ -136,6 +144,8 @@ def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: b
         deep = _TinyPair(folder / "deep", num_layers=SHARED_TARGET_LAYERS)
         for setting in SHARED_TARGET_SETTINGS:
             yield f"joint distribution: {setting.name}", partial(deep.prove, setting, 3)
+        for setting in CROSSED_SETTINGS:
+            yield f"joint distribution: {setting.name}", partial(crossed.prove, setting, 3)
     own, length = OwnModel(model, draft_model), 24 if quick else 48
     yield "greedy text is identical", partial(_on_own, own, length, seed=None)
     yield "seeded text is identical", partial(_on_own, own, length, seed=11)
@@ -178,17 +188,22 @@ class _TinyPair:
         folder: Where they are written.
         speaks: Whether they have a tokenizer and an end of text.
         num_layers: Of the target.
+        crossed: Whether each has a tokenizer of its own.
     """
 
-    def __init__(self, folder: Path, *, speaks: bool = False, num_layers: int = 1) -> None:
-        self._folder, self._speaks, self._layers = folder, speaks, {"target": num_layers, "draft": 1}
+    def __init__(self, folder: Path, *, speaks: bool = False, num_layers: int = 1, crossed: bool = False) -> None:
+        self._folder, self._speaks, self._crossed = folder, speaks or crossed, crossed
+        self._layers = {"target": num_layers, "draft": 1}
         self._proof: EngineProof | None = None
 
     def prove(self, setting: Setting, length: int) -> Finding:
         if self._proof is None:
+            pieces = CROSSED_PIECES if self._crossed else dict.fromkeys(_SEEDS, PIECES)
             pair = [
-                save_tiny_llama(self._folder / part, seed, speaks=self._speaks, num_layers=self._layers[part])
+                save_tiny_llama(
+                    self._folder / part, seed, speaks=self._speaks, pieces=pieces[part], num_layers=self._layers[part]
+                )
                 for part, seed in _SEEDS.items()
             ]
-            self._proof = EngineProof(*pair, speaks=self._speaks)
+            self._proof = EngineProof(*pair, speaks=self._speaks, crossed=self._crossed)
         return self._proof.prove(setting, length)

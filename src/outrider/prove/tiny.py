@@ -11,11 +11,24 @@ from torch import Tensor
 from outrider.llm import LLM
 from outrider.model.hf import without_bars
 
+#: The text of the token that ends a text.
+END = "<end>"
 #: The texts of the tokens of `save_tiny_llama(..., speaks=True)`. The last one ends a text.
-PIECES = ('"', "a", "<end>")
+PIECES = ('"', "a", END)
+#: The same for a target and a draft model of different vocabularies: each has a token that the other lacks, the ids of the
+#: others differ, and the draft writes the target's "aa" in two tokens.
+CROSSED_PIECES = {"target": ("a", "aa", END), "draft": (END, "b", "a")}
 
 
-def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3, num_layers: int = 1, speaks: bool = False) -> str:
+def save_tiny_llama(
+    folder: Path,
+    seed: int,
+    *,
+    vocab_size: int = 3,
+    num_layers: int = 1,
+    speaks: bool = False,
+    pieces: tuple[str, ...] = PIECES,
+) -> str:
     """Write a Llama of few layers with random weights in float64; returns its path.
 
     Args:
@@ -23,7 +36,8 @@ def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3, num_layers:
         seed: Fixes the weights.
         vocab_size: The width of the logits. It must be 3 where `speaks` is true.
         num_layers: The number of layers.
-        speaks: Whether to write a tokenizer of PIECES and an end of text.
+        speaks: Whether to write a tokenizer and an end of text.
+        pieces: The texts of its tokens.
 
     The weights have a wide spread. At the usual spread of 0.02 all probabilities would be nearly equal, and a wrong mask
     would change nothing.
@@ -39,7 +53,7 @@ def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3, num_layers:
         num_key_value_heads=1,
         max_position_embeddings=64,
         bos_token_id=None,
-        eos_token_id=len(PIECES) - 1 if speaks else None,
+        eos_token_id=pieces.index(END) if speaks else None,
         pad_token_id=None,
     )
     model = LlamaForCausalLM(config).double()
@@ -50,18 +64,19 @@ def save_tiny_llama(folder: Path, seed: int, *, vocab_size: int = 3, num_layers:
     with without_bars():
         model.save_pretrained(folder)
     if speaks:
-        _save_tokenizer(folder)
+        _save_tokenizer(folder, pieces)
     return str(folder)
 
 
-def _save_tokenizer(folder: Path) -> None:
+def _save_tokenizer(folder: Path, pieces: tuple[str, ...]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(PIECES)}, merges=[]))
+    merges = [(piece[0], piece[1]) for piece in pieces if len(piece) == 2]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=PIECES[-1]).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
 
 
 def raise_norms(model: Any) -> None:

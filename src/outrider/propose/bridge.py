@@ -1,0 +1,227 @@
+"""Between the tokens of a target and those of its draft model: how a text reads in the draft's tokens, and what the draft's
+logits say of the target's tokens.
+
+Where both vocabularies are the same there is nothing to do (`SameVocabulary`). Others are compared by the bytes that their
+tokens write, and share what both can write in one token (`SharedTokens`, after Timor et al. 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.model.vocabulary import Vocabulary, whole_characters
+from outrider.propose.base import ProposeRequest, ProposerSequence
+
+#: Bytes of a text that are kept open, to be written anew with what follows; and how many stay open where some are settled.
+_MOST_OPEN, _STILL_OPEN = 96, 32
+#: Stands for the logits of tokens that the draft does not have. It is finite, so that a request that forbids all tokens
+#: that it has still leaves probabilities that can be drawn from; any other logit makes theirs exactly 0.
+_OUTSIDE = -1e30
+
+
+class Bridge(Protocol):
+    """What a draft model's proposer asks between two vocabularies."""
+
+    def text(self, request: ProposeRequest) -> tuple[Sequence[int], Sequence[int]]:
+        """What the draft follows, in the draft's own tokens: those that the committed tokens settle, which later calls only
+        add to; and those behind them, which may change."""
+        ...
+
+    def token(self, token_id: int) -> int:
+        """The draft's token for a token of the target that was just drafted."""
+        ...
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """Logits [n, draft_vocab] as logits [n, target_vocab]."""
+        ...
+
+    def forget(self, sequence: ProposerSequence) -> None:
+        """The sequence has ended."""
+        ...
+
+
+class SameVocabulary:
+    """The bridge of two models of one vocabulary.
+
+    Args:
+        vocab_size: Width of the target's logits. The draft's are cut or padded to it: tokens that only one of them has are
+            never drafted.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def text(self, request: ProposeRequest) -> tuple[Sequence[int], Sequence[int]]:
+        return request.sequence.token_ids, request.path
+
+    def token(self, token_id: int) -> int:
+        return token_id
+
+    def logits(self, logits: Tensor) -> Tensor:
+        missing = self._vocab_size - logits.shape[-1]
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+
+    def forget(self, sequence: ProposerSequence) -> None:
+        pass
+
+
+class SharedTokens:
+    """The bridge of two models of different vocabularies.
+
+    A committed token that both have reads as the draft's own. What the draft does not have, and characters that take
+    several tokens, read as the tokens that the draft's tokenizer writes for the same text. With `by_text` everything does.
+
+    Args:
+        target: The target's vocabulary.
+        draft: The draft's.
+        by_text: Whether the draft reads its own tokenizer's tokens even where the target's would do.
+
+    Attributes:
+        twins: For each token of the target the draft's token that writes the same, -1 where there is none.
+    """
+
+    def __init__(self, target: Vocabulary, draft: Vocabulary, *, by_text: bool = False) -> None:
+        self.target, self.draft = target, draft
+        self.twins = shared_tokens(target, draft)
+        self._marks = {id: self._mark(id, text) for id, text in target.special.items()}
+        self._alone = [-1] * target.size if by_text else self._whole_twins()
+        shared = [id for id, twin in enumerate(self.twins) if twin >= 0]
+        self._shared = torch.tensor(shared), torch.tensor([self.twins[id] for id in shared])
+        self._readings: dict[int, _Reading] = {}
+
+    def text(self, request: ProposeRequest) -> tuple[Sequence[int], Sequence[int]]:
+        sequence = request.sequence
+        reading = self._readings.get(sequence.seq_id)
+        if reading is None:
+            reading = self._readings[sequence.seq_id] = _Reading(self)
+        reading.follow(sequence.token_ids)
+        return reading.settled, reading.loose(request.path)
+
+    def token(self, token_id: int) -> int:
+        """Of a token that the draft does not have, the last of those that write it: the best single one to go on from. What
+        is computed of it is not taken for the text later, since the text reads otherwise."""
+        twin = self.twins[token_id]
+        return twin if twin >= 0 else (self.read(token_id) or [0])[-1]
+
+    def logits(self, logits: Tensor) -> Tensor:
+        target_ids, draft_ids = (ids.to(logits.device) for ids in self._shared)
+        wide = logits.new_full((len(logits), self.target.size), _OUTSIDE)
+        wide[:, target_ids] = logits[:, draft_ids]
+        return wide
+
+    def forget(self, sequence: ProposerSequence) -> None:
+        self._readings.pop(sequence.seq_id, None)
+
+    def read(self, token_id: int) -> list[int]:
+        """The draft's tokens for one token of the target, whatever stands beside it."""
+        twin, piece = self.twins[token_id], self.target.pieces[token_id]
+        if twin >= 0:
+            return [twin]
+        return list(self._marks.get(token_id, ())) if piece is None else self.draft.spell(piece)
+
+    def push(self, token_id: int, written: list[int], held: bytes) -> bytes:
+        """Read one more token of the target.
+
+        Args:
+            token_id: The token.
+            written: The draft's tokens so far, which it adds to.
+            held: Bytes behind these that are still open.
+
+        Returns:
+            The bytes that are open now.
+        """
+        twin, piece = self._alone[token_id], self.target.pieces[token_id]
+        if twin < 0 and piece is not None:
+            return self._settle_some(written, held + piece)
+        written += self.draft.spell(held)
+        written += [twin] if twin >= 0 else self._marks.get(token_id, ())
+        return b""
+
+    def _settle_some(self, written: list[int], held: bytes) -> bytes:
+        """Settle the first tokens of a long open text."""
+        if len(held) <= _MOST_OPEN:
+            return held
+        tokens, size = self.draft.spell(held), 0
+        if self.draft.written(tokens) != held:  # the draft cannot write it, so no part of it is told by its bytes
+            written += tokens
+            return b""
+        for token in tokens:
+            if len(held) - size <= _STILL_OPEN:
+                break
+            written.append(token)
+            size += len(self.draft.pieces[token] or b"")
+        return held[size:]
+
+    def _whole_twins(self) -> list[int]:
+        """Twins of the tokens whose bytes are whole characters: others are read together with their neighbours."""
+        return [
+            twin if piece is not None and whole_characters(piece) == (0, len(piece)) else -1
+            for twin, piece in zip(self.twins, self.target.pieces, strict=True)
+        ]
+
+    def _mark(self, token_id: int, text: str) -> list[int]:
+        """How a special token of the target reads: as the draft's own of the same text or role, else as its text."""
+        if self.twins[token_id] >= 0:
+            return [self.twins[token_id]]
+        if token_id != self.target.bos:
+            return self.draft.spell(text.encode())
+        return [] if self.draft.bos is None else [self.draft.bos]
+
+
+class _Reading:
+    """How far one sequence has been read. What it says follows from the tokens alone, not from when it was asked.
+
+    Args:
+        bridge: Reads the tokens.
+
+    Attributes:
+        settled: The draft's tokens that no later token changes.
+    """
+
+    def __init__(self, bridge: SharedTokens) -> None:
+        self._bridge = bridge
+        self._num_read = 0
+        self._held = b""  # the text behind the settled tokens
+        self.settled: list[int] = []
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Read on to the end of the committed tokens."""
+        if not self._num_read:
+            self._begin(token_ids[0])
+        for token in token_ids[self._num_read :]:
+            self._held = self._bridge.push(token, self.settled, self._held)
+        self._num_read = len(token_ids)
+
+    def loose(self, path: Sequence[int]) -> list[int]:
+        """The draft's tokens behind the settled ones, if `path` comes behind the committed tokens."""
+        written: list[int] = []
+        held = self._held
+        for token in path:
+            held = self._bridge.push(token, written, held)
+        return written + self._bridge.draft.spell(held)
+
+    def _begin(self, first: int) -> None:
+        """What the draft's tokenizer puts before a text, unless the text itself begins so."""
+        bridge = self._bridge
+        if bridge.read(first) != bridge.draft.opening:
+            self.settled += bridge.draft.opening
+
+
+def shared_tokens(target: Vocabulary, draft: Vocabulary) -> list[int]:
+    """For each token of the target the draft's token that writes the same bytes, -1 where there is none.
+
+    No token is the twin of two. Special tokens are twins where their texts are the same; so are those that end a text.
+    """
+    twins = [-1] * target.size
+    for piece, id in target.writer.items():
+        twins[id] = draft.writer.get(piece, -1)
+    by_text = {text: id for id, text in draft.special.items()}
+    for id, text in target.special.items():
+        twins[id] = by_text.get(text, -1)
+    if target.eos is not None and draft.eos is not None and twins[target.eos] < 0 and draft.eos not in twins:
+        twins[target.eos] = draft.eos
+    return twins
