@@ -19,6 +19,7 @@ from outrider.propose.base import Proposer
 from outrider.propose.method import RESERVED, Method, ProposerContext
 from outrider.propose.speculation import PLAIN, Member, Members, SpeculationConfig, tree_size
 from outrider.validation import Frozen
+from tests.unit.builders import PlantedTree
 
 BUILT_IN: tuple[type[Method], ...] = (DraftModel, Ngram, Suffix)
 
@@ -247,6 +248,16 @@ def test_plain_is_off_and_everything_else_is_on() -> None:
 )
 def test_unless_given_the_length_is_what_suits(values: dict[str, Any], length: int) -> None:
     assert SpeculationConfig(**values).num_draft_tokens == length
+
+
+def test_a_method_whose_settings_need_rows_says_how_many() -> None:
+    assert SpeculationConfig(method=PlantedTree(needs=4)).num_draft_tokens == 12
+    assert SpeculationConfig(method=PlantedTree(needs=4), num_draft_tokens=4).num_draft_tokens == 4
+    with pytest.raises(ContradictionError) as caught:
+        SpeculationConfig(method=PlantedTree(needs=4), num_draft_tokens=3)
+    assert (caught.value.field, caught.value.value) == ("num_draft_tokens", 3)
+    with pytest.raises(ContradictionError):
+        SpeculationConfig(method=PlantedTree(needs=4)).replace(num_draft_tokens=1)
 
 
 # -- all forms say the same --------------------------------------------------------------------------------------------
