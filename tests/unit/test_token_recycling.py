@@ -197,27 +197,37 @@ def test_what_is_refreshed_stays() -> None:
     table = Successors(2, 20_000)
     tokens, shares = np.array([1, 2], np.int32), np.array([0.5, 0.5], np.float32)
     for token in range(1000):
-        table.put((7777,), tokens, shares)
+        if token % 20 == 0:
+            table.put((7777,), tokens, shares)
         table.put((token,), tokens + token, shares)
-    assert table.find((7777,)) is not None
+        assert table.find((7777,)) is not None
+        assert table.num_bytes <= 20_000
     found = table.find((999,))
     assert found is not None
     assert found[0].tolist() == [1000, 1001]
+    assert table.find((1,)) is None
 
 
 def test_the_namespace_longest_unused_is_dropped_first() -> None:
-    shared = SharedSuccessors(2, 40_000)
-    tokens, shares = np.array([1, 2], np.int32), np.array([0.5, 0.5], np.float32)
+    it = proposer(max_bytes=60_000)
     for name in ("idle", "busy"):
-        for token in range(40):
-            shared.of(name).put((token,), tokens, shares)
+        learn(it, {token: [1, 2] for token in range(40)}, name)
     for token in range(1000):
-        shared.of("busy")
-        shared.of("other").put((token,), tokens, shares)
-        shared.shrink()
-        assert shared.num_bytes <= shared.max_bytes
-    assert shared.of("other").find((999,)) is not None
-    assert shared.of("idle").find((1,)) is None
+        known = set(it.shared._tables)
+        learn(it, {token: [1, 2]}, "other")
+        assert it.shared.num_bytes <= it.shared.max_bytes
+        assert sum(table.num_bytes for table in it.shared._tables.values()) <= it.shared.num_bytes
+        if "idle" in known:
+            assert len(draft(it, [1], namespace="busy")) > 0, "being asked keeps it"
+    assert set(it.shared._tables) == {"other"}, "it needs all the memory there is"
+    assert len(draft(it, [999], namespace="other")) > 0
+
+
+def test_namespaces_that_only_ask_take_no_memory_for_ever() -> None:
+    shared = SharedSuccessors(2, 100_000)
+    for caller in range(1000):
+        shared.of(f"caller {caller}")
+    assert 0 < len(shared) < 60
 
 
 @pytest.mark.parametrize(

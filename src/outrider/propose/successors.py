@@ -8,6 +8,8 @@ import numpy.typing as npt
 Context = tuple[int, ...]
 #: What an entry takes beside its rows of the arrays: its key, the tokens of the key, and its place in the dictionary.
 _ENTRY_BYTES = 240
+#: What the table of a namespace takes while it is empty.
+_TABLE_BYTES = 2048
 
 
 class Successors:
@@ -62,26 +64,37 @@ class SharedSuccessors:
     Args:
         width: Successors of a context.
         max_bytes: Of all namespaces together.
+
+    Attributes:
+        num_bytes: Memory they take, as far as it was counted: see `count`.
     """
 
     def __init__(self, width: int, max_bytes: int) -> None:
         self.width, self.max_bytes = width, max_bytes
+        self.num_bytes = 0
         self._tables: dict[str | None, Successors] = {}  # least recently used first
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(table.num_bytes for table in self._tables.values())
+        self._counted: dict[str | None, int] = {}
 
     def __len__(self) -> int:
         return len(self._tables)
 
     def of(self, namespace: str | None) -> Successors:
         """Those of a namespace, and of no other; being used keeps them."""
-        table = self._tables.pop(namespace, None) or Successors(self.width, self.max_bytes)
+        table = self._tables.pop(namespace, None)
+        known = table is not None
+        if table is None:
+            table = Successors(self.width, self.max_bytes - _TABLE_BYTES)
         self._tables[namespace] = table
+        if not known:
+            self.count(namespace)
         return table
 
-    def shrink(self) -> None:
-        """Drop what is over the limit."""
+    def count(self, namespace: str | None) -> None:
+        """Take into account how a namespace that was used just now has grown, and drop others that are over the limit."""
+        size = self._tables[namespace].num_bytes + _TABLE_BYTES
+        self.num_bytes += size - self._counted.get(namespace, 0)
+        self._counted[namespace] = size
         while self.num_bytes > self.max_bytes and len(self._tables) > 1:
-            del self._tables[next(iter(self._tables))]
+            oldest = next(iter(self._tables))
+            del self._tables[oldest]
+            self.num_bytes -= self._counted.pop(oldest)

@@ -55,7 +55,7 @@ class TokenRecycling(Method):
     default_num_draft_tokens: ClassVar[int] = 10
     branches_freely: ClassVar[bool] = True
 
-    top_k: int = Field(8, ge=1, le=64, description="Use 1 to 64.")
+    top_k: int = Field(16, ge=1, le=64, description="Use 1 to 64.")
     context: int = Field(2, ge=1, le=8, description="Use 1 to 8.")
     cache_mib: int = Field(64, ge=1, description="Use 1 or more.")
 
@@ -169,7 +169,6 @@ class TokenRecyclingProposer(Proposer):
     def observe(self, rows: Sequence[ObservedRows]) -> None:
         for seen in rows:
             self._learn(seen)
-        self.shared.shrink()
 
     def snapshot(self) -> object | None:
         return deepcopy((self.shared, self.chances))
@@ -207,6 +206,7 @@ class TokenRecyclingProposer(Proposer):
         for place, row in enumerate(top.rows):
             for length in range(1, min(self.longest, len(tails[row])) + 1):
                 known.table.put(tails[row][len(tails[row]) - length :], tokens[place], shares[place])
+        self.shared.count(seen.sequence.namespace)
 
     def _tails(self, seen: ObservedRows) -> list[Context]:
         """The last tokens up to and with each row, along its own path."""
