@@ -21,9 +21,11 @@ if TYPE_CHECKING:
         TokenOrigin,
     )
     from outrider.propose.draft_model import DraftModel
+    from outrider.propose.lookahead import Lookahead
     from outrider.propose.ngram import Ngram
     from outrider.propose.speculation import SpeculationConfig
     from outrider.propose.suffix import Suffix
+    from outrider.propose.token_recycling import TokenRecycling
     from outrider.stats import RequestStats
     from outrider.trace import RoundTrace
 
@@ -35,6 +37,8 @@ _HOMES = {
     "DraftModel": "outrider.propose.draft_model",
     "Ngram": "outrider.propose.ngram",
     "Suffix": "outrider.propose.suffix",
+    "Lookahead": "outrider.propose.lookahead",
+    "TokenRecycling": "outrider.propose.token_recycling",
     "OutriderError": "outrider.errors",
     "RequestStats": "outrider.stats",
     "RoundTrace": "outrider.trace",
@@ -57,6 +61,7 @@ __all__ = [
     "CompletionOutput",
     "DraftModel",
     "Logprob",
+    "Lookahead",
     "Ngram",
     "OutriderError",
     "RequestOutput",
@@ -68,6 +73,7 @@ __all__ = [
     "StructuredOutputs",
     "Suffix",
     "TokenOrigin",
+    "TokenRecycling",
 ]
 
 

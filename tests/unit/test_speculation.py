@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider import DraftModel, Ngram, Suffix
+from outrider import DraftModel, Lookahead, Ngram, Suffix, TokenRecycling
 from outrider.config import DTypeName
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ProposerError
 from outrider.propose import methods
@@ -21,7 +21,7 @@ from outrider.propose.speculation import PLAIN, Member, Members, SpeculationConf
 from outrider.validation import Frozen
 from tests.unit.builders import PlantedTree
 
-BUILT_IN: tuple[type[Method], ...] = (DraftModel, Ngram, Suffix)
+BUILT_IN: tuple[type[Method], ...] = (DraftModel, Lookahead, Ngram, Suffix, TokenRecycling)
 
 
 class Chorus(Method):
@@ -240,6 +240,9 @@ def test_plain_is_off_and_everything_else_is_on() -> None:
         ({"method": "ngram"}, 5),
         ({"method": "suffix"}, 16),
         ({"method": Suffix(branches=True)}, 16),
+        ({"method": "token_recycling"}, 10),
+        ({"method": "token_recycling", "tree": (3, 2)}, 9),
+        ({"method": Lookahead(window=2, ngram=4, guesses=1)}, 9),
         ({"method": "draft_model", "tree": (3, 2)}, 9),
         ({"method": "draft_model", "tree": [3, 2, 1]}, 15),
         ({"method": "draft_model", "tree": (3, 2), "num_draft_tokens": 4}, 4),
@@ -299,10 +302,12 @@ def test_settings_do_not_alias_the_callers_lists() -> None:
     assert config == SpeculationConfig(method=Chorus(members=(Ngram(),)), tree=(2, 2))
 
 
-def _configs(method: st.SearchStrategy[Method | None], *, trees: bool) -> st.SearchStrategy[SpeculationConfig]:
-    """Whole settings around a method."""
+def _configs(
+    method: st.SearchStrategy[Method | None], *, trees: bool, least: int = 1
+) -> st.SearchStrategy[SpeculationConfig]:
+    """Whole settings around a method whose settings need so many rows."""
     widths = st.lists(st.integers(1, 4), max_size=3).map(tuple) if trees else st.just(())
-    lengths = st.fixed_dictionaries({}, optional={"num_draft_tokens": st.integers(1, 512)})
+    lengths = st.fixed_dictionaries({}, optional={"num_draft_tokens": st.integers(least, 512)})
     rest = st.fixed_dictionaries(
         {
             "tree": widths,
@@ -314,6 +319,7 @@ def _configs(method: st.SearchStrategy[Method | None], *, trees: bool) -> st.Sea
 
 
 texts = st.none() | st.text(min_size=1, max_size=8)
+METHOD_CLASSES = {method.name: method for method in BUILT_IN}
 METHODS: dict[str, st.SearchStrategy[Method]] = {
     "draft_model": st.builds(
         DraftModel,
@@ -322,6 +328,7 @@ METHODS: dict[str, st.SearchStrategy[Method]] = {
         revision=texts,
         trust_remote_code=st.booleans(),
     ),
+    "lookahead": st.builds(Lookahead, window=st.integers(1, 9), ngram=st.integers(2, 9), guesses=st.integers(1, 64)),
     "ngram": st.integers(1, 9).flatmap(
         lambda low: st.builds(Ngram, min_match=st.just(low), max_match=st.integers(low, 20))
     ),
@@ -333,10 +340,16 @@ METHODS: dict[str, st.SearchStrategy[Method]] = {
         shared=st.booleans(),
         cache_mib=st.integers(1, 10**6),
     ),
+    "token_recycling": st.builds(
+        TokenRecycling, top_k=st.integers(1, 64), context=st.integers(1, 8), cache_mib=st.integers(1, 10**6)
+    ),
 }
 flat = st.one_of(
     _configs(st.none(), trees=True),
-    *(_configs(method, trees=name == "draft_model") for name, method in METHODS.items()),
+    *(
+        _configs(method, trees=METHOD_CLASSES[name].takes_tree, least=72 if name == "lookahead" else 1)
+        for name, method in METHODS.items()
+    ),
 )
 nested = st.recursive(
     flat,
@@ -475,6 +488,7 @@ def test_a_former_name_gives_its_new_form(name: str) -> None:
     )
     if meant is not None:
         names = {"DraftModel": DraftModel, "Ngram": Ngram, "Suffix": Suffix, "SpeculationConfig": SpeculationConfig}
+        names |= {"Lookahead": Lookahead, "TokenRecycling": TokenRecycling}
         assert eval(f"SpeculationConfig({advice})", names) == meant, "what the advice says does what was meant"
     else:
         assert "own class" in advice

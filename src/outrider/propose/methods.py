@@ -17,8 +17,10 @@ ENTRY_POINT_GROUP = "outrider.methods"
 #: Where the settings of the built-in methods are, so that only what is used is imported.
 _BUILT_IN = {
     "draft_model": "outrider.propose.draft_model:DraftModel",
+    "lookahead": "outrider.propose.lookahead:Lookahead",
     "ngram": "outrider.propose.ngram:Ngram",
     "suffix": "outrider.propose.suffix:Suffix",
+    "token_recycling": "outrider.propose.token_recycling:TokenRecycling",
 }
 _registered: dict[str, type[Method]] = {}
 _NO_METHOD = "Give a subclass of outrider.propose.method.Method with a name of its own."
