@@ -49,9 +49,9 @@ class Lookahead(Method):
     branches_freely: ClassVar[bool] = True
     instead_of_tree: ClassVar[str] = "Use Lookahead(guesses=...): its guesses are branches."
 
-    window: int = Field(3, ge=1, le=MAX_ROWS, description=f"Use 1 to {MAX_ROWS}; window * (ngram - 1) rows in all.")
-    ngram: int = Field(3, ge=2, le=16, description="Use 2 to 16.")
-    guesses: int = Field(3, ge=1, le=64, description="Use 1 to 64.")
+    window: int = Field(1, ge=1, le=MAX_ROWS, description=f"Use 1 to {MAX_ROWS}; window * (ngram - 1) rows in all.")
+    ngram: int = Field(4, ge=2, le=16, description="Use 2 to 16.")
+    guesses: int = Field(2, ge=1, le=64, description="Use 1 to 64.")
 
     @model_validator(mode="after")
     def _fits_a_draft(self) -> Lookahead:
