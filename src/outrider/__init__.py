@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from outrider.propose.draft_model import DraftModel
     from outrider.propose.early_exit import EarlyExit
     from outrider.propose.layer_skip import LayerSkip
+    from outrider.propose.lookahead import Lookahead
     from outrider.propose.ngram import Ngram
     from outrider.propose.speculation import SpeculationConfig
     from outrider.propose.suffix import Suffix
+    from outrider.propose.token_recycling import TokenRecycling
     from outrider.stats import RequestStats
     from outrider.trace import RoundTrace
 
@@ -41,6 +43,8 @@ _HOMES = {
     "LayerSkip": "outrider.propose.layer_skip",
     "Ngram": "outrider.propose.ngram",
     "Suffix": "outrider.propose.suffix",
+    "Lookahead": "outrider.propose.lookahead",
+    "TokenRecycling": "outrider.propose.token_recycling",
     "OutriderError": "outrider.errors",
     "RequestStats": "outrider.stats",
     "RoundTrace": "outrider.trace",
@@ -66,6 +70,7 @@ __all__ = [
     "EarlyExit",
     "LayerSkip",
     "Logprob",
+    "Lookahead",
     "Ngram",
     "OutriderError",
     "RequestOutput",
@@ -77,6 +82,7 @@ __all__ = [
     "StructuredOutputs",
     "Suffix",
     "TokenOrigin",
+    "TokenRecycling",
 ]
 
 

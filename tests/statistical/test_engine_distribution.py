@@ -96,8 +96,10 @@ def test_every_setting_has_a_name_of_its_own():
     assert len(CROSSED) == len(CROSSED_SETTINGS)
 
 
-@pytest.mark.parametrize("name", [s.name for s in SETTINGS if "suffix" in s.name])
-def test_suffix_settings_draft_and_accept(proof, name):
+@pytest.mark.parametrize(
+    "name", [s.name for s in SETTINGS if s.name.startswith(("suffix", "token recycling", "lookahead"))]
+)
+def test_settings_without_a_model_draft_and_accept(proof, name):
     """Otherwise their distributions would be those of plain decoding, and the proof would say nothing."""
     before = proof.llm.stats.finished.num_accepted_tokens
     proof.prove(BY_NAME[name], 3)

@@ -28,6 +28,21 @@ class Planted(Method):
         return Proposer()
 
 
+class PlantedTree(Planted):
+    """One whose drafts may branch without being given a shape, and whose settings need rows."""
+
+    name: ClassVar[str] = "planted_tree"
+    branches_freely: ClassVar[bool] = True
+
+    needs: int = 1
+
+    def usual_length(self) -> int:
+        return 3 * self.needs
+
+    def least_length(self) -> int:
+        return self.needs
+
+
 DRAFTING = SpeculationConfig(method=Planted(), num_draft_tokens=5)
 
 

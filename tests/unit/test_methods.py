@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from outrider import DraftModel, Ngram, Suffix
+from outrider import DraftModel, Lookahead, Ngram, Suffix, TokenRecycling
 from outrider.errors import InvalidParameterError, ProposerError, VocabularyMismatchError
 from outrider.propose import methods
 from outrider.propose.base import Proposer
@@ -85,11 +85,11 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_built_in_names() -> None:
-    assert {"draft_model", "ngram", "suffix"} <= set(methods.names())
+    assert {"draft_model", "lookahead", "ngram", "suffix", "token_recycling"} <= set(methods.names())
     assert methods.names() == sorted(methods.names())
 
 
-@pytest.mark.parametrize("method", [DraftModel, Ngram, Suffix])
+@pytest.mark.parametrize("method", [DraftModel, Lookahead, Ngram, Suffix, TokenRecycling])
 def test_a_built_in_name_finds_its_settings(method: type[Method]) -> None:
     assert methods.find(method.name) is method
 

@@ -16,7 +16,7 @@ from outrider.engine.sequence import Request, Sequence, Status
 from outrider.params import TokenOrigin
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 from tests.unit import builders
-from tests.unit.builders import DRAFTING, Planted
+from tests.unit.builders import DRAFTING, Planted, PlantedTree
 
 
 def scheduler(
@@ -378,6 +378,16 @@ def test_drafts_leave_room_for_the_token_behind_them_in_max_tokens(max_tokens: i
 def test_drafts_leave_room_for_the_token_behind_them_in_the_context(max_len: int, expected: int) -> None:
     s = scheduler(max_len=max_len)
     assert budget_of(s, running(s, 3, speculation=DRAFTING, max_model_len=max_len)) == expected
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(2, (0, 0)), (3, (5, 1)), (6, (5, 4)), (50, (5, 48))])
+def test_a_draft_that_may_branch_has_its_rows_up_to_the_last_token(max_tokens: int, expected: tuple[int, int]) -> None:
+    s = scheduler()
+    branching = SpeculationConfig(method=PlantedTree(), num_draft_tokens=5)
+    seq = running(s, 3, speculation=branching, max_tokens=max_tokens)
+    (item,) = s.schedule().items
+    assert item.seq is seq
+    assert [(turn.budget, turn.max_depth) for turn in item.turns] == [expected] * (expected != (0, 0))
 
 
 @pytest.mark.parametrize(("free_rows", "expected"), [(1, [0, 0]), (3, [2, 0]), (6, [5, 0]), (8, [5, 2]), (99, [5, 5])])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider import CrossVocabulary, DraftModel, EarlyExit, LayerSkip, Ngram, Suffix
+from outrider import CrossVocabulary, DraftModel, EarlyExit, LayerSkip, Lookahead, Ngram, Suffix, TokenRecycling
 from outrider.config import DTypeName
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ProposerError
 from outrider.propose import methods
@@ -19,8 +19,18 @@ from outrider.propose.base import Proposer
 from outrider.propose.method import RESERVED, Method, ProposerContext
 from outrider.propose.speculation import PLAIN, Member, Members, SpeculationConfig, tree_size
 from outrider.validation import Frozen
+from tests.unit.builders import PlantedTree
 
-BUILT_IN: tuple[type[Method], ...] = (CrossVocabulary, DraftModel, EarlyExit, LayerSkip, Ngram, Suffix)
+BUILT_IN: tuple[type[Method], ...] = (
+    CrossVocabulary,
+    DraftModel,
+    EarlyExit,
+    LayerSkip,
+    Lookahead,
+    Ngram,
+    Suffix,
+    TokenRecycling,
+)
 
 
 class Chorus(Method):
@@ -239,6 +249,9 @@ def test_plain_is_off_and_everything_else_is_on() -> None:
         ({"method": "ngram"}, 5),
         ({"method": "suffix"}, 16),
         ({"method": Suffix(branches=True)}, 16),
+        ({"method": "token_recycling"}, 10),
+        ({"method": "token_recycling", "tree": (3, 2)}, 9),
+        ({"method": Lookahead(window=2, ngram=4, guesses=1)}, 9),
         ({"method": "draft_model", "tree": (3, 2)}, 9),
         ({"method": "draft_model", "tree": [3, 2, 1]}, 15),
         ({"method": "draft_model", "tree": (3, 2), "num_draft_tokens": 4}, 4),
@@ -247,6 +260,16 @@ def test_plain_is_off_and_everything_else_is_on() -> None:
 )
 def test_unless_given_the_length_is_what_suits(values: dict[str, Any], length: int) -> None:
     assert SpeculationConfig(**values).num_draft_tokens == length
+
+
+def test_a_method_whose_settings_need_rows_says_how_many() -> None:
+    assert SpeculationConfig(method=PlantedTree(needs=4)).num_draft_tokens == 12
+    assert SpeculationConfig(method=PlantedTree(needs=4), num_draft_tokens=4).num_draft_tokens == 4
+    with pytest.raises(ContradictionError) as caught:
+        SpeculationConfig(method=PlantedTree(needs=4), num_draft_tokens=3)
+    assert (caught.value.field, caught.value.value) == ("num_draft_tokens", 3)
+    with pytest.raises(ContradictionError):
+        SpeculationConfig(method=PlantedTree(needs=4)).replace(num_draft_tokens=1)
 
 
 # -- all forms say the same --------------------------------------------------------------------------------------------
@@ -288,10 +311,12 @@ def test_settings_do_not_alias_the_callers_lists() -> None:
     assert config == SpeculationConfig(method=Chorus(members=(Ngram(),)), tree=(2, 2))
 
 
-def _configs(method: st.SearchStrategy[Method | None], *, trees: bool) -> st.SearchStrategy[SpeculationConfig]:
-    """Whole settings around a method."""
+def _configs(
+    method: st.SearchStrategy[Method | None], *, trees: bool, least: int = 1
+) -> st.SearchStrategy[SpeculationConfig]:
+    """Whole settings around a method whose settings need so many rows."""
     widths = st.lists(st.integers(1, 4), max_size=3).map(tuple) if trees else st.just(())
-    lengths = st.fixed_dictionaries({}, optional={"num_draft_tokens": st.integers(1, 512)})
+    lengths = st.fixed_dictionaries({}, optional={"num_draft_tokens": st.integers(least, 512)})
     rest = st.fixed_dictionaries(
         {
             "tree": widths,
@@ -309,11 +334,13 @@ loaded: dict[str, st.SearchStrategy[Any]] = {
     "revision": texts,
     "trust_remote_code": st.booleans(),
 }
+METHOD_CLASSES = {method.name: method for method in BUILT_IN}
 METHODS: dict[str, st.SearchStrategy[Method]] = {
-    "draft_model": st.builds(DraftModel, **loaded),
+    "draft_model": st.builds(DraftModel, **loaded, min_confidence=st.floats(0, 1)),
     "cross_vocabulary": st.builds(CrossVocabulary, **loaded, match=st.sampled_from(["tokens", "text"])),
     "early_exit": st.builds(EarlyExit, layers=st.none() | st.integers(1, 99)),
     "layer_skip": st.builds(LayerSkip, skip=st.none() | st.sets(st.integers(0, 99), min_size=1).map(sorted).map(tuple)),
+    "lookahead": st.builds(Lookahead, window=st.integers(1, 9), ngram=st.integers(2, 9), guesses=st.integers(1, 64)),
     "ngram": st.integers(1, 9).flatmap(
         lambda low: st.builds(Ngram, min_match=st.just(low), max_match=st.integers(low, 20))
     ),
@@ -325,10 +352,20 @@ METHODS: dict[str, st.SearchStrategy[Method]] = {
         shared=st.booleans(),
         cache_mib=st.integers(1, 10**6),
     ),
+    "token_recycling": st.builds(
+        TokenRecycling, top_k=st.integers(1, 64), context=st.integers(1, 8), cache_mib=st.integers(1, 10**6)
+    ),
 }
 flat = st.one_of(
     _configs(st.none(), trees=True),
-    *(_configs(method, trees=name in ("draft_model", "early_exit", "layer_skip")) for name, method in METHODS.items()),
+    *(
+        _configs(
+            method,
+            trees=METHOD_CLASSES[name].takes_tree and name != "cross_vocabulary",  # by text it takes none
+            least=72 if name == "lookahead" else 1,
+        )
+        for name, method in METHODS.items()
+    ),
 )
 nested = st.recursive(
     flat,
@@ -467,6 +504,7 @@ def test_a_former_name_gives_its_new_form(name: str) -> None:
     )
     if meant is not None:
         names = {"DraftModel": DraftModel, "Ngram": Ngram, "Suffix": Suffix, "SpeculationConfig": SpeculationConfig}
+        names |= {"Lookahead": Lookahead, "TokenRecycling": TokenRecycling}
         assert eval(f"SpeculationConfig({advice})", names) == meant, "what the advice says does what was meant"
     else:
         assert "own class" in advice

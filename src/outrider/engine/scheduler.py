@@ -218,7 +218,7 @@ class Scheduler:
             if config.method is None or depth <= 0:
                 break
             budget = min(config.num_draft_tokens, rows_left - num_rows)
-            if not config.tree:
+            if not config.tree and not config.method.branches_freely:
                 budget = min(budget, depth)
             while budget > 0 and not seq.kv.grow(len(seq.token_ids) + num_rows + budget):
                 budget -= 1

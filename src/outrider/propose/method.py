@@ -67,11 +67,16 @@ class Method(Frozen):
 
     #: What callers write: SpeculationConfig(method="...").
     name: ClassVar[str]
-    #: Length of a draft where nobody asks for one.
+    #: Length of a draft where nobody asks for one, unless the settings say more (see `usual_length`).
     default_num_draft_tokens: ClassVar[int] = 5
     #: Whether drafts can follow a fixed shape (SpeculationConfig.tree), and what to do instead where they cannot.
     takes_tree: ClassVar[bool] = True
     instead_of_tree: ClassVar[str] = "Leave it out."
+    #: Whether its drafts grow from probabilities, by which trees can adapt ("best_first", "sequoia").
+    tree_adapts: ClassVar[bool] = True
+    #: Whether drafts may have more rows than their longest path without such a shape. Where they may not, no more rows are
+    #: granted than a path may be long.
+    branches_freely: ClassVar[bool] = False
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -85,6 +90,15 @@ class Method(Frozen):
     def allows_tree(self) -> bool:
         """Whether drafts of these settings can follow a fixed shape."""
         return self.takes_tree
+
+    def usual_length(self) -> int:
+        """Length of a draft where nobody asks for one; for a method whose settings decide it to override."""
+        return self.default_num_draft_tokens
+
+    def least_length(self) -> int:
+        """Rows that a caller must grant to a draft at least; for a method whose settings need more to override. In a step
+        a draft may have fewer nonetheless."""
+        return 1
 
     def build(self, context: ProposerContext) -> Proposer:
         """The proposer with these settings.

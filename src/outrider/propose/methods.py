@@ -20,8 +20,10 @@ _BUILT_IN = {
     "draft_model": "outrider.propose.draft_model:DraftModel",
     "early_exit": "outrider.propose.early_exit:EarlyExit",
     "layer_skip": "outrider.propose.layer_skip:LayerSkip",
+    "lookahead": "outrider.propose.lookahead:Lookahead",
     "ngram": "outrider.propose.ngram:Ngram",
     "suffix": "outrider.propose.suffix:Suffix",
+    "token_recycling": "outrider.propose.token_recycling:TokenRecycling",
 }
 _registered: dict[str, type[Method]] = {}
 _NO_METHOD = "Give a subclass of outrider.propose.method.Method with a name of its own."

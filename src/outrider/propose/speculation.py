@@ -155,13 +155,21 @@ class SpeculationConfig(Frozen):
         if isinstance(tree, str):
             return {"num_draft_tokens": _ADAPTIVE_ROWS, **values}
         method = values["method"]
-        return values if method is None else {**values, "num_draft_tokens": method.default_num_draft_tokens}
+        return values if method is None else {**values, "num_draft_tokens": method.usual_length()}
 
     @model_validator(mode="after")
     def _shape_fits(self) -> SpeculationConfig:
         if self.tree and self.method is not None and not self.method.allows_tree:
             problem = f"method={self.method.name!r} takes no fixed shape"
             raise ContradictionError("tree", self.tree, problem, self.method.instead_of_tree)
+        if isinstance(self.tree, str) and self.method is not None and not self.method.tree_adapts:
+            problem = f"method={self.method.name!r} has no probabilities by which a tree could adapt"
+            raise ContradictionError("tree", self.tree, problem, "Leave it out, or give the children by depth.")
+        least = 1 if self.method is None else self.method.least_length()
+        if self.num_draft_tokens < least:
+            problem = f"method={self.name!r} needs {least} rows with its settings"
+            remedy = f"Use {least} or more, or change the settings of the method."
+            raise ContradictionError("num_draft_tokens", self.num_draft_tokens, problem, remedy)
         return self
 
     @property

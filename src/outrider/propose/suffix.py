@@ -40,6 +40,7 @@ class Suffix(Method):
     default_num_draft_tokens: ClassVar[int] = 16
     takes_tree: ClassVar[bool] = False
     instead_of_tree: ClassVar[str] = "Use Suffix(branches=True)."
+    branches_freely: ClassVar[bool] = True
 
     min_match: int = Field(2, ge=1, description="Use 1 or more.")
     factor: float = Field(2.0, gt=0.0, le=64.0, description="Use a value above 0, up to 64.")

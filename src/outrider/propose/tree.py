@@ -97,7 +97,7 @@ class StaticTree(TemplateTree):
     """
 
     def __init__(self, parents: Sequence[int]) -> None:
-        self._parents = tuple(parents)
+        self.shape = tuple(parents)
 
     @staticmethod
     @lru_cache(64)
@@ -113,7 +113,7 @@ class StaticTree(TemplateTree):
         return StaticTree(parents[:MAX_ROWS])
 
     def parents(self, growth: Growth) -> tuple[int, ...]:
-        return self._parents
+        return self.shape
 
 
 CHAIN = StaticTree(range(-1, MAX_ROWS - 1))

@@ -77,6 +77,10 @@ LOOKUP = {"method": "ngram", "num_draft_tokens": 2, "min_match": 1}
 _ONE = _drafted("auto", num_draft_tokens=1)
 #: This lookup learns from other texts of its namespace.
 _SHARED = {"method": "suffix", "num_draft_tokens": 2, "min_match": 1, "shared": True}
+#: This one keeps what the target held likely in earlier texts of its namespace.
+_RECYCLED = {"method": "token_recycling", "num_draft_tokens": 4}
+#: Window and guesses have room in the first rounds, and are cut in the later ones.
+_LOOKAHEAD = {"method": "lookahead", "window": 2, "ngram": 3, "guesses": 2, "num_draft_tokens": 7}
 
 QUICK_SETTINGS = (
     Setting("token", _drafted("token")),
@@ -97,6 +101,14 @@ SETTINGS = (
     Setting("suffix, branches", {"method": "suffix", "num_draft_tokens": 3, "min_match": 1, "branches": True}),
     Setting("suffix, shared texts", _SHARED),
     Setting("suffix, shared texts, two samples", _SHARED, {"n": 2, "max_tokens": 2}),
+    Setting("token recycling", _RECYCLED),
+    Setting("token recycling, fixed shape, one context", {**_RECYCLED, "context": 1, "tree": (2, 1)}),
+    Setting("token recycling, two samples", _RECYCLED, {"n": 2, "max_tokens": 2}),
+    Setting("token recycling behind a drawn draft", turns=((_ONE, _RECYCLED),)),
+    Setting("lookahead", _LOOKAHEAD, {"max_tokens": 6}),
+    Setting("lookahead, seeded", _LOOKAHEAD, {"max_tokens": 5, "seed": 7}),
+    Setting("lookahead, two samples", _LOOKAHEAD, {"n": 2, "max_tokens": 2}),
+    Setting("lookahead behind a drawn draft", turns=((_ONE, _LOOKAHEAD),)),
     Setting("tree, traversal", _drafted("block", tree=(2, 1))),
     Setting("tree, recursive rejection", _drafted("token", tree=(2, 1))),
     Setting("tree, coupled", _drafted("coupled", tree=(2, 1))),

@@ -28,7 +28,7 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
     own_draft = {"draft_model": DRAFT, "cross_vocabulary": OTHER_DRAFT}.get(method["method"])
     if own_draft is not None:
         method.setdefault("model", own_draft)
-    base = {**method, "num_draft_tokens": 2}
+    base = {**method, "num_draft_tokens": _length(method, 2)}
     found = [
         Setting("as it is", base),
         Setting("token rule", {**base, "rule": "token"}),
@@ -38,16 +38,20 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
         Setting("temperature and top_p", base, {"temperature": 1.5, "top_p": 0.8}),
         Setting("penalties", base, {"frequency_penalty": -0.6, "repetition_penalty": 1.7}),
         Setting("stop tokens", base, {"stop_token_ids": (2,)}),
-        Setting("two samples", {**base, "num_draft_tokens": 1}, {"n": 2, "max_tokens": 2}),
+        Setting("two samples", {**method, "num_draft_tokens": _length(method, 1)}, {"n": 2, "max_tokens": 2}),
         Setting("behind a lookup", turns=(({**LOOKUP, "num_draft_tokens": 1}, base),)),
-        Setting("a lookup behind it", turns=(({**base, "num_draft_tokens": 1}, {**LOOKUP, "num_draft_tokens": 1}),)),
+        Setting(
+            "a lookup behind it",
+            turns=(({**method, "num_draft_tokens": _length(method, 1)}, {**LOOKUP, "num_draft_tokens": 1}),),
+        ),
         Setting("in turns with others", turns=((base,), (), (LOOKUP,))),
     ]
     kind = SpeculationConfig.of(method).method
     if kind is not None and kind.allows_tree:
         tree = {**method, "tree": (2, 1)}
         found += [Setting("tree", tree), Setting("tree, token rule", {**tree, "rule": "token"})]
-        found.append(Setting("best-first tree", {**method, "tree": "best_first", "num_draft_tokens": 3}))
+        if kind.tree_adapts:
+            found.append(Setting("best-first tree", {**method, "tree": "best_first", "num_draft_tokens": 3}))
     return found
 
 
@@ -74,5 +78,11 @@ def method_proofs(
 
 def speculations(asked: Mapping[str, Any]) -> list[SpeculationConfig]:
     """A method with the settings that were asked for, and with three other numbers of draft tokens."""
-    lengths = ({**asked, "num_draft_tokens": length} for length in (1, 3, 6))
+    lengths = ({**asked, "num_draft_tokens": _length(asked, length)} for length in (1, 3, 6))
     return [SpeculationConfig.of(asked), *(SpeculationConfig.of(settings) for settings in lengths)]
+
+
+def _length(asked: Mapping[str, Any], length: int) -> int:
+    """A number of draft tokens, or as many as the method's settings need where that is more."""
+    method = SpeculationConfig.of({name: value for name, value in asked.items() if name not in _VARIED}).method
+    return length if method is None else max(length, method.least_length())
