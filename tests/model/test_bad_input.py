@@ -91,6 +91,13 @@ def test_parameters_that_are_no_law_or_have_another_name_are_refused(name: str) 
         ({"method": 5}, "method", InvalidParameterError),
         ({"num_draft_tokens": 0}, "num_draft_tokens", InvalidParameterError),
         ({"tree": (64, 64)}, "tree", InvalidParameterError),
+        ({"tree": "widest"}, "tree", InvalidParameterError),
+        ({"method": "token_recycling", "tree": "best_first"}, "tree", ContradictionError),
+        ({"method": "ngram", "tree": "sequoia"}, "tree", ContradictionError),
+        ({"method": "draft_model", "min_confidence": 1.5}, "min_confidence", InvalidParameterError),
+        ({"method": "lookahead", "window": 200, "ngram": 9}, "window", ContradictionError),
+        ({"method": "early_exit", "layers": 0}, "layers", InvalidParameterError),
+        ({"method": "layer_skip", "skip": ()}, "skip", InvalidParameterError),
         ({"rule": "lossy"}, "rule", InvalidParameterError),
         ({"unknown": 1}, "unknown", InvalidParameterError),
     ],
@@ -397,3 +404,32 @@ def test_vocabularies_that_name_tokens_differently(tmp_path: Path) -> None:
 def test_every_error_is_an_outrider_error(llm: LLM) -> None:
     with pytest.raises(OutriderError):
         llm.generate("x", params="hot")  # type: ignore[arg-type]
+
+
+FEW_ROWS = {"max_num_batched_tokens": 12, "max_num_seqs": 4}
+
+
+@pytest.mark.parametrize(
+    ("speculation", "how", "field", "kind"),
+    [
+        (
+            {"method": "draft_model", "tree": (3, 3)},
+            {"max_num_batched_tokens": 12, "max_num_seqs": 4},
+            "tree",
+            ContradictionError,
+        ),
+        ({"method": "draft_model", "tree": (1,) * 16}, {"max_model_len": 16}, "tree", ContradictionError),
+        ({"method": "early_exit", "layers": 99}, {}, "layers", InvalidParameterError),
+        ({"method": "layer_skip", "skip": (99,)}, {}, "skip", InvalidParameterError),
+    ],
+)
+def test_a_draft_that_could_never_fit_is_refused_before_any_work(
+    speculation: dict[str, Any], how: dict[str, Any], field: str, kind: type[InputError]
+) -> None:
+    llm = LLM(**how)
+    with pytest.raises(kind) as caught:
+        llm.generate("a", SamplingParams(max_tokens=4), speculation=speculation)
+    assert caught.value.field == field
+    assert caught.value.remedy
+    assert not llm.engine.has_work
+    assert len(llm.generate("a", SamplingParams(max_tokens=4))[0].token_ids) > 0

@@ -179,7 +179,7 @@ def test_the_page_the_terminal_and_the_numbers_say_the_same() -> None:
     assert Results.model_validate_json(found.model_dump_json()) == found
 
 
-@pytest.mark.parametrize("name", ["plain", *NAMES])
+@pytest.mark.parametrize("name", ["plain", *NAMES, "draft_model:2,1", "draft_model:best_first:6"])
 @pytest.mark.parametrize("model", ["embedded", "wide", "/folder/it's mine"])
 def test_what_is_pasted_is_the_way(name: str, model: str) -> None:
     draft_model = default_model("draft") if model != "/folder/it's mine" else "/d"
@@ -192,7 +192,7 @@ def test_what_is_pasted_is_the_way(name: str, model: str) -> None:
         return SpeculationConfig.of(speculation)
 
     config = eval(recipe.python, {"LLM": llm} | {name: getattr(outrider, name) for name in PASTED})
-    named = {"embedded": None, "wide": "DRAFT"}.get(model, "/d") if name == "draft_model:4" else None
+    named = {"embedded": None, "wide": "DRAFT"}.get(model, "/d") if name.startswith("draft_model") else None
     if isinstance(chosen.config.method, DraftModel):
         assert config == chosen.config.replace(method=DraftModel(model=named))
     else:
@@ -202,6 +202,8 @@ def test_what_is_pasted_is_the_way(name: str, model: str) -> None:
     assert words[words.index("--temperature") + 1] == "0"
     assert "/folder/it's mine" in words or model != "/folder/it's mine"
     assert ("--draft-model" in words) is (named is not None)
+    tree = config.tree if isinstance(config.tree, str) else ",".join(map(str, config.tree))
+    assert words[words.index("--tree") + 1] == tree if config.tree else "--tree" not in words
     if "--method" in words and config.method is not None:  # as the command reads it
         assert SpeculationConfig.of(method_settings(words[words.index("--method") + 1])).method == config.method
 

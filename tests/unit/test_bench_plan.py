@@ -84,6 +84,18 @@ def test_ways_by_name() -> None:
     assert len(parse_ways(["ngram:3", "ngram:3"], None)) == 2
 
 
+def test_trees_are_ways() -> None:
+    names = ["draft_model:3,2,1", "draft_model:best_first:8", "draft_model:sequoia", "layer_skip:best_first"]
+    ways = {way.name: way.config for way in parse_ways(names, "d")}
+    assert ways["draft_model (3,2,1) k=15"].tree == (3, 2, 1)
+    assert (ways["draft_model best-first k=8"].tree, ways["draft_model best-first k=8"].num_draft_tokens) == (
+        "best_first",
+        8,
+    )
+    assert ways["draft_model sequoia k=12"].tree == "sequoia"
+    assert ways["layer_skip best-first k=12"].name == "layer_skip"
+
+
 @pytest.mark.parametrize("name", ["psychic", "ngram:0", "ngram:x", "", "ngram:3:4", "none", "plain:2", "draft_model:2"])
 def test_ways_that_cannot_be_taken(name: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:

@@ -1,0 +1,68 @@
+"""All methods in one batch: every text is what it is alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider.propose import methods
+from tests.model.vocabularies import save_permuted_and_cut
+
+PROMPTS = ["def main(", "The little dog went to", "x = [1, 2, 3, 1, 2, 3,"]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24),
+    SamplingParams(seed=4, max_tokens=20, top_k=40, top_p=0.9),
+    SamplingParams(seed=5, max_tokens=16, n=2, repetition_penalty=1.3),
+    SamplingParams(temperature=0, max_tokens=18, logit_bias={7: 2.0}, min_tokens=9),
+]
+WAYS: list[dict[str, Any]] = [
+    {"method": "none"},
+    {"method": "draft_model", "num_draft_tokens": 1},
+    {"method": "draft_model", "num_draft_tokens": 7, "min_confidence": 0.3},
+    {"method": "draft_model", "tree": (3, 1, 2)},
+    {"method": "draft_model", "tree": "best_first"},
+    {"method": "draft_model", "tree": "sequoia", "num_draft_tokens": 6},
+    {"method": "draft_model", "rule": "walk", "num_draft_tokens": 3},
+    {"method": "draft_model", "rule": "coupled", "draft_sampling": "greedy", "tree": "best_first"},
+    {"method": "early_exit", "num_draft_tokens": 4},
+    {"method": "early_exit", "layers": 6, "tree": (2, 1, 1)},
+    {"method": "layer_skip", "tree": "best_first", "num_draft_tokens": 5},
+    {"method": "layer_skip", "skip": (2, 3), "num_draft_tokens": 2},
+    {"method": "cross_vocabulary", "num_draft_tokens": 3},
+    {"method": "cross_vocabulary", "match": "text", "num_draft_tokens": 5},
+    {"method": "token_recycling", "num_draft_tokens": 9},
+    {"method": "lookahead"},
+    {"method": "ngram", "min_match": 1},
+    {"method": "suffix", "branches": True, "shared": True},
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(dtype="float64", block_size=8, max_num_seqs=64, kv_cache_tokens=3000)
+
+
+def test_every_method_takes_part() -> None:
+    assert {way["method"] for way in WAYS} == {"none", *methods._BUILT_IN}
+
+
+def test_a_batch_of_all_methods_writes_what_each_request_writes_alone(llm: LLM, tmp_path: Path) -> None:
+    """With different lengths, trees, rules, parameters and numbers of samples, and too little memory for all at once."""
+    other = save_permuted_and_cut(tmp_path / "cut", num_merges=1200)
+    requests = [
+        (prompt, PARAMS[(place + turn) % len(PARAMS)], {**way, "model": other} if "cross" in way["method"] else way)
+        for turn, prompt in enumerate(PROMPTS)
+        for place, way in enumerate(WAYS)
+    ]
+    prompts, params, ways = zip(*requests, strict=True)
+    configs = [SpeculationConfig.of(way) for way in ways]
+    together = llm.generate(list(prompts), list(params), speculation=configs)
+    assert [output.error for output in together] == [None] * len(together)
+    for prompt, sampling, config, output in zip(prompts, params, configs, together, strict=True):
+        (alone,) = llm.generate(prompt, sampling, speculation=config)
+        want = [sample.token_ids for sample in alone.outputs]
+        assert [sample.token_ids for sample in output.outputs] == want, (prompt, sampling, config)
+    llm.engine.check_integrity()

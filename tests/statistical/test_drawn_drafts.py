@@ -1,0 +1,147 @@
+"""Every proposer draws what it says: a chi-square test of all sampled draft tokens against the probabilities they state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+from tests.model.vocabularies import save_permuted_and_cut
+
+from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider.draft import Draft, Law
+from outrider.engine import engine
+from outrider.propose import growth, methods
+
+#: The chance that a proposer that draws right fails.
+SURE = 1e-6
+BINS = 16
+TEXTS = ["def main(", "The little dog went to", '{"name": "', "for i in range(", "import os\n", "Once upon a time"] * 3
+
+#: Ways that draw, each with parameters of the request.
+DRAWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "draft model": ({"method": "draft_model", "num_draft_tokens": 4}, {}),
+    "token rule, filters": (
+        {"method": "draft_model", "num_draft_tokens": 4, "rule": "token"},
+        {"temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
+    ),
+    "penalties": ({"method": "draft_model", "num_draft_tokens": 4}, {"repetition_penalty": 1.5, "frequency_penalty": 0.3}),
+    "tree": ({"method": "draft_model", "tree": (3, 2, 1)}, {}),
+    "best-first tree": ({"method": "draft_model", "tree": "best_first"}, {}),
+    "Sequoia's tree": ({"method": "draft_model", "tree": "sequoia"}, {"temperature": 0.8}),
+    "low confidence": ({"method": "draft_model", "num_draft_tokens": 6, "min_confidence": 0.3}, {}),
+    "low confidence in a tree": ({"method": "draft_model", "tree": "best_first", "min_confidence": 0.2}, {}),
+    "early exit": ({"method": "early_exit", "layers": 4, "num_draft_tokens": 4}, {}),
+    "early exit, best-first tree": ({"method": "early_exit", "tree": "best_first"}, {"top_p": 0.95}),
+    "layer skip": ({"method": "layer_skip", "num_draft_tokens": 4}, {}),
+    "layer skip, tree": ({"method": "layer_skip", "tree": (2, 2)}, {}),
+    "other vocabulary": ({"method": "cross_vocabulary", "num_draft_tokens": 4}, {}),
+    "other vocabulary, tree": ({"method": "cross_vocabulary", "tree": (2, 2)}, {"temperature": 0.7}),
+}
+#: Ways that never draw.
+CHOSEN: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "min_match": 1},
+    "suffix": {"method": "suffix", "min_match": 1, "branches": True},
+    "token recycling": {"method": "token_recycling"},
+    "lookahead": {"method": "lookahead"},
+    "text of another vocabulary": {"method": "cross_vocabulary", "match": "text"},
+    "likeliest tokens": {"method": "draft_model", "draft_sampling": "greedy", "tree": "best_first"},
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def other_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("other")
+    return save_permuted_and_cut(folder / "cut", num_merges=1200)
+
+
+def drafts(llm: LLM, way: dict[str, Any], params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
+    """Every draft of some texts, as the engine verified it."""
+    seen: list[Draft] = []
+    stock: Callable[..., Any] = engine.propose_all
+
+    def watched(*args: Any) -> Any:
+        steps = stock(*args)
+        seen.extend(step.draft for step in steps if len(step.draft))
+        return steps
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "propose_all", watched)
+        settings = SamplingParams(**{"max_tokens": 28, "ignore_eos": True, **params})
+        for output in llm.generate(TEXTS, settings, speculation=SpeculationConfig.of(way)):
+            assert output.stats.num_proposer_faults == 0
+    return seen
+
+
+def ranks(found: Sequence[Draft], rng: np.random.Generator) -> Iterator[float]:
+    """Where each drawn token lies in what it was drawn from, behind its elder siblings: evenly spread if it was."""
+    for draft in found:
+        assert draft.draft_probs is not None
+        left: dict[int, torch.Tensor] = {}
+        for node, (token, parent, law) in enumerate(zip(draft.token_ids, draft.parents, draft.laws, strict=True)):
+            if law is not Law.SAMPLED:
+                continue
+            probs = left.setdefault(parent, draft.draft_probs[node].double().clone())
+            below, own, total = float(probs[:token].sum()), float(probs[token]), float(probs.sum())
+            yield (below + rng.random() * own) / total
+            probs[token] = 0.0
+
+
+def p_value(found: Sequence[Draft]) -> float:
+    places = list(ranks(found, np.random.default_rng(1)))
+    assert len(places) > 500, "too few to tell"
+    counts, _ = np.histogram(places, BINS, (0.0, 1.0))
+    expected = len(places) / BINS
+    return float(chi2.sf(((counts - expected) ** 2 / expected).sum(), BINS - 1))
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn_tokens_follow_the_probabilities_that_are_stated(
+    llm: LLM, other_draft: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way, params = DRAWN[name]
+    if way["method"] == "cross_vocabulary":
+        way = {**way, "model": other_draft}
+    assert p_value(drafts(llm, way, params, monkeypatch)) > SURE
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_is_not_drawn_does_not_claim_to_be(
+    llm: LLM, other_draft: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way = CHOSEN[name]
+    if way["method"] == "cross_vocabulary":
+        way = {**way, "model": other_draft}
+    found = drafts(llm, way, {}, monkeypatch)
+    assert found
+    assert not any(Law.SAMPLED in draft.laws for draft in found)
+
+
+def test_every_method_is_drawn_from() -> None:
+    tried = {way["method"] for way, _ in DRAWN.values()} | {way["method"] for way in CHOSEN.values()}
+    assert tried == set(methods._BUILT_IN)
+
+
+@pytest.mark.parametrize("name", ["draft model", "best-first tree", "early exit"])
+def test_a_proposer_that_keeps_likely_tokens_alone_turns_red(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a drawn token is taken back where it is unlikely."""
+    stock = growth._draw
+
+    def choosy(families: Any, noise: Any) -> None:
+        stock(families, noise)
+        for family in families:
+            row = family.growth.laws[family.parent].row
+            family.tokens = [token for token in family.tokens if float(row[token]) > 0.02 * float(row.max())]
+
+    monkeypatch.setattr(growth, "_draw", choosy)
+    way, params = DRAWN[name]
+    assert p_value(drafts(llm, way, params, monkeypatch)) < SURE
