@@ -80,7 +80,7 @@ def test_stock_operators_make_no_such_promise(monkeypatch: pytest.MonkeyPatch) -
 def test_texts_are_the_same_in_any_batch_with_any_proposer(dtype: Any) -> None:
     """The embedded pair: prefix hits, preemptions, small chunks, trees and chains, against each request alone."""
     settings: dict[str, Any] = {"dtype": dtype, "batch_invariant": True, "block_size": 8}
-    tight = LLM(**settings, max_num_batched_tokens=24, max_num_seqs=5, kv_cache_tokens=120)
+    tight = LLM(**settings, max_num_batched_tokens=24, max_num_seqs=5, kv_cache_tokens=104)
     alone = LLM(**settings, speculation="none", prefix_caching=False)
     ways = [
         SpeculationConfig(method="draft_model", num_draft_tokens=4),

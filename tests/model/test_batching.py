@@ -41,7 +41,7 @@ def speculations(draft: str) -> list[SpeculationConfig]:
         SpeculationConfig(method=DraftModel(model=draft), num_draft_tokens=5),
         SpeculationConfig(method=DraftModel(model=draft), num_draft_tokens=4, draft_sampling="greedy"),
         SpeculationConfig(method=DraftModel(model=draft), num_draft_tokens=3, rule="walk"),
-        SpeculationConfig(method=DraftModel(model=draft), tree=(3, 2, 1)),
+        SpeculationConfig(method=DraftModel(model=draft), tree=(3, 2)),
         SpeculationConfig(method=DraftModel(model=draft), tree=(2, 2), draft_sampling="greedy"),
         SpeculationConfig(method=Suffix(min_match=1)),
         SpeculationConfig(method=Suffix(min_match=1, branches=True, shared=True)),

@@ -85,8 +85,8 @@ BOUNDARY_MUTANTS = (
     _mutant(
         "the planner is asked after drafting and looks at the draft",
         "engine/engine.py",
-        "        return propose_all(plan.items, drafters, self.noise, self.runner.loaded.vocab_size)\n",
-        "        found = propose_all(plan.items, drafters, self.noise, self.runner.loaded.vocab_size)\n"
+        "        return propose_all(plan.items, drafters, self.builders, self.noise, self.runner.loaded.vocab_size)\n",
+        "        found = propose_all(plan.items, drafters, self.builders, self.noise, self.runner.loaded.vocab_size)\n"
         "        for step in found:\n"
         "            if len(step.draft) and step.draft.token_ids[-1] == 0:\n"
         "                step.draft = step.draft.first(len(step.draft) - 1)\n"
@@ -142,22 +142,23 @@ BOUNDARY_MUTANTS = (
         "shared blocks copied after the proposers have read them",
         "engine/engine.py",
         "                self.runner.copy_blocks(plan.copies)  # first of all: a proposer may read the target's KV\n"
-        "                drafts = self._propose(plan)\n",
-        "                drafts = self._propose(plan)\n                self.runner.copy_blocks(plan.copies)\n",
+        "                self.runner.begun.clear()\n                drafts = self._propose(plan)\n",
+        "                self.runner.begun.clear()\n                drafts = self._propose(plan)\n"
+        "                self.runner.copy_blocks(plan.copies)\n",
         "shallow",
     ),
     _mutant(
         "rolling back keeps a token that the text does not confirm",
         "cache/lease.py",
-        "confirmed < min(len(self.ahead), room) and self.ahead[confirmed] == token_ids[self.num_computed + confirmed]:",
-        "confirmed < min(len(self.ahead), room):",
+        "            if self.ahead[confirmed] != (token_ids[place] if place < size else loose[place - size]):\n",
+        "            if False:\n",
         "leases",
     ),
     _mutant(
         "rolling back leaves the tokens ahead",
         "cache/lease.py",
-        "        self.num_computed += confirmed\n        self.ahead.clear()\n",
-        "        self.num_computed += confirmed\n",
+        "self.ahead = self.ahead[settled:confirmed]\n",
+        "self.ahead = self.ahead[settled:]\n",
         "leases",
     ),
     _mutant(

@@ -71,8 +71,9 @@ MUTANTS = (
         "draft law reported before temperature and truncation",
         1,
         "propose/growth.py",
-        "drawn_from = dict(zip(drawing, probs, strict=True))",
-        "drawn_from = dict(zip(drawing, logits[drawing].softmax(-1), strict=True))",
+        "probs = torch.stack([self.laws[n.parent].row for n in self.nodes])",
+        "probs = torch.stack([self.laws[n.parent].row.pow(0.6) for n in self.nodes])\n"
+        "        probs /= probs.sum(-1, keepdim=True)",
         "law_filtered",
     ),
     Mutant(
@@ -80,7 +81,7 @@ MUTANTS = (
         2,
         "propose/growth.py",
         "        if not self.nodes:\n            return EMPTY\n",
-        "        while self.nodes and self.draws and self.nodes[-1].probs[self.nodes[-1].token_id] < 0.3:\n"
+        "        while self.nodes and self.draws and self.confidence(len(self.nodes) - 1).token < 0.3:\n"
         "            self.nodes.pop()\n        if not self.nodes:\n            return EMPTY\n",
         "law_block",
     ),
@@ -253,7 +254,7 @@ MUTANTS = (
         "children drawn with replacement and said to be without",
         3,
         "propose/growth.py",
-        "        left[members, tokens] = 0.0\n",
+        "        if turn + 1 < max(family.count for family in families):\n            left[wide, drawn] = 0.0\n",
         "",
         "law_tree",
     ),

@@ -21,6 +21,7 @@ from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, Proposer
 from outrider.propose.draft_model import DraftModel, DraftModelProposer
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.speculation import Member, Members, SpeculationConfig
+from outrider.propose.tree import CHAIN
 from outrider.prove.engine_distribution import DRAFT, EngineProof, Setting, _filled
 from outrider.prove.tiny import raise_norms, save_tiny_llama
 from outrider.verify.logits import target_probs
@@ -59,7 +60,7 @@ class ChainedProposer(Proposer):
                     budget=max(0, min(length, r.budget - len(d), r.max_depth - len(d))),
                     max_depth=max(0, r.max_depth - len(d)),
                     path=(*r.path, *d.token_ids),
-                    tree=(),
+                    builder=CHAIN,
                 )
                 for r, d in zip(requests, drafts, strict=True)
             ]
