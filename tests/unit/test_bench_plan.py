@@ -96,6 +96,13 @@ def test_trees_are_ways() -> None:
     assert ways["layer_skip best-first k=12"].name == "layer_skip"
 
 
+def test_drafts_that_follow_the_forced_text_take_no_part_in_a_replay() -> None:
+    names = ["draft_model:2", "early_exit", "layer_skip", "ngram", "suffix-tree", "token_recycling", "lookahead"]
+    assert {way.config.name for way in parse_ways(names, "d") if way.replays} == {
+        "none", "ngram", "suffix", "token_recycling", "lookahead",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["psychic", "ngram:0", "ngram:x", "", "ngram:3:4", "none", "plain:2", "draft_model:2"])
 def test_ways_that_cannot_be_taken(name: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:

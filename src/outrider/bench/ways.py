@@ -67,7 +67,7 @@ class Way:
     @property
     def replays(self) -> bool:
         """Whether the way can replay a text: the processor that forces the text must not change its drafts."""
-        return not isinstance(self.config.method, DraftModel)
+        return self.config.method is None or not self.config.method.grows_from_probabilities
 
     def recipe(self, model: str, dtype: str, *, greedy: bool) -> Recipe:
         """The lines to paste in order to decode this way.

@@ -55,6 +55,7 @@ class AcceptanceRates:
 
     def __init__(self) -> None:
         self._counts: dict[tuple[Hashable, ...], _Count] = {}
+        self._chances: dict[tuple[Hashable, ...], float] = {}  # until the next draft is learnt from
 
     def before(self, mode: Mode, rank: int, depth: int, confidence: float) -> float:
         """The chance of a row without a token yet.
@@ -75,10 +76,15 @@ class AcceptanceRates:
 
     def usual(self, mode: Mode, rank: int, depth: int) -> float:
         """The chance of a row before its law is known; the arguments as for `before`."""
-        return self._at(mode, rank, depth).share
+        key = (mode, rank, depth)
+        chance = self._chances.get(key)
+        if chance is None:
+            chance = self._chances[key] = self._at(mode, rank, depth).share
+        return chance
 
     def learn(self, draft: Draft, accepted: Collection[int], mode: Mode) -> None:
         """Count the rows of a draft whose fate was decided."""
+        self._chances.clear()
         depths = depths_of(draft.parents)
         for node, rank, taken in tried(draft, accepted):
             stood = node in accepted
@@ -92,8 +98,13 @@ class AcceptanceRates:
             self._any(mode, rank).add(stood)
 
     def _chance(self, mode: Mode, kind: str, rank: int, depth: int, confidence: float) -> float:
-        odds = self._of(mode, kind, rank, confidence).odds * self._at(mode, rank, depth).odds / self._any(mode, rank).odds
-        return odds / (1.0 + odds)
+        key = (mode, kind, rank, depth, bisect_right(_ENDS, confidence))
+        chance = self._chances.get(key)
+        if chance is None:
+            own, here, usual = self._of(mode, kind, rank, confidence), self._at(mode, rank, depth), self._any(mode, rank)
+            odds = own.odds * here.odds / usual.odds
+            chance = self._chances[key] = odds / (1.0 + odds)
+        return chance
 
     def _of(self, mode: Mode, kind: str, rank: int, confidence: float) -> _Count:
         """Rows of one confidence at any depth."""

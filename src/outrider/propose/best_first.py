@@ -92,6 +92,8 @@ class BestFirstTree(TreeBuilder):
 
     def expanded(self, growth: Growth, company: int) -> list[int]:
         plan = self._plan(growth, company, deeper=True)
+        if not plan.unknown:
+            return []
         without = self._plan(growth, company, deeper=False)
         if plan.value - without.value < self.pace.level_price() / company:
             return []

@@ -104,19 +104,19 @@ class Growth:
         growth.level = [-1] if growth.budget and growth.max_depth else []
         return growth
 
-    @property
+    @cached_property
     def draws(self) -> bool:
         """Whether its tokens are drawn."""
         return not (self.request.sequence.sampling.greedy or self.request.greedy)
 
-    @property
+    @cached_property
     def law(self) -> Law:
         """The law of its tokens."""
         if not self.draws:
             return Law.DETERMINISTIC
         return Law.COUPLED if self.request.coupled else Law.SAMPLED
 
-    @property
+    @cached_property
     def mode(self) -> Mode:
         """What the acceptance of a row depends on beside its probabilities: its law, and whether the target is greedy."""
         return self.law, self.request.sequence.sampling.greedy

@@ -46,6 +46,7 @@ class Lookahead(Method):
 
     name: ClassVar[str] = "lookahead"
     takes_tree: ClassVar[bool] = False
+    grows_from_probabilities: ClassVar[bool] = False
     branches_freely: ClassVar[bool] = True
     instead_of_tree: ClassVar[str] = "Use Lookahead(guesses=...): its guesses are branches."
 

@@ -72,8 +72,8 @@ class Method(Frozen):
     #: Whether drafts can follow a fixed shape (SpeculationConfig.tree), and what to do instead where they cannot.
     takes_tree: ClassVar[bool] = True
     instead_of_tree: ClassVar[str] = "Leave it out."
-    #: Whether its drafts grow from probabilities, by which trees can adapt ("best_first", "sequoia").
-    tree_adapts: ClassVar[bool] = True
+    #: Whether its drafts grow from probabilities, as the request's parameters leave them. By these trees can adapt.
+    grows_from_probabilities: ClassVar[bool] = True
     #: Whether drafts may have more rows than their longest path without such a shape. Where they may not, no more rows are
     #: granted than a path may be long.
     branches_freely: ClassVar[bool] = False

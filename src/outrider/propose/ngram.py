@@ -23,6 +23,7 @@ class Ngram(Method):
 
     name: ClassVar[str] = "ngram"
     takes_tree: ClassVar[bool] = False
+    grows_from_probabilities: ClassVar[bool] = False
     instead_of_tree: ClassVar[str] = "Use another method."
 
     max_match: int = Field(5, ge=1, le=64, description="Use 1 to 64, at least min_match.")

@@ -162,7 +162,7 @@ class SpeculationConfig(Frozen):
         if self.tree and self.method is not None and not self.method.allows_tree:
             problem = f"method={self.method.name!r} takes no fixed shape"
             raise ContradictionError("tree", self.tree, problem, self.method.instead_of_tree)
-        if isinstance(self.tree, str) and self.method is not None and not self.method.tree_adapts:
+        if isinstance(self.tree, str) and self.method is not None and not self.method.grows_from_probabilities:
             problem = f"method={self.method.name!r} has no probabilities by which a tree could adapt"
             raise ContradictionError("tree", self.tree, problem, "Leave it out, or give the children by depth.")
         least = 1 if self.method is None else self.method.least_length()

@@ -39,6 +39,7 @@ class Suffix(Method):
     name: ClassVar[str] = "suffix"
     default_num_draft_tokens: ClassVar[int] = 16
     takes_tree: ClassVar[bool] = False
+    grows_from_probabilities: ClassVar[bool] = False
     instead_of_tree: ClassVar[str] = "Use Suffix(branches=True)."
     branches_freely: ClassVar[bool] = True
 

@@ -55,7 +55,7 @@ class TokenRecycling(Method):
     name: ClassVar[str] = "token_recycling"
     default_num_draft_tokens: ClassVar[int] = 10
     branches_freely: ClassVar[bool] = True
-    tree_adapts: ClassVar[bool] = False
+    grows_from_probabilities: ClassVar[bool] = False
 
     top_k: int = Field(16, ge=1, le=64, description="Use 1 to 64.")
     context: int = Field(2, ge=1, le=8, description="Use 1 to 8.")

@@ -50,7 +50,7 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
     if kind is not None and kind.allows_tree:
         tree = {**method, "tree": (2, 1)}
         found += [Setting("tree", tree), Setting("tree, token rule", {**tree, "rule": "token"})]
-        if kind.tree_adapts:
+        if kind.grows_from_probabilities:
             found.append(Setting("best-first tree", {**method, "tree": "best_first", "num_draft_tokens": 3}))
     return found
 
