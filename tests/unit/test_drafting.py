@@ -29,7 +29,8 @@ from tests.unit.builders import Planted, make_sequence
 
 VOCAB = 4
 
-BUILDERS = TreeBuilders(lambda: FixedPace({1: 1.0}))
+NOBODY: Any = None  # trees of a fixed shape ask no one
+BUILDERS = TreeBuilders(NOBODY, lambda: FixedPace({1: 1.0}))
 BUSHY = StaticTree.of_widths((2, 1))
 
 

@@ -87,7 +87,7 @@ class Engine:
         self.proposers = proposers
         self.scheduler = Scheduler(config, runner.blocks, runner.loaded.max_model_len)
         self.stats = EngineStats()
-        self.builders = TreeBuilders(lambda: Pace(measure_passes(runner)))
+        self.builders = TreeBuilders(proposers, lambda: Pace(measure_passes(runner)))
         self.noise: NoiseSource
         self.use_noise(KeyedNoise())
         self._target_pass = TargetPass(runner)

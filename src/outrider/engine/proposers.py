@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.model.target import Target
 from outrider.propose.base import Proposer
 from outrider.propose.method import LoadRunner, Method, ProposerContext, same_method
+from outrider.propose.tree import TreeBuilder
 
 #: Proposers that are kept though no sequence uses them.
 MAX_IDLE = 4
@@ -15,11 +16,12 @@ MAX_IDLE = 4
 
 @dataclass
 class _Alive:
-    """A proposer, and how many sequences use it."""
+    """A proposer, how many sequences use it, and what the trees of its drafts have learnt, by shape."""
 
     method: Method
     proposer: Proposer
     num_users: int = 0
+    trees: dict[str, TreeBuilder] = field(default_factory=dict)
 
 
 class ProposerSet:
@@ -61,6 +63,15 @@ class ProposerSet:
         found.num_users -= 1
         assert found.num_users >= 0, "released more often than acquired"
         self._let_go(self._alive)
+
+    def trees_of(self, proposer: Proposer) -> dict[str, TreeBuilder]:
+        """The builders of trees that adapt to this proposer, by shape; they live as long as it does."""
+        return next(found.trees for found in self._alive if found.proposer is proposer)
+
+    def forget_trees(self) -> None:
+        """Drop what trees have learnt."""
+        for found in self._alive:
+            found.trees.clear()
 
     def __iter__(self) -> Iterator[Proposer]:
         return iter([found.proposer for found in self._alive])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
 
+from outrider.engine.proposers import ProposerSet
 from outrider.propose.base import Proposer
 from outrider.propose.best_first import BestFirstTree
 from outrider.propose.pace import Pace
@@ -17,19 +17,20 @@ class TreeBuilders:
     """Hands out the builders of trees.
 
     Args:
+        proposers: Those whose drafts they shape.
         measure: Measures what rows cost; called when the first tree that adapts is asked for.
     """
 
-    def __init__(self, measure: Callable[[], Pace]) -> None:
+    def __init__(self, proposers: ProposerSet, measure: Callable[[], Pace]) -> None:
+        self._proposers = proposers
         self._measure = measure
         self._pace: Pace | None = None
-        self._adaptive: WeakKeyDictionary[Proposer, dict[str, BestFirstTree | SequoiaTree]] = WeakKeyDictionary()
 
     def of(self, proposer: Proposer, shape: TreeShape) -> TreeBuilder:
         """The builder of a shape for the drafts of a proposer."""
         if not isinstance(shape, str):
             return StaticTree.of_widths(shape) if shape else CHAIN
-        known = self._adaptive.setdefault(proposer, {})
+        known = self._proposers.trees_of(proposer)
         if shape not in known:
             known[shape] = (BestFirstTree if shape == "best_first" else SequoiaTree)(self.pace)
         return known[shape]
@@ -49,11 +50,11 @@ class TreeBuilders:
     def use_pace(self, pace: Pace) -> None:
         """Take another pace, and forget what was learnt; between requests only. The proofs need one without a clock."""
         self._pace = pace
-        self._adaptive.clear()
+        self.forget()
 
     def forget(self) -> None:
         """Forget what was learnt of acceptance; between requests only."""
-        self._adaptive.clear()
+        self._proposers.forget_trees()
 
     def observe_step(self, num_tokens: int, seconds: float, num_levels: int, propose_seconds: float) -> None:
         """A step of sequences that decode has ended."""
