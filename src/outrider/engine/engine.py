@@ -228,7 +228,7 @@ class Engine:
 
     def _observe_pace(self, plan: Schedule, drafts: list[StepDraft], judged: dict[int, _Judged]) -> None:
         """Let trees that adapt know how fast texts grow; a step with a prompt in it tells nothing of that."""
-        if all(item.num_rows == 1 for item in plan.items):
+        if self.builders.measured and all(item.num_rows == 1 for item in plan.items):
             seconds = self.stats.step_seconds
             num_tokens = sum(len(each.verdict.path) + 1 for each in judged.values())
             num_levels = max(step.draft.depth for step in drafts)

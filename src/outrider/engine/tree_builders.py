@@ -42,6 +42,11 @@ class TreeBuilders:
             self._pace = self._measure()
         return self._pace
 
+    @property
+    def measured(self) -> bool:
+        """Whether a tree that adapts was ever asked for."""
+        return self._pace is not None
+
     def prepare(self, shape: TreeShape) -> None:
         """Measure now what a shape needs to know, rather than in a step of others."""
         if isinstance(shape, str):
@@ -57,8 +62,7 @@ class TreeBuilders:
         self._proposers.forget_trees()
 
     def observe_step(self, num_tokens: int, seconds: float, num_levels: int, propose_seconds: float) -> None:
-        """A step of sequences that decode has ended."""
-        if self._pace is not None:
-            self._pace.observe_step(num_tokens, seconds)
-            if num_levels:
-                self._pace.observe_levels(num_levels, propose_seconds)
+        """A step of sequences that decode has ended; for trees that adapt, once there are any."""
+        self.pace.observe_step(num_tokens, seconds)
+        if num_levels:
+            self.pace.observe_levels(num_levels, propose_seconds)
