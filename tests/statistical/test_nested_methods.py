@@ -223,7 +223,7 @@ def test_a_member_that_draws_twice_is_noticed(proof: EngineProof) -> None:
 def test_nested_settings_are_checked_whole() -> None:
     with pytest.raises(InvalidParameterError, match=r"num_draft_tokens=0"):
         SpeculationConfig.of({**CHAINED, "members": [{**_MODEL, "num_draft_tokens": 0}]})
-    with pytest.raises(ContradictionError, match=r"tree=\(2,\): method='ngram' takes no fixed shape"):
+    with pytest.raises(ContradictionError, match=r"tree=\(2,\): method='ngram' takes no tree"):
         SpeculationConfig.of({**STAGED, "drafter": {"method": "ngram", "tree": [2]}})
     with pytest.raises(InvalidParameterError, match="Did you mean ngram"):
         SpeculationConfig.of({**STAGED, "drafter": "ngramm"})

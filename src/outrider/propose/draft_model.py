@@ -250,7 +250,7 @@ def check_vocabulary(draft: LoadedModel, target: Target) -> None:
             raise VocabularyMismatchError(
                 draft.name,
                 f"its tokens are not those of {target.name}: {len(differing)} differ, {differing[0]!r} first",
-                "Use a draft model of the same family.",
+                "Use a draft model of the same family, or method='cross_vocabulary'.",
             )
     elif draft.vocab_size != target.vocab_size:
         raise VocabularyMismatchError(

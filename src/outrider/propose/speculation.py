@@ -160,7 +160,7 @@ class SpeculationConfig(Frozen):
     @model_validator(mode="after")
     def _shape_fits(self) -> SpeculationConfig:
         if self.tree and self.method is not None and not self.method.allows_tree:
-            problem = f"method={self.method.name!r} takes no fixed shape"
+            problem = f"method={self.method.name!r} takes no tree"
             raise ContradictionError("tree", self.tree, problem, self.method.instead_of_tree)
         if isinstance(self.tree, str) and self.method is not None and not self.method.grows_from_probabilities:
             problem = f"method={self.method.name!r} has no probabilities by which a tree could adapt"

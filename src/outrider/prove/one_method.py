@@ -35,7 +35,7 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
         Setting("walk", {**base, "rule": "walk"}),
         Setting("seeded", base, {"seed": 5}),
         Setting("most likely tokens", {**base, "draft_sampling": "greedy"}),
-        Setting("temperature and top_p", base, {"temperature": 1.5, "top_p": 0.8}),
+        Setting("temperature and top_p", base, {"temperature": 1.5, "top_p": 0.97}),
         Setting("penalties", base, {"frequency_penalty": -0.6, "repetition_penalty": 1.7}),
         Setting("stop tokens", base, {"stop_token_ids": (2,)}),
         Setting("two samples", {**method, "num_draft_tokens": _length(method, 1)}, {"n": 2, "max_tokens": 2}),
@@ -46,12 +46,15 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
         ),
         Setting("in turns with others", turns=((base,), (), (LOOKUP,))),
     ]
+    if any(name in asked for name in _VARIED):
+        found.insert(0, Setting("as it was asked for", {**asked, **method}))
     kind = SpeculationConfig.of(method).method
     if kind is not None and kind.allows_tree:
         tree = {**method, "tree": (2, 1)}
         found += [Setting("tree", tree), Setting("tree, token rule", {**tree, "rule": "token"})]
         if kind.grows_from_probabilities:
             found.append(Setting("best-first tree", {**method, "tree": "best_first", "num_draft_tokens": 3}))
+            found.append(Setting("Sequoia's tree", {**method, "tree": "sequoia", "num_draft_tokens": 3}))
     return found
 
 
