@@ -148,6 +148,32 @@ def test_a_draft_does_not_depend_on_its_company_where_time_is_free() -> None:
         assert (one.token_ids, one.parents) == (other.token_ids, other.parents)
 
 
+def test_a_bad_stretch_does_not_end_drafting_for_good() -> None:
+    """Rows that do not pay are left out, and only rows can show that they would pay again."""
+    builder = BestFirstTree(FixedPace({1: 1.0, 64: 1.0 + 63 * 0.4}))
+
+    def drafted(stands: bool, count: int) -> list[int]:
+        sizes = []
+        for seed in range(count):
+            (growth,) = grow([request(builder, 8, temperature=0.0, seed=seed)], sharp)
+            draft = growth.draft()
+            sizes.append(len(draft))
+            builder.learn(draft, set(range(len(draft))) if stands else (), LIKELIEST)
+        return sizes
+
+    assert drafted(True, 50)[-1] > 0
+    bad = drafted(False, 400)
+    assert bad[-1] == 0 or sum(bad[-32:]) <= 4
+    assert sum(bad[-64:]) > 0, "it goes on trying"
+    assert min(drafted(True, 400)[-20:]) > 0
+
+
+def test_no_budget_is_no_tree() -> None:
+    for builder in (BestFirstTree(FREE), SequoiaTree(FREE), CHAIN):
+        for budget, max_depth in ((0, 9), (9, 0), (0, 0)):
+            assert not grow([request(builder, budget, max_depth)], flat)[0].nodes
+
+
 # -- low confidence ----------------------------------------------------------------------------------------------------
 
 

@@ -231,7 +231,8 @@ class Engine:
         if self.builders.measured and all(item.num_rows == 1 for item in plan.items):
             seconds = self.stats.step_seconds
             num_tokens = sum(len(each.verdict.path) + 1 for each in judged.values())
-            num_levels = max(step.draft.depth for step in drafts)
+            adaptive = all(part.builder.learns for step in drafts for part in step.parts)
+            num_levels = max(step.draft.depth for step in drafts) if adaptive else 0
             self.builders.observe_step(num_tokens, sum(seconds.values()), num_levels, seconds["propose"])
 
     def _abandon(self, sequences: Iterable[Sequence], error: BaseException) -> None:

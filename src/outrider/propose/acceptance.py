@@ -97,6 +97,12 @@ class AcceptanceRates:
             self._at(mode, rank, depths[node]).add(stood)
             self._any(mode, rank).add(stood)
 
+    def fade(self) -> None:
+        """Believe half as much of what was seen, so that new observations soon weigh more."""
+        self._chances.clear()
+        for count in self._counts.values():
+            count.tried, count.stood = count.tried / 2, count.stood / 2
+
     def _chance(self, mode: Mode, kind: str, rank: int, depth: int, confidence: float) -> float:
         key = (mode, kind, rank, depth, bisect_right(_ENDS, confidence))
         chance = self._chances.get(key)

@@ -22,6 +22,8 @@ from outrider.propose.growth import Growth, NodeLaw
 from outrider.propose.pace import Pace
 from outrider.propose.tree import Mode, TreeBuilder
 
+#: Where no row has seemed to pay for so many drafts, one is tried nonetheless: text changes, and only rows show it.
+_TRIES_AGAIN = 16
 #: No node of the draft.
 _PLANNED = -2
 
@@ -80,6 +82,7 @@ class BestFirstTree(TreeBuilder):
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
         self.rates = AcceptanceRates()
+        self._num_empty = 0
 
     def begin(self, growth: Growth) -> None:
         return
@@ -88,7 +91,10 @@ class BestFirstTree(TreeBuilder):
         return True
 
     def children(self, growth: Growth, company: int) -> dict[int, int]:
-        return self._totals(growth, self._plan(growth, company, deeper=True))
+        plan = self._plan(growth, company, deeper=True)
+        if not plan.known and not growth.nodes and self._is_time_to_try():
+            return {-1: 1}
+        return self._totals(growth, plan)
 
     def expanded(self, growth: Growth, company: int) -> list[int]:
         plan = self._plan(growth, company, deeper=True)
@@ -112,6 +118,15 @@ class BestFirstTree(TreeBuilder):
 
     def learn(self, draft: Draft, accepted: Collection[int], mode: Mode) -> None:
         self.rates.learn(draft, accepted, mode)
+
+    def _is_time_to_try(self) -> bool:
+        """Whether so many drafts were left empty that old experience may have become wrong."""
+        self._num_empty += 1
+        if self._num_empty < _TRIES_AGAIN:
+            return False
+        self._num_empty = 0
+        self.rates.fade()
+        return True
 
     def _totals(self, growth: Growth, plan: _Plan) -> dict[int, int]:
         return {node: len(growth.children(node)) + more for node, more in plan.known.items()}

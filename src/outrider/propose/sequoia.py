@@ -23,7 +23,7 @@ _RANKS = 6
 #: Depths that it considers; a draft of a deeper shape would hardly ever stand to its end.
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 #: Rows that it considers: its time grows with their square.
-_ROWS = 64
+_ROWS = 32
 #: How many observations of a depth its usual chance weighs.
 _WEIGHT = 16.0
 #: Drafts after which the first guess is replaced.
@@ -135,6 +135,8 @@ class SequoiaTree(TemplateTree):
         self._planned: dict[tuple[Mode, int], PlannedTree] = {}
 
     def parents(self, growth: Growth) -> tuple[int, ...]:
+        if not growth.budget:
+            return ()
         key = (growth.mode, min(growth.budget, _ROWS))
         if key not in self._planned:
             self._planned[key] = self.plan(*key)

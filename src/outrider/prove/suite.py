@@ -11,6 +11,9 @@ from typing import Any
 from outrider.model.loader import check_sources
 from outrider.params import SamplingParams
 from outrider.propose.cross_vocabulary import CrossVocabulary
+from outrider.propose.early_exit import EarlyExit
+from outrider.propose.layer_skip import LayerSkip
+from outrider.propose.method import Method
 from outrider.propose.speculation import SpeculationConfig
 from outrider.prove.engine_distribution import (
     CROSSED_SETTINGS,
@@ -94,13 +97,21 @@ def run_method_suite(
     """
     check_sources(model=model, draft_model=draft_model)
     own = OwnModel(model, draft_model, speculations(asked))
+    for config in own.speculations:  # settings that do not fit the model are refused before any proof
+        if config.method is not None:
+            own.llm.proposers.get(config.method)
+    method = SpeculationConfig.of(asked).method
     with TemporaryDirectory() as folder:
-        tiny = _TinyPair(
-            Path(folder) / "tiny",
-            num_layers=SHARED_TARGET_LAYERS,
-            crossed=isinstance(SpeculationConfig.of(asked).method, CrossVocabulary),
-        )
+        crossed = isinstance(method, CrossVocabulary)
+        tiny = _TinyPair(Path(folder) / "tiny", num_layers=_layers_for(method), crossed=crossed)
         return run_proofs(method_proofs(asked, tiny.prove, own, quick=quick), on_check)
+
+
+def _layers_for(method: Method | None) -> int:
+    """As many layers as a small target needs, so that the settings of a method fit it, too."""
+    named = [method.layers or 0] if isinstance(method, EarlyExit) else []
+    named += (method.skip or ()) if isinstance(method, LayerSkip) else ()
+    return max(SHARED_TARGET_LAYERS, *(layer + 1 for layer in named), 0)
 
 
 def num_method_checks(asked: Mapping[str, Any], *, quick: bool = False) -> int:
