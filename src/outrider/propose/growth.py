@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from outrider.draft import EMPTY, Confidence, Draft, Law
+from outrider.propose.acceptance import RANKS
 from outrider.propose.base import DraftNoise, ProposeRequest
 from outrider.propose.tree import Mode
 from outrider.verify.logits import argmax, target_probs
-
-#: A node whose likeliest tokens are asked for tells so many.
-_FEW = 4
 
 
 @dataclass
@@ -65,8 +63,8 @@ class NodeLaw:
 
     @cached_property
     def likeliest(self) -> list[float]:
-        """The largest probabilities in descending order, a few of them; those that are not 0."""
-        return [p for p in self.probs.topk(min(_FEW, len(self.row))).values.tolist() if p > 0.0]
+        """The largest probabilities above 0 in descending order, as many as there are ranks that are counted apart."""
+        return [p for p in self.probs.topk(min(RANKS, len(self.row))).values.tolist() if p > 0.0]
 
 
 @dataclass
