@@ -73,7 +73,7 @@ def read_bandwidth(device: torch.device, num_bytes: int | None = None, repeats: 
     return buffer.numel() * 8 / best
 
 
-def product_peak(device: torch.device, dtype: torch.dtype, size: int = PRODUCT_SIZE, repeats: int = 5) -> float:
+def product_peak(device: torch.device, dtype: torch.dtype, size: int = PRODUCT_SIZE, repeats: int = 10) -> float:
     """The most operations per second of torch's product of two square matrices.
 
     A multiplication with its addition counts as two operations.

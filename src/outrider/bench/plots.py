@@ -154,7 +154,7 @@ def prefill(results: Results) -> Any | None:
         work.plot([n for n, done in counted.items() if done], [done / 1e9 for done in counted.values() if done], **look)
     for peak in dict.fromkeys(peaks.values()):
         work.axhline(peak / 1e9, color="black", lw=0.8, ls="--")
-    for panel, label in ((speed, "prompt tokens/s"), (work, "GFLOP/s (dashed: torch's product of two matrices)")):
+    for panel, label in ((speed, "prompt tokens/s"), (work, "GFLOP/s (dashed: torch's product)")):
         _count_axis(panel, {n for parts in lines.values() for n in parts})
         panel.set(xlabel="rows in a pass", ylabel=label, ylim=(0, None))
         panel.legend(frameon=False, fontsize=8)

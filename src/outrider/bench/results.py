@@ -38,8 +38,8 @@ class WayResult(BaseModel):
         tries_by_position: The number of drafts behind each of these.
         expected_tokens: (1 - a^(K+1)) / (1 - a) for that acceptance and draft length.
         eta: speedup / tau.
-        eta_limit: 1 / C for those rows, behind the measured context that is nearest to the length of the texts. This is what
-            eta would be if only the pass of the target cost time.
+        eta_limit: 1 / C for those rows, behind the measured context that is nearest to the length of the texts. This is
+            what eta would be if only the pass of the target cost time.
         shares: The shares of a step's time by phase: propose, forward, verify, host.
         peak_resident, peak_cuda: Peaks of memory in bytes.
         bandwidth_share: The bytes of weights read per second, over what the machine can read. Known for plain decoding in
