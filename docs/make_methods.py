@@ -36,8 +36,8 @@ LLM(speculation=SpeculationConfig(method=Suffix(branches=True), num_draft_tokens
 LLM(speculation={"method": "suffix", "branches": True, "num_draft_tokens": 16})
 ```
 
-On the command line it is `--method suffix`, or `--method '{"method": "suffix", "branches": true}'`. In the benchmark it is a
-way, like `--way suffix:16`. [adding_a_proposer.md](adding_a_proposer.md) says how to write a method of your own,
+On the command line it is `--method suffix`, or `--method '{"method": "suffix", "branches": true}'`. In the benchmark it is
+a way, like `--way suffix:16`. [adding_a_proposer.md](adding_a_proposer.md) says how to write a method of your own,
 [performance.md](performance.md) how fast these are, and [losslessness.md](losslessness.md) why the distribution stays."""
 _UNBOUNDED = {"bool": "true or false", "Method or None": "settings, or a name", "str or None": "any text"}
 STATISTICS = """## Statistics
