@@ -341,12 +341,12 @@ def kernels_linear() -> None:
         layer = nn.Linear(1300, 43, dtype=torch.float32 if dtype is torch.int8 else dtype).requires_grad_(False)
         if dtype is torch.int8:
             quantise_linears(layer)
-        rows = torch.randn(61, 1300).to(layer.weight.dtype)
+        rows = torch.randn(130, 1300).to(layer.weight.dtype)  # more than a block of them
         want = rows.double() @ layer.weight.double().t() + layer.bias.double()
         use_packed_linear(layer, library)
         got = layer(rows)
         assert torch.allclose(got.double(), want, rtol=8e-3 if dtype is torch.bfloat16 else 1e-4, atol=1e-3)
-        for count in (1, 2, 3, 5, 13):
+        for count in (1, 2, 3, 5, 13, 97):
             assert torch.equal(layer(rows[:count]), got[:count])
         if dtype is torch.int8:  # sums that are beyond float32 before they are scaled
             large = layer(torch.cat([rows[:5] * 1e36, rows[5:7]])).double()

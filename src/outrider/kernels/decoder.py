@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.kernels.layout import GATES, PASS_LISTS, DecoderStruct, LayerStruct, PassStruct, WeightKind
 from outrider.kernels.library import KernelLibrary
-from outrider.kernels.packed import PackedWeights, kind_of
+from outrider.kernels.packed import PackedWeights, kind_of, product
 
 _I64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -233,14 +233,7 @@ class DecoderKernel:
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [n, vocab_size] of normed hidden states [n, hidden_size]."""
         rows = hidden.to(self.real).contiguous()
-        out = torch.empty(len(rows), self.head.width, dtype=self.real)
-        self._library.function("linear_forward", self.real)(
-            ctypes.byref(self.head.struct),
-            _POINTER(rows.data_ptr()),
-            _POINTER(out.data_ptr()),
-            _I64(len(rows)),
-            _I64(self._library.num_threads),
-        )
+        out = product(self._library, self.head.struct, rows)
         return out[:, : self.head.out_features]
 
     def _states_like(self, num_rows: int) -> Tensor:
