@@ -35,8 +35,8 @@ NATIVE_MUTANTS = (
     _mutant(
         "a tree's row sees its uncles",
         "attention.inc",
-        "if (!sequence->ancestry[r * sequence->rows + other] || position",
-        "if (position",
+        "while (!sequence->ancestry[row * sequence->rows + other] || sequence->positions",
+        "while (sequence->positions",
         "kernels_decoder",
         PROBE_DIFFERS,
     ),
@@ -54,6 +54,7 @@ NATIVE_MUTANTS = (
         "const int64_t position = sequence->positions[other];",
         "const int64_t position = sequence->start + other;",
         "kernels_decoder",
+        PROBE_DIFFERS,
     ),
     _mutant(
         "blocks are taken for consecutive",
@@ -101,8 +102,8 @@ NATIVE_MUTANTS = (
     _mutant(
         "scores are capped at twice the cap",
         "attention.inc",
-        "softcap - 2 * softcap / (1",
-        "2 * softcap - 4 * softcap / (1",
+        "NAME(tanh)(*score / softcap) * softcap;",
+        "NAME(tanh)(*score / softcap) * softcap * 2;",
         "kernels_attention",
     ),
     _mutant(
