@@ -57,6 +57,8 @@ class DecoderLayer:
         gate, up: The projections into the feed-forward. The activation is applied to the gate.
         down: The projection from the feed-forward to the hidden state.
         window, chunk: How far rows look back. 0 means that they see everything.
+        softcap: A score s of attention becomes softcap * tanh(s / softcap). 0 leaves scores as they are.
+        sinks: [num_heads], for each query head a score that all rows see and that has no value. None where there are none.
     """
 
     attention_norm: Tensor
@@ -70,6 +72,8 @@ class DecoderLayer:
     down: PackedWeights
     window: int
     chunk: int
+    softcap: float = 0.0
+    sinks: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -301,6 +305,8 @@ class DecoderKernel:
             None,
             layer.window,
             layer.chunk,
+            layer.softcap,
+            self._vector(layer.sinks),
         )
 
     def _vector(self, values: Tensor | None) -> int | None:

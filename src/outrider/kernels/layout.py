@@ -61,6 +61,8 @@ class LayerStruct(ctypes.Structure):
         ("values", _POINTER),
         ("window", _I64),
         ("chunk", _I64),
+        ("softcap", _F64),
+        ("sinks", _POINTER),
     ]
 
 
