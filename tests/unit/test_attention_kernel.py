@@ -82,7 +82,7 @@ def test_every_row_attends_to_what_it_sees(
         for segment in SEGMENTS:
             first, end = end, end + segment.num_rows
             want = defined(segment, reach, query[first:end], keys, values, softcap, sinks, 0.3)
-            torch.testing.assert_close(got[first:end], want, rtol=1e-12, atol=1e-13)
+            assert torch.allclose(got[first:end], want, rtol=1e-12, atol=1e-13), (segment.start, reach)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)])

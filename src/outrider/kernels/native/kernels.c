@@ -8,8 +8,8 @@
 #define REAL_NAME f32
 #include "linear.inc"
 #include "attention.inc"
-#include "paged.inc"
 #include "decoder.inc"
+#include "paged.inc"
 #include "sampling.inc"
 #include "layout.inc"
 #include "undefine.inc"
@@ -19,7 +19,7 @@
 #define REAL_NAME f64
 #include "linear.inc"
 #include "attention.inc"
-#include "paged.inc"
 #include "decoder.inc"
+#include "paged.inc"
 #include "sampling.inc"
 #include "layout.inc"
