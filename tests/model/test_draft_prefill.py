@@ -73,7 +73,7 @@ def test_the_prompt_is_read_in_the_targets_chunks_and_the_next_step_drafts(llm: 
 
 def test_others_draft_meanwhile(llm: LLM, passes: list[list[int]]) -> None:
     """Where the chunk of the prompt leaves them rows."""
-    prompts, params = [PROMPT[:5], PROMPT[:24]], [SEEDED.replace(max_tokens=30), SEEDED]
+    prompts, params = [PROMPT[:5], PROMPT[10:34]], [SEEDED.replace(max_tokens=30), SEEDED]
     want = [list(plain(llm, [p], s)[0][0]) for p, s in zip(prompts, params, strict=True)]
     engine, sequences = llm.engine, []
     for prompt, sampling in zip(prompts, params, strict=True):
