@@ -24,12 +24,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return checkpoints.save("llama", tmp_path_factory.mktemp("models") / "llama")
 
 
-@pytest.fixture
-def llm(path: str) -> LLM:
+def self_drafting(path: str) -> LLM:
     """A model that drafts for itself."""
     speculation = SpeculationConfig(method=DraftModel(model=path), num_draft_tokens=3)
     settings: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 4, "block_size": 4}
     return LLM(path, dtype="float64", speculation=speculation, **settings)
+
+
+@pytest.fixture
+def llm(path: str) -> LLM:
+    return self_drafting(path)
 
 
 def drafting(llm: LLM) -> DraftModelProposer:
@@ -40,9 +44,8 @@ def drafting(llm: LLM) -> DraftModelProposer:
     return proposer
 
 
-@pytest.fixture
-def passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Rows of each sequence in each pass of the draft model."""
+def counted(llm: LLM, patch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Rows of each sequence in each pass of the draft model from now on."""
     found: list[list[int]] = []
     runner = drafting(llm).runner
     stock = runner.forward
@@ -51,8 +54,13 @@ def passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         found.append([segment.num_rows for segment in segments])
         return stock(segments, *args)
 
-    monkeypatch.setattr(runner, "forward", counting)
+    patch.setattr(runner, "forward", counting)
     return found
+
+
+@pytest.fixture
+def passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    return counted(llm, monkeypatch)
 
 
 def plain(llm: LLM, prompts: Any, params: SamplingParams) -> list[list[tuple[int, ...]]]:

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from outrider.draft import Draft, Law
@@ -205,6 +206,15 @@ def self_draft_is_accepted() -> None:
     params = SamplingParams(temperature=0, max_tokens=40)
     stats = _llm().generate(PROMPT, params, speculation=_self_draft())[0].stats
     assert stats.acceptance_rate == 1.0, stats
+
+
+def prompts_are_read() -> None:
+    from tests.model import checkpoints, test_draft_prefill
+
+    llm = test_draft_prefill.self_drafting(checkpoints.save("llama", Path(tempfile.mkdtemp()) / "llama"))
+    with pytest.MonkeyPatch.context() as patch:
+        passes = test_draft_prefill.counted(llm, patch)
+        test_draft_prefill.test_the_prompt_is_read_in_the_targets_chunks_and_the_next_step_drafts(llm, passes)
 
 
 def min_tokens() -> None:
