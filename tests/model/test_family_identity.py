@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from outrider.model import context, hf
 from outrider.model.backends import paged
 from outrider.model.backends.fused import FAMILIES
 from outrider.model.batch import Segment
+from outrider.model.context import LayerReach
 from outrider.model.runner import ModelRunner
 from tests.model import checkpoints
 
@@ -28,8 +31,16 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return checkpoints.save(request.param, folder / request.param)
 
 
+#: "paged_stock" is "paged" without our kernels, as on a GPU.
+BACKENDS = ["paged", "paged_stock", "gather"]
+
+
 def load(path: str, backend: str) -> LLM:
-    return LLM(path, dtype="float64", attention_backend=backend, block_size=4, max_num_batched_tokens=9, max_num_seqs=4)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        if backend == "paged_stock":
+            patch.setenv("OUTRIDER_KERNELS", "off")
+        name: Any = backend.removesuffix("_stock")
+        return LLM(path, dtype="float64", attention_backend=name, block_size=4, max_num_batched_tokens=9, max_num_seqs=4)
 
 
 #: Families whose attention cannot be replaced; "auto" finds the other backend.
@@ -37,14 +48,14 @@ GATHER_ONLY = ("falcon",)
 
 
 def skip_what_does_not_fit(path: str, backend: str) -> None:
-    if backend == "paged" and Path(path).name in GATHER_ONLY:
+    if backend != "gather" and Path(path).name in GATHER_ONLY:
         with pytest.raises(UnsupportedModelError):
             load(path, backend)
         assert load(path, "auto").engine.runner.backend.name == "gather"
         pytest.skip("refused, and gather is chosen instead")
 
 
-@pytest.mark.parametrize("backend", ["paged", "gather"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_writes_what_transformers_writes(path: str, backend: str) -> None:
     skip_what_does_not_fit(path, backend)
     want = checkpoints.greedy_by_transformers(path, PROMPT, 20)
@@ -83,29 +94,32 @@ def tree_error(runner: ModelRunner) -> float:
     return worst
 
 
-@pytest.mark.parametrize("backend", ["paged", "gather"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_tree_rows_equal_plain_paths(path: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_what_does_not_fit(path, backend)
     runner = load(path, backend).engine.runner
     assert tree_error(runner) < 1e-5  # float32 islands in norms and rotary factors
 
-    def sees_everything(segment: Segment, reach: context.LayerReach) -> Any:
-        seen = context_visible(segment, reach)
-        seen[-1] = True  # the last row sees its uncles
+    def with_uncles(segment: Segment) -> np.ndarray:
+        seen: np.ndarray = ancestry(segment)
+        seen[-1] = True  # the last row sees them
         return seen
 
-    context_visible = context.visible
-    monkeypatch.setattr(context, "visible", sees_everything)
-    monkeypatch.setattr("outrider.model.backends.gather.visible", sees_everything)
+    ancestry = Segment.ancestry.func
+    monkeypatch.setattr(Segment, "ancestry", property(with_uncles))
     assert tree_error(runner) > 1e-3
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("path", checkpoints.WINDOWED, indirect=True)
-def test_a_forgotten_window_is_noticed(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forgotten_window_is_noticed(path: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want = checkpoints.greedy_by_transformers(path, PROMPT, 20)
-    llm = load(path, "paged")
-    real = context.visible
-    monkeypatch.setattr(context, "visible", lambda segment, reach: real(segment, context.LayerReach()))
+    llm = load(path, backend)
+    if backend == "gather":
+        real = context.visible
+        monkeypatch.setattr("outrider.model.backends.gather.visible", lambda s, _, **rest: real(s, LayerReach(), **rest))
+    else:
+        monkeypatch.setattr(llm.engine.runner, "_reaches", [LayerReach()] * llm.engine.runner.num_layers)
     assert llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20))[0].token_ids != want
 
 
@@ -125,12 +139,16 @@ def test_latent_attention_has_values_of_another_width_and_dense_and_expert_layer
     assert len(set(kinds)) == 2
 
 
-def test_forgotten_sinks_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = checkpoints.save("gpt_oss", tmp_path / "gpt_oss")
+@pytest.mark.parametrize("backend", ["paged", "paged_stock"])
+@pytest.mark.parametrize(("family", "forgotten"), [("gpt_oss", "sinks"), ("gemma2", "softcap")])
+def test_forgotten_sinks_and_soft_caps_are_noticed(
+    family: str, forgotten: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoints.save(family, tmp_path / family)
     want = checkpoints.greedy_by_transformers(path, PROMPT, 20)
-    llm = load(path, "paged")
-    real = paged.attend
-    monkeypatch.setattr(paged, "attend", lambda *a, **k: real(*a, **{**k, "sinks": None}))
+    llm = load(path, backend)
+    real = paged.Scores
+    monkeypatch.setattr(paged, "Scores", lambda *values: replace(real(*values), **{forgotten: None}))
     assert llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20))[0].token_ids != want
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from outrider.draft import Draft, Law
@@ -207,6 +208,15 @@ def self_draft_is_accepted() -> None:
     assert stats.acceptance_rate == 1.0, stats
 
 
+def prompts_are_read() -> None:
+    from tests.model import checkpoints, test_draft_prefill
+
+    llm = test_draft_prefill.self_drafting(checkpoints.save("llama", Path(tempfile.mkdtemp()) / "llama"))
+    with pytest.MonkeyPatch.context() as patch:
+        passes = test_draft_prefill.counted(llm, patch)
+        test_draft_prefill.test_the_prompt_is_read_in_the_targets_chunks_and_the_next_step_drafts(llm, passes)
+
+
 def min_tokens() -> None:
     plain = _greedy(PROMPT)
     for allowed in range(3, 12):
@@ -283,8 +293,9 @@ def window() -> None:
     text = list(PROMPT)
     for _ in range(10):
         text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
-    llm = LLM(folder, dtype="float64", attention_backend="paged")
-    assert llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=10))[0].token_ids == tuple(text[len(PROMPT) :])
+    for backend in ("paged", "gather"):  # where there are kernels, the first asks them and not the mask
+        llm = LLM(folder, dtype="float64", attention_backend=backend)  # type: ignore[arg-type]
+        assert llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=10))[0].token_ids == tuple(text[len(PROMPT) :])
 
 
 def longrope() -> None:
@@ -344,6 +355,17 @@ def kernels_attention() -> None:
     layer.forward([hidden[:-4]], [segment(0, LONG - 4, table)])
     tree, parents = torch.cat([hidden[-4:], hidden[:2]]), (-1, 0, 1, 2, 1, 4)
     assert torch.equal(layer.forward([tree], [segment(LONG - 4, LONG + 2, table, parents)])[0][:4], whole[-4:])
+
+
+def kernels_attention_operator() -> None:
+    """Attention as an operator, against its definition."""
+    from outrider.kernels.library import kernel_library
+    from tests.unit import test_attention_kernel
+
+    library = kernel_library()
+    assert library is not None
+    for way in test_attention_kernel.WAYS:
+        test_attention_kernel.test_every_row_attends_to_what_it_sees(library.instruction_set, way, 2, 3, 5)
 
 
 def kernels_linear() -> None:

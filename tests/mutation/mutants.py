@@ -164,9 +164,33 @@ MUTANTS = (
         9,
         "propose/draft_model.py",
         "        return [d.growth.draft() for d in drafting]",
-        "        for d in drafting:\n            d.lease.ahead += [n.token_id for n in d.growth.nodes[-1:]]\n"
+        "        for d in drafting:\n            d.text.lease.ahead += [n.token_id for n in d.growth.nodes[-1:]]\n"
         "        return [d.growth.draft() for d in drafting]",
         "self_draft_is_accepted",
+    ),
+    Mutant(
+        "a prompt is read one token short",
+        9,
+        "propose/draft_model.py",
+        "return len(self.settled) * prompt.stop // len(prompt.sequence.token_ids)",
+        "return len(self.settled) * prompt.stop // len(prompt.sequence.token_ids) - 1",
+        "prompts_are_read",
+    ),
+    Mutant(
+        "the draft model reads a chunk of a prompt that the target is not at",
+        9,
+        "propose/draft_model.py",
+        "        stop = max(start + count, start)\n        return [*self.settled[start:stop],",
+        "        stop = max(start + count, start)\n        return [*self.settled[start + 1 : stop + 1],",
+        "prompts_are_read",
+    ),
+    Mutant(
+        "what was read of a prompt is forgotten",
+        9,
+        "propose/draft_model.py",
+        "            text.record(segment.token_ids)\n",
+        "",
+        "prompts_are_read",
     ),
     Mutant(
         "min_tokens judged at the first row for all rows",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +11,15 @@ from hypothesis import strategies as st
 
 from outrider.cache.pool import KVPool
 from outrider.model.batch import RaggedBatch, Segment
-from outrider.model.context import ForwardContext, LayerReach, additive, current_context, forward_context, visible
+from outrider.model.context import (
+    ForwardContext,
+    LayerReach,
+    additive,
+    current_context,
+    first_seen,
+    forward_context,
+    visible,
+)
 
 CPU = torch.device("cpu")
 
@@ -58,58 +65,67 @@ def test_visible_equals_the_definition(case: tuple[Segment, LayerReach]) -> None
     for row in range(segment.num_rows):
         for column in range(segment.context_len):
             assert seen[row, column] == sees(segment, reach, row, column), (row, column)
-    assert seen[np.arange(segment.num_rows), segment.start + np.arange(segment.num_rows)].all(), "a row sees itself"
+    assert seen[:, segment.start :].diagonal().all(), "a row sees itself"
+    first = first_seen(segment, reach)
+    assert not seen[:, :first].any()
+    assert seen[0, first], "what comes before is all that nobody sees"
+    assert torch.equal(visible(segment, reach, first), seen[:, first:])
 
 
 def test_a_window_counts_the_row_itself() -> None:
     seen = visible(Segment([0], 5, range(9)), LayerReach(window=3))
-    assert seen.astype(int).tolist() == [[0, 0, 0, 1, 1, 1]]
+    assert seen.int().tolist() == [[0, 0, 0, 1, 1, 1]]
 
 
 def test_a_chunk_starts_anew() -> None:
     seen = visible(Segment([0, 0], 3, range(9)), LayerReach(chunk=4))
-    assert seen.astype(int).tolist() == [[1, 1, 1, 1, 0], [0, 0, 0, 0, 1]]
+    assert seen.int().tolist() == [[1, 1, 1, 1, 0], [0, 0, 0, 0, 1]]
 
 
 def test_the_window_of_a_tree_row_follows_its_depth_and_not_its_slot() -> None:
     tree = Segment([0] * 4, 3, range(9), (-1, 0, 0, 0))  # three children at position 4
     seen = visible(tree, LayerReach(window=2))
-    assert seen[3].astype(int).tolist() == [0, 0, 0, 1, 0, 0, 1]
+    assert seen[3].int().tolist() == [0, 0, 0, 1, 0, 0, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_additive_masks_add_nothing_or_minus_infinity(dtype: torch.dtype) -> None:
-    mask = additive(np.array([[True, False], [False, True]]), dtype, CPU)
+    mask = additive(torch.tensor([[True, False], [False, True]]), dtype)
     assert mask.dtype == dtype
     assert mask.tolist() == [[0.0, float("-inf")], [float("-inf"), 0.0]]
 
 
 def _context(*reaches: LayerReach) -> ForwardContext:
-    parts = [Segment([1], 4, range(9)), Segment([1, 2, 3], 2, range(9))]
+    parts = [Segment([1], 4, range(9)), Segment([1, 2, 3], 2, range(9)), Segment([1, 2, 3], 0, range(9))]
     return ForwardContext(RaggedBatch(parts, 4, CPU), KVPool(4), list(reaches))
 
 
-def test_a_row_that_sees_everything_needs_no_mask() -> None:
-    context = _context(LayerReach(), LayerReach(window=4))
-    assert context.mask(0, 0, torch.float32) is None
-    mask = context.mask(0, 1, torch.float32)
-    assert mask is not None
-    assert mask.tolist() == [[float("-inf"), 0.0, 0.0, 0.0, 0.0]]
+def test_a_single_row_needs_no_mask_and_reads_no_more_than_its_window() -> None:
+    context = _context(LayerReach(), LayerReach(window=4), LayerReach(chunk=3))
+    parts = [context.part(0, layer, torch.float32) for layer in range(3)]
+    assert [part.mask for part in parts] == [None] * 3
+    assert [part.slots for part in parts] == [slice(0, 5), slice(1, 5), slice(3, 5)]
 
 
 def test_masks_differ_by_segment_reach_and_dtype_and_are_built_once() -> None:
     context = _context(LayerReach(), LayerReach(window=2), LayerReach())
-    first = context.mask(1, 0, torch.float32)
-    assert first is not None
-    assert context.mask(1, 2, torch.float32) is first, "layers of one reach share it"
-    assert context.mask(1, 1, torch.float32) is not first
-    wide = context.mask(1, 0, torch.float64)
+    first = context.part(1, 0, torch.float32)
+    assert context.part(1, 2, torch.float32) is first, "layers of one reach share it"
+    assert context.part(1, 1, torch.float32) is not first
+    wide = context.part(1, 0, torch.float64).mask
     assert wide is not None
     assert wide.dtype == torch.float64
-    for index, layer in ((0, 0), (1, 0), (0, 1), (1, 1)):
-        mask = context.mask(index, layer, torch.float32)
-        seen = visible(context.batch.segments[index], context.reaches[layer])
-        assert mask is None if seen.all() else torch.equal(mask == 0, torch.from_numpy(seen))
+    for index, layer in ((1, 0), (2, 0), (1, 1), (2, 1)):
+        segment, reach = context.batch.segments[index], context.reaches[layer]
+        mask = context.part(index, layer, torch.float32).mask
+        assert mask is not None
+        assert torch.equal(mask == 0, visible(segment, reach)[:, first_seen(segment, reach) :])
+
+
+def test_causal_means_that_the_stock_flag_says_the_same_as_the_mask() -> None:
+    context = _context(LayerReach(), LayerReach(window=2), LayerReach(window=3), LayerReach(chunk=2))
+    causal = [[context.part(index, layer, torch.float32).causal for layer in range(4)] for index in range(3)]
+    assert causal == [[False] * 4, [False] * 4, [True, False, True, False]]
 
 
 def test_a_pass_is_current_only_inside_and_does_not_nest() -> None:

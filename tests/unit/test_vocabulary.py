@@ -16,7 +16,6 @@ from outrider.cache.lease import KVLease
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.llm import default_model
 from outrider.model.vocabulary import Vocabulary, whole_characters
-from outrider.propose.base import ProposeRequest
 from outrider.propose.bridge import SameVocabulary, SharedTokens
 from outrider.propose.vocabulary_report import report
 from tests.model.vocabularies import sentencepiece_like, words_alone
@@ -141,7 +140,7 @@ def cut_bridge(*, by_text: bool = False) -> SharedTokens:
 
 
 def read(bridge: SharedTokens, tokens: list[int], path: tuple[int, ...] = ()) -> tuple[list[int], list[int]]:
-    settled, loose = bridge.text(ProposeRequest(make_sequence(tokens).view, 4, path=path))
+    settled, loose = bridge.text(make_sequence(tokens).view, path)
     return list(settled), list(loose)
 
 
@@ -158,7 +157,7 @@ def test_a_text_reads_the_same_however_it_was_asked_for(by_text: bool, data: st.
     while True:
         path = tuple(data.draw(st.lists(st.integers(1, target.size - 1), max_size=3)))
         text = list(seq.token_ids)
-        settled, loose = bridge.text(ProposeRequest(seq.view, 4, path=path))
+        settled, loose = bridge.text(seq.view, path)
         settled = list(settled)
         assert (settled, list(loose)) == read(bridge, text, path)
         assert settled[: len(before)] == before

@@ -30,8 +30,8 @@ class KVPool:
         """Layers that have been written."""
         return sorted(self._layers)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
-        """Store the KV of new rows.
+    def write(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the KV of new rows; returns the layer's memory, see `memory`.
 
         Args:
             layer: Layer index.
@@ -39,8 +39,10 @@ class KVPool:
             values: [num_rows, num_kv_heads, value_dim]
             slot_mapping: [num_rows] slot of each row.
         """
-        for store, rows in zip(self.memory(layer, keys, values), (keys, values), strict=True):
+        memory = self.memory(layer, keys, values)
+        for store, rows in zip(memory, (keys, values), strict=True):
             store.index_copy_(0, slot_mapping, rows)
+        return memory
 
     def memory(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots of a layer, [num_slots, ...] each, made on first use to hold rows [num_rows, ...]

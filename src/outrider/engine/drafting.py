@@ -15,7 +15,7 @@ from outrider.engine.drafter import Drafter
 from outrider.engine.scheduler import ScheduledSequence, Turn
 from outrider.engine.sequence import Sequence
 from outrider.engine.tree_builders import TreeBuilders
-from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
+from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest
 from outrider.propose.tree import TreeBuilder
 from outrider.verify.noise import NoiseSource
 
@@ -58,6 +58,28 @@ class StepDraft:
         self.draft = self.draft.extended(tail)
         if tail.num_rows:
             self.parts.append(Part(drafter, builder, (before, before + len(tail)), (rows, rows + len(tail.scratch))))
+
+
+def prefill_all(items: Seq[ScheduledSequence]) -> None:
+    """Tell the proposers of sequences whose prompts are computed in this step. Each is told once, of all its sequences; one
+    that raises has a fault with them.
+
+    Args:
+        items: What is scheduled.
+    """
+    groups: defaultdict[int, list[tuple[Drafter, ScheduledSequence]]] = defaultdict(list)
+    for item in items:
+        if item.is_prompt_of_drafts:
+            for drafter in item.seq.drafters:
+                groups[id(drafter.proposer)].append((drafter, item))
+    for members in groups.values():
+        try:
+            stops = [PromptRows(item.seq.view, item.seq.kv.num_computed + item.num_rows) for _, item in members]
+            members[0][0].proposer.prefill(stops)
+        except Exception as error:
+            for drafter, item in members:
+                drafter.report_fault(item.seq.request.request_id, f"prefill raised {error!r}")
+                item.seq.stats.num_proposer_faults += 1
 
 
 def propose_all(

@@ -18,7 +18,7 @@ from outrider.engine import observation, rounds
 from outrider.engine.admission import bad_word_ids, check_request
 from outrider.engine.detokenizer import TextStream
 from outrider.engine.drafter import Drafter
-from outrider.engine.drafting import StepDraft, propose_all, teach
+from outrider.engine.drafting import StepDraft, prefill_all, propose_all, teach
 from outrider.engine.interrupts import uninterrupted
 from outrider.engine.observation import ComputedRows
 from outrider.engine.outputs import piece
@@ -293,6 +293,7 @@ class Engine:
     # -- propose -------------------------------------------------------------------------------------------------------
 
     def _propose(self, plan: Schedule) -> list[StepDraft]:
+        prefill_all(plan.items)
         if not any(item.turns for item in plan.items):
             return [StepDraft() for _ in plan.items]  # at once: beside a small model's pass, the ways of drafting take time
         drafters = [[self._drafter(item.seq, turn.method) for turn in item.turns] for item in plan.items]

@@ -57,12 +57,14 @@ class ScheduledSequence:
         num_rows: Committed tokens to compute: a prefill chunk, or 1 while decoding.
         turns: Who drafts behind them, in order.
         rule: How the draft is checked.
+        is_prompt_of_drafts: Whether the rows are a chunk of a prompt, and drafts may follow it.
     """
 
     seq: Sequence
     num_rows: int
     turns: tuple[Turn, ...] = ()
     rule: RuleName = "auto"
+    is_prompt_of_drafts: bool = False
 
     @property
     def completes(self) -> bool:
@@ -204,8 +206,12 @@ class Scheduler:
 
     def _budget_drafts(self, plan: Schedule, rows_left: int) -> None:
         for item in plan.items:
-            if item.completes and item.num_rows == 1 and rows_left > 0:
-                rows_left -= self._plan_turns(item, rows_left)
+            if item.completes and item.num_rows == 1:
+                rows_left -= self._plan_turns(item, rows_left) if rows_left > 0 else 0
+            else:
+                item.is_prompt_of_drafts = (
+                    self._useful_depth(item.seq) > 1
+                )  # a token less of it is left for the first draft
 
     def _plan_turns(self, item: ScheduledSequence, rows_left: int) -> int:
         """Share rows out to those who draft for a sequence; returns how many."""

@@ -104,6 +104,22 @@ class PassStruct(ctypes.Structure):
     ]
 
 
+#: The lists of a pass that attention needs.
+ATTENTION_LISTS = ("positions", "first", "start", "tables", "table_at", "ancestry_at")
+
+
+class AttendCall(ctypes.Structure):
+    """The rows of one pass and their attention in one layer."""
+
+    _fields_ = [
+        *((name, _I64) for name in ("rows", "segments", "heads", "kv_heads", "head_dim", "kv_bf16", "block_size")),
+        *((name, _I64) for name in ("window", "chunk")),
+        *((name, _F64) for name in ("scale", "softcap")),
+        *((name, _POINTER) for name in ATTENTION_LISTS),
+        *((name, _POINTER) for name in ("ancestry", "sinks", "keys", "values", "query", "out", "scratch")),
+    ]
+
+
 class ProbsCall(ctypes.Structure):
     """Rows of logits that become probabilities."""
 
@@ -147,6 +163,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "layer": LayerStruct,
     "decoder": DecoderStruct,
     "pass": PassStruct,
+    "attend_call": AttendCall,
     "probs_call": ProbsCall,
     "draw_call": DrawCall,
     "residual_call": ResidualCall,

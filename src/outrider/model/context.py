@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.cache.pool import KVPool
+from outrider.cache.pool import KVPool, Slots
+from outrider.kernels.attention import PassAttention
 from outrider.model.batch import RaggedBatch, Segment
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,21 @@ class LayerReach:
     chunk: int | None = None
 
 
+@dataclass(frozen=True)
+class SeenPart:
+    """The part of a sequence's context that its rows look at in a layer.
+
+    Attributes:
+        slots: Where it lies in the pool. It ends with the rows themselves.
+        causal: Whether every row sees all that comes before it and nothing else of it, and no slot comes before the rows.
+        mask: [num_rows, num_slots] additive; None where every row sees everything.
+    """
+
+    slots: Slots
+    causal: bool
+    mask: Tensor | None
+
+
 @dataclass
 class ForwardContext:
     """One pass: its rows, its KV memory and its masks, built once per reach and shared by all layers.
@@ -36,22 +53,34 @@ class ForwardContext:
         batch: The rows.
         pool: Where their KV goes and their context comes from.
         reaches: How far each layer looks, by layer index.
+        kernel: What attends in the pass where our kernels do.
     """
 
     batch: RaggedBatch
     pool: KVPool
     reaches: list[LayerReach]
-    _masks: dict[tuple[int, LayerReach, torch.dtype], Tensor | None] = field(default_factory=dict)
+    kernel: PassAttention | None = None
+    _parts: dict[tuple[int, LayerReach, torch.dtype], SeenPart] = field(default_factory=dict)
     _slots: dict[tuple[int, LayerReach], list[Tensor]] = field(default_factory=dict)
 
-    def mask(self, index: int, layer: int, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask [num_rows, context_len] of segment `index` in `layer`; None where every row sees everything."""
+    def part(self, index: int, layer: int, dtype: torch.dtype) -> SeenPart:
+        """What the rows of segment `index` look at in `layer`, with a mask in `dtype`."""
         reach = self.reaches[layer]
         key = (index, reach, dtype)
-        if key not in self._masks:
-            seen = visible(self.batch.segments[index], reach)
-            self._masks[key] = None if seen.all() else additive(seen, dtype, self.batch.device)
-        return self._masks[key]
+        if key not in self._parts:
+            self._parts[key] = self._seen_part(index, reach, dtype)
+        return self._parts[key]
+
+    def _seen_part(self, index: int, reach: LayerReach, dtype: torch.dtype) -> SeenPart:
+        segment, slots = self.batch.segments[index], self.batch.context_slots[index]
+        first = first_seen(segment, reach)
+        left = slice(slots.start + first, slots.stop) if isinstance(slots, slice) else slots[first:]
+        if segment.num_rows == 1:
+            return SeenPart(left, causal=False, mask=None)
+        mask = additive(visible(segment, reach, first, self.batch.device), dtype)
+        longest = min((size for size in (reach.window, reach.chunk) if size is not None), default=segment.num_rows)
+        causal = segment.parents is None and segment.start == 0 and segment.num_rows <= longest
+        return SeenPart(left, causal, mask)
 
     def slots_by_row(self, index: int, layer: int) -> list[Tensor]:
         """For each row of segment `index` in `layer`, the pool slots it may look at, in the order of their positions."""
@@ -60,17 +89,33 @@ class ForwardContext:
             slots = self.batch.context_slots[index]
             if isinstance(slots, slice):
                 slots = torch.arange(slots.start, slots.stop, device=self.batch.device)
-            seen = torch.from_numpy(visible(self.batch.segments[index], reach)).to(self.batch.device)
+            seen = visible(self.batch.segments[index], reach, device=self.batch.device)
             # Ancestors come before their descendants, so the order of slots is that of positions along any one path.
             self._slots[index, reach] = [slots[row] for row in seen]
         return self._slots[index, reach]
 
 
-def visible(segment: Segment, reach: LayerReach) -> np.ndarray:
-    """Which context slots each row may look at: [num_rows, context_len] bool."""
-    rows = segment.positions[:, None]
-    columns = np.concatenate([np.arange(segment.start), segment.positions])[None]
-    seen = np.concatenate([np.ones((segment.num_rows, segment.start), bool), segment.ancestry], axis=1)
+def first_seen(segment: Segment, reach: LayerReach) -> int:
+    """The first position that a row of the segment sees. No row sees more of the past than the first one."""
+    first = 0 if reach.window is None else segment.start - reach.window + 1
+    if reach.chunk is not None:
+        first = max(first, segment.start // reach.chunk * reach.chunk)
+    return max(first, 0)
+
+
+def visible(segment: Segment, reach: LayerReach, first: int = 0, device: torch.device = _CPU) -> Tensor:
+    """Which context slots behind the first `first` ones each row may look at: [num_rows, context_len - first] bool.
+
+    Rows differ only in what they see of one another and at the edge of a window or chunk. So this is made on the device,
+    and no more than the matrix of a tree is carried there.
+    """
+    past, num_rows = segment.start - first, segment.num_rows
+    seen = torch.ones(num_rows, past + num_rows, dtype=torch.bool, device=device)
+    seen[:, past:] = seen[:, past:].tril() if segment.parents is None else torch.from_numpy(segment.ancestry).to(device)
+    if reach == LayerReach():
+        return seen
+    own = torch.from_numpy(segment.positions).to(device)
+    rows, columns = own[:, None], torch.cat([torch.arange(first, segment.start, device=device), own])[None]
     if reach.window is not None:
         seen &= rows - columns < reach.window
     if reach.chunk is not None:
@@ -78,10 +123,9 @@ def visible(segment: Segment, reach: LayerReach) -> np.ndarray:
     return seen
 
 
-def additive(seen: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where seen, minus infinity where not, in `dtype`."""
-    mask = torch.zeros(seen.shape, dtype=dtype)
-    return mask.masked_fill_(torch.from_numpy(~seen), float("-inf")).to(device)
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("outrider_forward_context", default=None)

@@ -99,6 +99,19 @@ class ProposeRequest:
         return self.path[-1] if self.path else self.sequence.token_ids[-1]
 
 
+@dataclass(frozen=True)
+class PromptRows:
+    """What the target computes of a text in this step, before the text is drafted for.
+
+    Attributes:
+        sequence: Whose.
+        stop: How many leading tokens of the text the target will have computed after this step.
+    """
+
+    sequence: ProposerSequence
+    stop: int
+
+
 #: Members that one nested proposer may have; keys count them in this base.
 _MOST_MEMBERS = 15
 #: Bits of a key's drafter that name a sequence's own proposer; those of its members come above.
@@ -255,6 +268,10 @@ class Proposer:
         """Another sample of the same prompt begins where `parent` stands: its prompt is computed but for the last token.
         A proposer that has learnt from the prompt's rows copies what it knows; `begin` is not called for `child`."""
         self.begin(child)
+
+    def prefill(self, prompts: Sequence[PromptRows]) -> None:
+        """The target computes chunks of these prompts in this step. A proposer that must read a text before it can draft
+        may read as much of it now, and be ready when the prompt ends. Called before `propose`."""
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
         """Guess for every request, in order; an empty Draft is always allowed. Called once a step and turn.

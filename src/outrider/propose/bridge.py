@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.model.vocabulary import Vocabulary, whole_characters
-from outrider.propose.base import ProposeRequest, ProposerSequence
+from outrider.propose.base import ProposerSequence
 
 #: Bytes of a text that are kept open, to be written anew with what follows; and how many stay open where some are settled.
 _MOST_OPEN, _STILL_OPEN = 96, 32
@@ -26,9 +26,9 @@ _OUTSIDE = -1e30
 class Bridge(Protocol):
     """What a draft model's proposer asks between two vocabularies."""
 
-    def text(self, request: ProposeRequest) -> tuple[Sequence[int], Sequence[int]]:
-        """What the draft follows, in the draft's own tokens: those that the committed tokens settle, which later calls only
-        add to; and those behind them, which may change."""
+    def text(self, sequence: ProposerSequence, path: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """A text with `path` behind its committed tokens, in the draft's own tokens: those that the committed tokens
+        settle, which later calls only add to; and those behind them, which may change."""
         ...
 
     def token(self, token_id: int) -> int:
@@ -55,8 +55,8 @@ class SameVocabulary:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def text(self, request: ProposeRequest) -> tuple[Sequence[int], Sequence[int]]:
-        return request.sequence.token_ids, request.path
+    def text(self, sequence: ProposerSequence, path: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        return sequence.token_ids, path
 
     def token(self, token_id: int) -> int:
         return token_id
@@ -93,13 +93,12 @@ class SharedTokens:
         self._shared = torch.tensor(shared), torch.tensor([self.twins[id] for id in shared])
         self._readings: dict[int, _Reading] = {}
 
-    def text(self, request: ProposeRequest) -> tuple[Sequence[int], Sequence[int]]:
-        sequence = request.sequence
+    def text(self, sequence: ProposerSequence, path: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         reading = self._readings.get(sequence.seq_id)
         if reading is None:
             reading = self._readings[sequence.seq_id] = _Reading(self)
         reading.follow(sequence.token_ids)
-        return reading.settled, reading.loose(request.path)
+        return reading.settled, reading.loose(path)
 
     def token(self, token_id: int) -> int:
         """Of a token that the draft does not have, the last of those that write it: the best single one to go on from. What

@@ -17,7 +17,6 @@ from pydantic import Field
 
 from outrider.draft import EMPTY, Draft, Law
 from outrider.errors import ContradictionError, VocabularyMismatchError
-from outrider.model.batch import Segment
 from outrider.model.runner import ModelRunner
 from outrider.model.vocabulary import Vocabulary
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
@@ -141,7 +140,7 @@ def _in_own_tokens(request: ProposeRequest) -> ProposeRequest:
 
 
 def _next_row(d: Drafting, token: int) -> Work:
-    return Work(d, Segment([token], d.lease.end, d.lease.block_table, long_rope=d.lease.long_rope), True)
+    return Work(d, d.text.segment([token]), True)
 
 
 def _draft(writing: _Writing) -> Draft:

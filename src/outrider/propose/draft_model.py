@@ -1,8 +1,9 @@
 """A smaller model of the same vocabulary drafts ahead (Leviathan et al. 2023; Chen et al. 2023).
 
 It runs through the same runner and the same kind of block-table KV memory as the target, for all sequences at once, with
-leases of its own. What it has computed of a sequence is whatever prefix of its own rows the committed tokens confirm. So
-rejected drafts, bonus tokens and prompts that only the target had cached need no messages; the next call fills the gap.
+leases of its own. It reads a prompt chunk by chunk beside the target, so that its first draft waits for nothing. What it
+has computed of a sequence is whatever prefix of its own rows the committed tokens confirm. So rejected drafts, bonus tokens
+and prompts that only the target had cached need no messages; the next call fills the gap.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from outrider.model.batch import Segment
 from outrider.model.loader import LoadedModel
 from outrider.model.runner import ModelRunner
 from outrider.model.target import Target
-from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
+from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest, ProposerSequence
 from outrider.propose.bridge import Bridge, SameVocabulary
 from outrider.propose.growth import Growth, add_level, level_logits
 from outrider.propose.method import Method, ProposerContext
@@ -82,7 +83,7 @@ class DraftModelProposer(Proposer):
     Args:
         runner: The draft model with KV memory of its own.
         bridge: Between the target's tokens and the draft's.
-        max_num_batched_tokens: Rows a pass; longer prompts are caught up over several steps, drafting nothing meanwhile.
+        max_num_batched_tokens: Rows a pass; more are caught up with over several steps, drafting nothing meanwhile.
         min_confidence: See `DraftModel`.
     """
 
@@ -105,6 +106,23 @@ class DraftModelProposer(Proposer):
             ready = self.run([self._level_work(d) for d in drafts if d.growth.growing])
         return [d.growth.draft() for d in drafting]
 
+    def prefill(self, prompts: Sequence[PromptRows]) -> None:
+        """Compute as large a part of each prompt as the target will have computed, all in one pass."""
+        rows_left = self._max_rows
+        texts, segments = list[OwnText](), list[Segment]()
+        for prompt in prompts:
+            text = self._follow(prompt.sequence, ())
+            rows = text.missing(min(text.due(prompt) - text.lease.end, rows_left))
+            if rows and text.room > 1 and text.lease.grow(text.lease.end + len(rows)):
+                rows_left -= len(rows)
+                texts.append(text)
+                segments.append(text.segment(rows, len(rows)))
+        if segments:
+            self.runner.forward(segments)
+        for text, segment in zip(texts, segments, strict=True):
+            text.record(segment.token_ids)
+            text.lease.publish(text.settled)
+
     def finish(self, sequence: ProposerSequence) -> None:
         lease = self._leases.pop(sequence.seq_id, None)
         if lease is not None:
@@ -116,8 +134,18 @@ class DraftModelProposer(Proposer):
 
     def begin_draft(self, request: ProposeRequest, requests: Sequence[ProposeRequest]) -> Drafting:
         """Roll back to what the committed tokens confirm and make room for the draft, shortened to what fits."""
-        sequence, loaded = request.sequence, self.runner.loaded
-        settled, loose = self._bridge.text(request)
+        text = self._follow(request.sequence, request.path)
+        depth = min(request.max_depth, text.room)
+        budget = min(request.budget, depth) if request.builder is CHAIN else request.budget
+        budget = budget if min(depth, text.length) > 0 else 0
+        while budget > 0 and not self._grow(text.lease, text.length + budget - 1, requests):
+            budget -= 1
+        return Drafting(text, Growth.of(request, budget, depth, self._min_confidence))
+
+    def _follow(self, sequence: ProposerSequence, path: Sequence[int]) -> OwnText:
+        """The text in the draft's tokens, and its memory, rolled back to what the committed tokens confirm."""
+        loaded = self.runner.loaded
+        settled, loose = self._bridge.text(sequence, path)
         lease = self._leases.pop(sequence.seq_id, None)
         if lease is None:
             lease = KVLease(self.runner.blocks, sequence.namespace, loaded.long_rope_after)
@@ -126,15 +154,12 @@ class DraftModelProposer(Proposer):
             lease.roll_back(settled, loose)
         self._leases[sequence.seq_id] = lease
         lease.publish(settled)
-        length = len(settled) + len(loose)
-        depth = min(request.max_depth, loaded.max_model_len - length)
+        room = loaded.max_model_len - len(settled) - len(loose)
         if loaded.long_rope_after is not None and not lease.long_rope:
-            depth = min(depth, loaded.long_rope_after - length)  # no draft spans two sets of rotary factors
-        budget = min(request.budget, depth) if request.builder is CHAIN else request.budget
-        budget = budget if min(depth, length) > 0 else 0
-        while budget > 0 and not self._grow(lease, length + budget - 1, requests):
-            budget -= 1
-        return Drafting(settled, loose, lease, Growth.of(request, budget, depth, self._min_confidence))
+            room = min(
+                room, loaded.long_rope_after - len(settled) - len(loose)
+            )  # no draft spans two sets of rotary factors
+        return OwnText(settled, loose, lease, room)
 
     def _grow(self, lease: KVLease, num_tokens: int, requests: Sequence[ProposeRequest]) -> bool:
         """Make room for so many tokens, if need be by taking the memory of sequences that are not drafted for now."""
@@ -153,21 +178,19 @@ class DraftModelProposer(Proposer):
         Those with little to catch up come first. Who has far to go shares few rows a step while others are ready to draft,
         so that these keep their pace.
         """
-        order = sorted(drafting, key=lambda d: d.num_missing)
-        others_wait = bool(order) and order[0].num_missing <= _USUAL_ROWS
+        order = sorted(drafting, key=lambda d: d.text.num_missing)
+        others_wait = bool(order) and order[0].text.num_missing <= _USUAL_ROWS
         rows_left, late_left = self._max_rows, CATCH_UP_ROWS if others_wait else self._max_rows
         work = list[Work]()
         for d in order:
-            late = d.num_missing > _USUAL_ROWS
-            missing = d.missing(min(rows_left, late_left) if late else rows_left)
+            late = d.text.num_missing > _USUAL_ROWS
+            missing = d.text.missing(min(rows_left, late_left) if late else rows_left)
             if not missing:
                 break
             rows_left -= len(missing)
             late_left -= len(missing) if late else 0
-            wanted = len(missing) == d.num_missing
-            logits_from = len(missing) - int(wanted)
-            segment = Segment(missing, d.lease.end, d.lease.block_table, None, logits_from, long_rope=d.lease.long_rope)
-            work.append(Work(d, segment, wanted))
+            wanted = len(missing) == d.text.num_missing
+            work.append(Work(d, d.text.segment(missing, len(missing) - int(wanted)), wanted))
         return self.run(work)
 
     def run(self, work: list[Work]) -> tuple[list[Drafting], Tensor] | None:
@@ -178,48 +201,61 @@ class DraftModelProposer(Proposer):
         logits = self.runner.forward([w.segment for w in work]).logits
         for w in work:
             if w.segment.parents is None:
-                w.drafting.record(w.segment.token_ids)
+                w.drafting.text.record(w.segment.token_ids)
         ready = [w.drafting for w in work if w.wanted]
         return (ready, logits) if ready else None
 
     def _level_work(self, d: Drafting) -> Work:
         """Rows of the deepest level. A chain's KV is kept as it grows; a tree is computed anew as a whole, since its rows
         see only their ancestors, and so few rows cost one pass either way."""
-        growth, table, long_rope = d.growth, d.lease.block_table, d.lease.long_rope
+        growth = d.growth
         if not growth.branches:
-            token = self._bridge.token(growth.nodes[-1].token_id)
-            return Work(d, Segment([token], d.lease.end, table, long_rope=long_rope), True)
+            return Work(d, d.text.segment([self._bridge.token(growth.nodes[-1].token_id)]), True)
         parents = tuple(n.parent for n in growth.nodes)
         tokens = [self._bridge.token(n.token_id) for n in growth.nodes]
-        return Work(d, Segment(tokens, d.lease.end, table, parents, growth.level[0], long_rope=long_rope), True)
+        return Work(d, d.text.segment(tokens, growth.level[0], parents), True)
 
 
 @dataclass
-class Drafting:
-    """One draft in the making, the text that it follows in the draft model's own tokens, and the memory it grows in.
+class OwnText:
+    """A text in the draft model's own tokens, and the memory that holds it.
 
     Attributes:
         settled: Tokens that the committed ones settle.
         loose: Tokens behind these: drafted by another proposer in this step, or still open to change.
         lease: The memory.
-        growth: The draft.
+        room: Tokens that a draft behind it may have.
     """
 
     settled: Sequence[int]
     loose: Sequence[int]
     lease: KVLease
-    growth: Growth
+    room: int
+
+    @property
+    def length(self) -> int:
+        """Its tokens."""
+        return len(self.settled) + len(self.loose)
 
     @property
     def num_missing(self) -> int:
-        """Tokens before the draft whose rows are due."""
-        return len(self.settled) + len(self.loose) - self.lease.end
+        """Tokens before a draft whose rows are due."""
+        return self.length - self.lease.end
+
+    def due(self, prompt: PromptRows) -> int:
+        """Settled tokens that are as large a part of the text as the target will have computed."""
+        return len(self.settled) * prompt.stop // len(prompt.sequence.token_ids)
 
     def missing(self, count: int) -> list[int]:
-        """The first so many of them."""
+        """The first so many of the missing tokens."""
         size, start = len(self.settled), self.lease.end
-        stop = start + count
+        stop = max(start + count, start)
         return [*self.settled[start:stop], *self.loose[max(start - size, 0) : max(stop - size, 0)]]
+
+    def segment(self, token_ids: Sequence[int], logits_from: int = 0, parents: tuple[int, ...] | None = None) -> Segment:
+        """Rows behind what is computed."""
+        lease = self.lease
+        return Segment(token_ids, lease.end, lease.block_table, parents, logits_from, long_rope=lease.long_rope)
 
     def record(self, token_ids: Sequence[int]) -> None:
         """These rows are computed; what is not settled yet stands ahead of the text."""
@@ -227,6 +263,19 @@ class Drafting:
         settled = max(0, min(len(token_ids), len(self.settled) - lease.end)) if not lease.ahead else 0
         lease.num_computed += settled
         lease.ahead += token_ids[settled:]
+
+
+@dataclass
+class Drafting:
+    """One draft in the making, and the text that it follows.
+
+    Attributes:
+        text: The text.
+        growth: The draft.
+    """
+
+    text: OwnText
+    growth: Growth
 
 
 @dataclass

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from outrider.cache.pool import KVPool
-from outrider.kernels.decoder import DecoderKernel, DecoderLayer, DecoderShape, PassRows
+from outrider.kernels.decoder import DecoderKernel, DecoderLayer, DecoderShape
 from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.kernels.packed import PackedWeights
 from outrider.kernels.weights import StoredWeight, empty_weight, restore_weight, stored_weight
 from outrider.model import hf
 from outrider.model.backends.base import AttentionBackend, PartialPass, PassOutput
-from outrider.model.batch import RaggedBatch, Segment
+from outrider.model.backends.pass_rows import pass_rows
+from outrider.model.batch import RaggedBatch
 from outrider.model.context import ForwardContext, LayerReach
 from outrider.model.loader import LoadedModel
 
@@ -73,8 +72,8 @@ class FusedDecoder(AttentionBackend):
         self._use_memory(context, loaded)
         self._use_positions(max(s.context_len for s in context.batch.segments), loaded)
         if part is None:
-            return PassOutput(*self._kernel.forward(_rows(context.batch), aux_layers))
-        return PassOutput(*self._kernel.forward_part(_rows(context.batch), aux_layers, part.layers, part.hidden))
+            return PassOutput(*self._kernel.forward(pass_rows(context.batch), aux_layers))
+        return PassOutput(*self._kernel.forward_part(pass_rows(context.batch), aux_layers, part.layers, part.hidden))
 
     def embed(self, loaded: LoadedModel, token_ids: Tensor) -> Tensor:
         return self._kernel.embed(token_ids)
@@ -253,32 +252,3 @@ def _layer(layer: Any, reach: LayerReach, config: Any, matrices: _Matrices) -> D
         window=reach.window or 0,
         chunk=reach.chunk or 0,
     )
-
-
-def _rows(batch: RaggedBatch) -> PassRows:
-    segments, size = batch.segments, batch.block_size
-    trees = [np.empty(0, bool) if s.parents is None else s.ancestry.reshape(-1) for s in segments]
-    table_at = list(accumulate((len(s.block_table) for s in segments), initial=0))[:-1]
-    tree_at = list(accumulate((len(tree) for tree in trees), initial=0))[:-1]
-    spans = list(zip(batch.row_spans, segments, strict=True))
-    return PassRows(
-        tokens=[token for s in segments for token in s.token_ids],
-        positions=[p for s in segments for p in _positions(s)],
-        slots=[s.block_table[p // size] * size + p % size for s in segments for p in range(s.start, s.context_len)],
-        long_rows=[int(s.long_rope) for s in segments for _ in s.token_ids],
-        first=[0, *(end for _, end in batch.row_spans)],
-        start=[s.start for s in segments],
-        tables=[block for s in segments for block in s.block_table],
-        table_at=table_at,
-        ancestry_at=[-1 if s.parents is None else at for s, at in zip(segments, tree_at, strict=True)],
-        logit_rows=[first + row for (first, _), s in spans for row in range(s.logits_from, s.logits_end)],
-        ancestry=np.concatenate(trees).view(np.uint8),
-        block_size=size,
-    )
-
-
-def _positions(segment: Segment) -> Sequence[int]:
-    if segment.parents is None:
-        return range(segment.start, segment.context_len)
-    positions: list[int] = segment.positions.tolist()
-    return positions

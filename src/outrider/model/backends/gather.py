@@ -6,9 +6,9 @@ code. It is the oracle that the paged backend is tested against.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from outrider.cache.pool import Slots
@@ -44,9 +44,9 @@ def _all_slots(context: ForwardContext) -> Slots:
 
 def _block_diagonal(context: ForwardContext, reach: LayerReach, dtype: torch.dtype) -> torch.Tensor:
     """Additive mask [1, 1, num_rows, sum of context lengths]."""
-    segments = context.batch.segments
-    widths = np.cumsum([0, *(s.context_len for s in segments)])
-    seen = np.zeros((context.batch.num_rows, int(widths[-1])), bool)
-    for segment, (first, end), left in zip(segments, context.batch.row_spans, widths, strict=False):
-        seen[first:end, left : left + segment.context_len] = visible(segment, reach)
-    return additive(seen, dtype, context.batch.device)[None, None]
+    batch = context.batch
+    ends = list(accumulate(s.context_len for s in batch.segments))
+    seen = torch.zeros(batch.num_rows, ends[-1], dtype=torch.bool, device=batch.device)
+    for segment, (first, end), right in zip(batch.segments, batch.row_spans, ends, strict=True):
+        seen[first:end, right - segment.context_len : right] = visible(segment, reach, device=batch.device)
+    return additive(seen, dtype)[None, None]

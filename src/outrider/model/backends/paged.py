@@ -1,94 +1,156 @@
-"""The fast backend: our own attention function under an unmodified decoder.
+"""The fast backend for any decoder: our own attention function under an unmodified model.
 
 transformers hands each layer's query, key and value to a registered function. No mask function is registered with it, so
-the model passes no mask, and causality, windows and trees are decided here.
+the model passes no mask, and causality, windows and trees are decided here. Where our kernels run, all rows of a pass
+attend in one call, and the KV memory is read in place. Elsewhere each sequence's rows attend by a stock operator.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.kernels.attention import KNOWN_DTYPES, PassAttention, can_attend
+from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.model import hf
+from outrider.model.backends.base import PartialPass, PassOutput
 from outrider.model.backends.hosted import HostedAttention
-from outrider.model.context import ForwardContext, current_context
+from outrider.model.backends.pass_rows import pass_rows
+from outrider.model.context import ForwardContext, SeenPart, current_context
+from outrider.model.loader import LoadedModel
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How products of a layer's queries and keys become weights.
+
+    Attributes:
+        scale: Their factor.
+        softcap: They stay between -softcap and softcap by a scaled tanh; None for no such bound.
+        sinks: [num_heads] a learned logit a head that takes weight and gives nothing; None for none.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+#: Attention of all rows [num_heads, num_rows, head_dim] in a layer by stock operators: [num_rows, num_heads, value_dim].
+StockAttention = Callable[[ForwardContext, int, Tensor, Scores], Tensor]
 
 
 class PagedAttention(HostedAttention):
     """Writes KV by slot and reads each sequence's context from the pool; nothing is padded."""
 
     name: ClassVar[str] = "paged"
+    _library: KernelLibrary | None = None
 
     def install(self, model: Any) -> None:
-        hf.set_attention(model, hf.register_attention("outrider_paged", _paged_attention))
+        self._library = kernel_library() if model.device.type == "cpu" and model.dtype in KNOWN_DTYPES else None
+        function = partial(_attention, stock=self.stock())
+        hf.set_attention(model, hf.register_attention(f"outrider_{self.name}", function))
+
+    def stock(self) -> StockAttention:
+        """What attends where our kernels do not."""
+        return attend_together
+
+    def instruction_set(self, model: Any) -> str | None:
+        return super().instruction_set(model) if self._library is None else self._library.instruction_set
 
     def forward_kwargs(self, context: ForwardContext) -> dict[str, Any]:
         return {"use_cache": False}
 
+    def forward(
+        self, loaded: LoadedModel, context: ForwardContext, aux_layers: Sequence[int], part: PartialPass | None = None
+    ) -> PassOutput:
+        if self._library is not None:
+            context.kernel = PassAttention(self._library, pass_rows(context.batch))
+        return super().forward(loaded, context, aux_layers, part)
 
-def _paged_attention(
+
+def _attention(
     module: Any,
     query: Tensor,  # [1, num_heads, num_rows, head_dim], rotary embedding applied
     key: Tensor,  # [1, num_kv_heads, num_rows, head_dim]
     value: Tensor,  # [1, num_kv_heads, num_rows, value_dim]
     attention_mask: Tensor | None = None,
     *,
+    stock: StockAttention,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    context = current_context()
-    layer = module.layer_idx
-    context.pool.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), context.batch.slot_mapping)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    """What transformers calls in each layer."""
+    context, layer = current_context(), module.layer_idx
+    keys, values = context.pool.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), context.batch.slot_mapping)
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    if context.kernel is None or not can_attend(query, keys, values):
+        return stock(context, layer, query[0], scores)[None], None
+    out = context.kernel.attend(
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        window=context.reaches[layer].window or 0,
+        chunk=context.reaches[layer].chunk or 0,
+        scale=scores.scale,
+        softcap=scores.softcap,
+        sinks=scores.sinks,
+    )
+    return out[None], None
+
+
+def attend_together(context: ForwardContext, layer: int, query: Tensor, scores: Scores) -> Tensor:
+    """The rows of each sequence over its context, one sequence after another."""
     outputs = []
     for index, (first, end) in enumerate(context.batch.row_spans):
-        keys, values = context.pool.read(layer, context.batch.context_slots[index])
-        mask = context.mask(index, layer, query.dtype)
-        outputs.append(attend(query[0, :, first:end], keys, values, mask, scale=scale, softcap=softcap, sinks=s_aux))
-    return torch.cat(outputs)[None], None
+        part = context.part(index, layer, query.dtype)
+        outputs.append(attend(query[:, first:end], *context.pool.read(layer, part.slots), part, scores))
+    return torch.cat(outputs)
 
 
 def attend(
     query: Tensor,  # [num_heads, num_rows, head_dim]
-    keys: Tensor,  # [context_len, num_kv_heads, head_dim]
-    values: Tensor,  # [context_len, num_kv_heads, value_dim]
-    mask: Tensor | None,  # [num_rows, context_len] additive
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,  # [num_heads]
+    keys: Tensor,  # [num_slots, num_kv_heads, head_dim]
+    values: Tensor,  # [num_slots, num_kv_heads, value_dim]
+    part: SeenPart,
+    scores: Scores,
 ) -> Tensor:
-    """Attention of one sequence's rows over its context: [num_rows, num_heads, value_dim].
+    """Attention of one sequence's rows over keys and values that it sees: [num_rows, num_heads, value_dim].
 
-    Query heads that share a KV head are folded into the row dimension, so that keys and values are read once.
+    Query heads that share a KV head are a dimension of their own, so that one mask serves them all. A single row needs no
+    mask: its heads are rows to the operator, so that keys and values are read once.
     """
     num_heads, num_rows, _ = query.shape
     num_kv_heads = keys.shape[1]
-    group = num_heads // num_kv_heads
-    q = query.reshape(num_kv_heads, group * num_rows, -1)
+    q = query.reshape(num_kv_heads, num_heads // num_kv_heads, num_rows, -1)
+    q = q.transpose(1, 2) if num_rows == 1 else q
     k, v = keys.transpose(0, 1), values.transpose(0, 1)
-    folded = None if mask is None else mask.repeat(group, 1)
-    if softcap is None and sinks is None:
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=folded, scale=scale)[0]
+    if scores.softcap is None and scores.sinks is None:
+        mask = None if part.causal else part.mask
+        k, v = (each[:, None].expand(-1, q.shape[1], -1, -1) for each in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=part.causal, scale=scores.scale)
     else:
-        scores = (q @ k.transpose(1, 2)) * scale
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        if folded is not None:
-            scores = scores + folded
-        out = _softmax_with_sinks(scores, sinks, num_rows) @ v
+        products = (q.flatten(1, 2) @ k.transpose(1, 2)).reshape(*q.shape[:3], -1)
+        out = _weights(products, part.mask, scores, num_rows).flatten(1, 2) @ v
     return out.reshape(num_heads, num_rows, -1).transpose(0, 1)
 
 
-def _softmax_with_sinks(scores: Tensor, sinks: Tensor | None, num_rows: int) -> Tensor:
-    """Softmax over the context, with one learned extra logit a head that takes mass and gives nothing."""
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if sinks is None:
-        return wide.softmax(-1).to(scores.dtype)
-    column = sinks.to(wide.dtype).reshape(scores.shape[0], -1).repeat_interleave(num_rows, 1)[..., None]
-    return torch.cat([wide, column], -1).softmax(-1)[..., :-1].to(scores.dtype)
+def _weights(products: Tensor, mask: Tensor | None, scores: Scores, num_rows: int) -> Tensor:
+    """Softmax over the context, in float32 at least, with the sink of each head as one more column that is dropped."""
+    scaled = products * scores.scale
+    if scores.softcap is not None:
+        scaled = torch.tanh(scaled / scores.softcap) * scores.softcap
+    if mask is not None:
+        scaled = scaled + mask
+    wide = scaled.to(torch.promote_types(scaled.dtype, torch.float32))
+    if scores.sinks is None:
+        return wide.softmax(-1).to(products.dtype)
+    column = scores.sinks.to(wide.dtype).repeat_interleave(num_rows).reshape(*wide.shape[:-1], 1)
+    return torch.cat([wide, column], -1).softmax(-1)[..., :-1].to(products.dtype)
