@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from outrider.kernels.pages import release
+
 
 class StoredWeight(NamedTuple):
     """The numbers that a product with a layer's weight reads.
@@ -29,6 +31,19 @@ def stored_weight(module: nn.Linear) -> StoredWeight:
     return getattr(module, "quantised_weight", None) or StoredWeight(module.weight.data, None)
 
 
+class QuantisedLinear(nn.Linear):
+    """nn.Linear with rounded weights, for where no kernels read these: every pass computes the product anew.
+
+    So a model is never in memory both as it was and rounded. `weight` keeps its shape and dtype, but holds no numbers.
+    """
+
+    quantised_weight: StoredWeight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]."""
+        return nn.functional.linear(input, _product(self.quantised_weight, self.weight.dtype), self.bias)
+
+
 def quantise_linears(model: nn.Module) -> None:
     """Round the weights of every linear layer to int8, those of the head too. Embeddings stay as they are."""
     for module in model.modules():
@@ -36,8 +51,12 @@ def quantise_linears(model: nn.Module) -> None:
             dtype = module.weight.dtype
             stored = _rounded(module.weight.data)
             # The layer gets a parameter of its own, so that a head is quantised without the embeddings that are tied to it.
-            module.weight = nn.Parameter(_product(stored, dtype), requires_grad=False)
-            if dtype in (torch.float32, torch.bfloat16):  # other dtypes are computed in their own precision
+            if dtype not in (torch.float32, torch.bfloat16) or module.weight.device.type != "cpu":
+                # These are computed in their own precision, or without our kernels.
+                module.weight = nn.Parameter(_product(stored, dtype), requires_grad=False)
+            else:
+                empty_weight(module)
+                module.__class__ = QuantisedLinear
                 module.quantised_weight = stored  # type: ignore[assignment]
 
 
@@ -47,6 +66,7 @@ def empty_weight(module: nn.Linear) -> None:
     The shape and the dtype stay. There are no numbers left, so that a use of them is noticed.
     """
     nothing = torch.full((), float("nan"), dtype=module.weight.dtype).expand(module.weight.shape)
+    release(module.weight.data)
     module.weight = nn.Parameter(nothing, requires_grad=False)
     if hasattr(module, "quantised_weight"):
         del module.quantised_weight
@@ -57,7 +77,6 @@ def restore_weight(module: nn.Linear, stored: StoredWeight) -> None:
     if stored.scale is None:
         module.weight = nn.Parameter(stored.data, requires_grad=False)
     else:
-        module.weight = nn.Parameter(_product(stored, module.weight.dtype), requires_grad=False)
         module.quantised_weight = stored  # type: ignore[assignment]
 
 
