@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from inspect import signature
 from os import PathLike, fspath
+from threading import Lock
 from types import TracebackType
 from typing import Any, Never, Self, cast
 
@@ -28,11 +30,11 @@ from outrider.arguments import (
 )
 from outrider.config import AttentionName, CacheConfig, DTypeName, ModelConfig, QuantizationName, SchedulerConfig
 from outrider.engine.engine import Engine
-from outrider.engine.interrupts import watched_interrupts
-from outrider.engine.outputs import completion
+from outrider.engine.mail import Inbox
 from outrider.engine.proposers import ProposerSet
 from outrider.engine.sequence import Request
 from outrider.engine.stats import EngineStats
+from outrider.engine.thread import EngineThread, Health
 from outrider.errors import (
     ClosedError,
     ContradictionError,
@@ -41,7 +43,6 @@ from outrider.errors import (
     InvalidPromptError,
     OutriderError,
 )
-from outrider.kernels.library import check_process
 from outrider.model.draft_loader import DraftLoader
 from outrider.model.factory import make_runner
 from outrider.model.loader import LoadedModel, adopt_model, check_sources, load_model
@@ -50,7 +51,6 @@ from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.propose.draft_model import DraftModel
 from outrider.propose.method import Method
 from outrider.propose.speculation import PLAIN, SpeculationConfig
-from outrider.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +82,9 @@ class _Options:
 class LLM:
     """A model ready to write, with or without a proposer that runs ahead of it. The output distribution is the same.
 
-    Several threads may call it, and they take turns: a call of generate or chat keeps the others waiting until it is done,
-    a stream only while a piece is computed. Prompts that are to share batches go into one call. A process that is forked
-    after loading cannot use it. `close` frees its memory; so does the end of a `with` block, or of its last reference.
+    Several threads may call it at the same time: the model runs in a thread of its own, and whatever they ask for shares
+    its batches. A process that is forked after loading cannot use it. `close` frees its memory; so does the end of a
+    `with` block, or of its last reference.
 
     Args:
         model: Local folder or hub id; or a causal language model of transformers, which is copied, weights and all, and
@@ -140,7 +140,6 @@ class LLM:
         batch_invariant: bool = False,
         **unknown: Never,
     ) -> None:
-        check_process()
         refuse_settings(unknown, signature(LLM).parameters.keys() - {"unknown"})
         self._embedded = model is None
         self._model_config = ModelConfig(
@@ -159,15 +158,24 @@ class LLM:
         self.speculation = self.resolve(_chosen(speculation, draft_model, embedded=self._embedded))
         method = self.speculation.method
         check_sources(draft_model=method.model if isinstance(method, DraftModel) else None)
-        loaded = _load(model, self._model_config, tokenizer, consume=consume)
-        runner = make_runner(loaded, attention_backend, self._cache_config, max_num_seqs, batch_invariant=batch_invariant)
+        self._encoding = Lock()  # some tokenizers serve one thread at a time
+        self._thread = EngineThread()
+        self._thread.load(partial(self._build, model, tokenizer, scheduling, consume=consume))
+
+    def _build(self, model: Any, tokenizer: Any, scheduling: SchedulerConfig, *, consume: bool) -> Engine:
+        """Load everything; in the engine's thread."""
+        config, cache, method = self._model_config, self._cache_config, self.speculation.method
+        loaded = _load(model, config, tokenizer, consume=consume)
+        runner = make_runner(
+            loaded, config.attention_backend, cache, scheduling.max_num_seqs, batch_invariant=config.batch_invariant
+        )
         self.tokenizer = loaded.tokenizer
         self.default_params = _default_params(loaded)
-        load_runner = DraftLoader(runner, self._model_config, self._cache_config, max_num_seqs)
-        self._proposers: ProposerSet | None = ProposerSet(Target(runner), max_num_batched_tokens, load_runner, method)
-        self._turns = Turns(Engine(runner, scheduling, self._proposers))
+        load_runner = DraftLoader(runner, config, cache, scheduling.max_num_seqs)
+        proposers = ProposerSet(Target(runner), scheduling.max_num_batched_tokens, load_runner, method)
         if method is not None:
-            self.proposers.get(method)  # a draft model that cannot be used is better known now than at the first prompt
+            proposers.get(method)  # a draft model that cannot be used is better known now than at the first prompt
+        return Engine(runner, scheduling, proposers)
 
     def __enter__(self) -> Self:
         return self
@@ -178,17 +186,18 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Cancel what runs, and free the weights and the KV memory. Waits for a call of generate in another thread.
+        """End what runs, and free the weights and the KV memory.
 
-        Later calls raise ClosedError, but for this one: it may be called again.
+        Calls that other threads wait in, and later ones, raise ClosedError, but for this one: it may be called again.
         """
-        self._turns.close()
-        self._proposers = None
+        self._thread.close()
 
     def __repr__(self) -> str:
-        if self._proposers is None:
+        try:
+            runner = self.engine.runner
+        except ClosedError:
             return f"<LLM model={_shown(self._model_config.model)} closed>"
-        runner, config, speculation = self.engine.runner, self._model_config, self.speculation
+        config, speculation = self._model_config, self.speculation
         loaded = runner.loaded
         facts = {
             "model": _shown(loaded.name),
@@ -206,15 +215,18 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """What drives requests. Whoever calls it past this object sees to the threads himself."""
-        return self._turns.engine
+        """What drives requests, in a thread of its own. Whoever drives it by hand does so while it has no work."""
+        return self._thread.engine
 
     @property
     def proposers(self) -> ProposerSet:
         """The proposers in use."""
-        if self._proposers is None:
-            raise ClosedError
-        return self._proposers
+        return self.engine.proposers
+
+    @property
+    def health(self) -> Health:
+        """How the engine has fared since the start."""
+        return self._thread.health
 
     @property
     def stats(self) -> EngineStats:
@@ -276,11 +288,11 @@ class LLM:
         """
         refuse_keywords(self.stream, unknown)
         options = _Options(namespace, trace, streaming=True)
-        with self._turns.turn():
-            request = self._submit(*self._encode(prompt), params, speculation, options)
-        pieces = self._pieces(request)
-        next(pieces)  # started at once: a stream that is dropped unread must still cancel its request
-        return cast(Iterator[StreamPiece], pieces)
+        inbox, request = Inbox(), self._prepare(*self._encode(prompt), params, speculation, options)
+        refusals = self._thread.admit([request], inbox).result()
+        if refusals[0] is not None:
+            raise cast(OutriderError, refusals.pop())  # taken out: it points at this frame
+        return self._pieces(request, inbox)
 
     def chat(
         self,
@@ -320,13 +332,12 @@ class LLM:
     def chat_prompt(self, messages: Conversation) -> list[int]:
         """Token ids of one conversation, with the turn handed to the model; raises as chat() does."""
         self._check_template()
-        with self._turns.turn():
-            return list(self._encode_conversation(messages)[1])
+        return list(self._encode_conversation(messages)[1])
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt, as generate() sees them; raises InvalidPromptError."""
-        with self._turns.turn():
-            return self._encode(prompt)[1]
+        self._thread.check()
+        return self._encode(prompt)[1]
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -350,26 +361,36 @@ class LLM:
             if on_finished is not None:
                 on_finished(output)
 
-        with self._turns.turn(), watched_interrupts():
+        for place, (item, sampling, config) in enumerate(zip(items, *settings, strict=True)):
             try:
-                for place, (item, sampling, config) in enumerate(zip(items, *settings, strict=True)):
-                    try:
-                        pending[place] = self._submit(*encode(item), sampling, config, options)
-                    except OutriderError as error:
-                        settle(place, RequestOutput(-1, item if isinstance(item, str) else None, (), (), error))
-                while pending:
-                    self._turns.step_until_one_ends(pending.values())
-                    for place in [p for p, request in pending.items() if request.finished]:
-                        settle(place, self._collect(pending.pop(place)))
-            finally:
-                for request in pending.values():
-                    self._turns.drop(request)
+                pending[place] = self._prepare(*encode(item), sampling, config, options)
+            except OutriderError as error:
+                settle(place, RequestOutput(-1, item if isinstance(item, str) else None, (), (), error))
+        self._write(pending, settle)
         if single and outputs[0].error is not None:
             raise cast(OutriderError, outputs.pop(0).error)
         # Taken out: an error among them points at this frame, and the two would keep everything alive.
         return [outputs.pop(place) for place in range(len(items))]
 
-    def _submit(
+    def _write(self, pending: dict[int, Request], settle: Callable[[int, RequestOutput], None]) -> None:
+        """Have prepared requests written, and settle each as it ends. Whoever breaks this off leaves none behind."""
+        inbox, places = Inbox(), {request.request_id: place for place, request in pending.items()}
+        admitted = self._thread.admit(list(pending.values()), inbox)
+        try:
+            for request, refusal in zip(list(pending.values()), admitted.result(), strict=True):
+                if refusal is not None:
+                    place = places[request.request_id]
+                    settle(place, RequestOutput(-1, pending.pop(place).prompt, (), (), refusal))
+            while pending:
+                output = inbox.wait().output
+                assert output is not None, "nobody streams"
+                del pending[places[output.request_id]]
+                settle(places[output.request_id], output)
+        finally:
+            for request in pending.values():
+                self._thread.drop(request)
+
+    def _prepare(
         self,
         text: str | None,
         token_ids: tuple[int, ...],
@@ -383,7 +404,7 @@ class LLM:
                 "params", params, "not a SamplingParams", "Use SamplingParams(temperature=..., ...)."
             )
         config = self.speculation if speculation is None else self.resolve(speculation)
-        return self._turns.submit(
+        return self._thread.prepare(
             token_ids,
             params,
             config,
@@ -394,8 +415,7 @@ class LLM:
         )
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
-        """The text of a prompt, None where it came as token ids, and its token ids. The caller has the turn: tokenizers
-        serve one thread at a time."""
+        """The text of a prompt, None where it came as token ids, and its token ids."""
         content = read_prompt(prompt)
         if not isinstance(content, str):
             return None, content
@@ -405,7 +425,8 @@ class LLM:
             raise InvalidPromptError("prompt", content, "it is empty", "Give at least one character.")
         try:
             # Not verbose: it would warn of the length that the tokenizer's file names, and the model's own is checked here.
-            return content, tuple(self.tokenizer(content, verbose=False)["input_ids"])
+            with self._encoding:
+                return content, tuple(self.tokenizer(content, verbose=False)["input_ids"])
         except (TypeError, UnicodeError) as error:  # half a surrogate pair, as undecodable bytes in argv become
             raise InvalidPromptError("prompt", content, "it is not valid Unicode", "Give text in UTF-8.") from error
 
@@ -414,9 +435,10 @@ class LLM:
         assert self.tokenizer is not None, "its chat template was looked at"
         conversation = read_conversation(messages)
         try:
-            encoded = self.tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
-            )
+            with self._encoding:
+                encoded = self.tokenizer.apply_chat_template(
+                    conversation, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
+                )
         except Exception as error:
             raise InvalidPromptError(
                 "messages", conversation, f"the chat template refuses them ({error})", "Use role and content in each."
@@ -424,8 +446,8 @@ class LLM:
         return None, tuple(encoded["input_ids"])
 
     def _check_template(self) -> None:
-        with self._turns.turn():
-            template = getattr(self.tokenizer, "chat_template", None)
+        self._thread.check()
+        template = getattr(self.tokenizer, "chat_template", None)
         if template is None:
             raise InvalidParameterError(
                 "model",
@@ -451,23 +473,18 @@ class LLM:
         remedy = 'Use LLM(..., draft_model="..."), or SpeculationConfig(method=DraftModel(model="...")).'
         raise InvalidParameterError("draft_model", None, f"method={config.name!r} needs one", remedy)
 
-    def _pieces(self, request: Request) -> Iterator[StreamPiece | None]:
-        """None once, then the pieces. Between two of them other threads have their turns."""
+    def _pieces(self, request: Request, inbox: Inbox) -> Iterator[StreamPiece]:
+        """What comes in for a streaming request; who drops this drops the inbox, and so cancels the request."""
+        news = None
         try:
-            yield None
-            while pieces := self._turns.next_pieces(request):
-                yield from pieces
-            if request.error is not None:
-                raise request.error
+            while news is None or news.output is None:
+                news = inbox.wait()
+                yield from news.pieces
+            if news.output.error is not None:
+                raise news.output.error
         finally:
-            self._turns.drop(request)
-
-    def _collect(self, request: Request) -> RequestOutput:
-        """What a finished request came to; it is of no use afterwards."""
-        try:
-            return _output(request)
-        finally:
-            self._turns.drop(request)
+            del news  # an error in it points at this frame, and the two would keep everything alive
+            self._thread.drop(request)
 
 
 def _name_of(model: Any) -> Any:
@@ -525,9 +542,3 @@ def _chosen(speculation: Speculation | None, draft_model: str | PathLike[str] | 
 def _shown(model: str | None) -> str | None:
     """A model's name; where the package lies is of no interest."""
     return "embedded" if model in (default_model("target"), default_model("draft")) else model
-
-
-def _output(request: Request) -> RequestOutput:
-    outputs = () if request.error is not None else tuple(completion(seq) for seq in request.sequences)
-    scores = None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
-    return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs, request.error, scores)
