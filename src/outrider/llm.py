@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from inspect import signature
 from os import PathLike, fspath
-from threading import Lock
 from types import TracebackType
 from typing import Any, Never, Self, cast
 
@@ -20,8 +20,6 @@ from outrider.arguments import (
     Prompt,
     check_namespace,
     dtype_name,
-    read_conversation,
-    read_prompt,
     refuse_keywords,
     refuse_settings,
     split_conversations,
@@ -30,7 +28,7 @@ from outrider.arguments import (
 )
 from outrider.config import AttentionName, CacheConfig, DTypeName, ModelConfig, QuantizationName, SchedulerConfig
 from outrider.engine.engine import Engine
-from outrider.engine.mail import Inbox
+from outrider.engine.mail import Inbox, Mailbox
 from outrider.engine.proposers import ProposerSet
 from outrider.engine.sequence import Request
 from outrider.engine.stats import EngineStats
@@ -40,7 +38,6 @@ from outrider.errors import (
     ContradictionError,
     InputError,
     InvalidParameterError,
-    InvalidPromptError,
     OutriderError,
 )
 from outrider.model.draft_loader import DraftLoader
@@ -48,6 +45,7 @@ from outrider.model.factory import make_runner
 from outrider.model.loader import LoadedModel, adopt_model, check_sources, load_model
 from outrider.model.target import Target
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
+from outrider.prompts import PromptEncoder
 from outrider.propose.draft_model import DraftModel
 from outrider.propose.method import Method
 from outrider.propose.speculation import PLAIN, SpeculationConfig
@@ -158,7 +156,6 @@ class LLM:
         self.speculation = self.resolve(_chosen(speculation, draft_model, embedded=self._embedded))
         method = self.speculation.method
         check_sources(draft_model=method.model if isinstance(method, DraftModel) else None)
-        self._encoding = Lock()  # some tokenizers serve one thread at a time
         self._thread = EngineThread()
         self._thread.load(partial(self._build, model, tokenizer, scheduling, consume=consume))
 
@@ -169,7 +166,7 @@ class LLM:
         runner = make_runner(
             loaded, config.attention_backend, cache, scheduling.max_num_seqs, batch_invariant=config.batch_invariant
         )
-        self.tokenizer = loaded.tokenizer
+        self.prompts = PromptEncoder(loaded.tokenizer, None if self._embedded else config.model)
         self.default_params = _default_params(loaded)
         load_runner = DraftLoader(runner, config, cache, scheduling.max_num_seqs)
         proposers = ProposerSet(Target(runner), scheduling.max_num_batched_tokens, load_runner, method)
@@ -224,6 +221,11 @@ class LLM:
         return self.engine.proposers
 
     @property
+    def tokenizer(self) -> Any | None:
+        """The target's tokenizer; None where it has none."""
+        return self.prompts.tokenizer
+
+    @property
     def health(self) -> Health:
         """How the engine has fared since the start."""
         return self._thread.health
@@ -267,7 +269,9 @@ class LLM:
         """
         refuse_keywords(self.generate, unknown)
         items, single = split_prompts(prompts)
-        return self._complete(items, single, self._encode, params, speculation, _Options(namespace, trace), on_finished)
+        return self._complete(
+            items, single, self.prompts.encode, params, speculation, _Options(namespace, trace), on_finished
+        )
 
     def stream(
         self,
@@ -287,9 +291,9 @@ class LLM:
             ClosedError: The LLM is closed.
         """
         refuse_keywords(self.stream, unknown)
-        options = _Options(namespace, trace, streaming=True)
-        inbox, request = Inbox(), self._prepare(*self._encode(prompt), params, speculation, options)
-        refusals = self._thread.admit([request], inbox).result()
+        request = self.prepare(prompt, params, speculation, namespace=namespace, trace=trace, streaming=True)
+        inbox = Inbox()
+        refusals = self.admit([request], inbox).result()
         if refusals[0] is not None:
             raise cast(OutriderError, refusals.pop())  # taken out: it points at this frame
         return self._pieces(request, inbox)
@@ -323,21 +327,56 @@ class LLM:
             OutriderError: As in generate.
         """
         refuse_keywords(self.chat, unknown)
-        self._check_template()
+        self._thread.check()
+        self.prompts.check_template()
         items, single = split_conversations(messages)
         return self._complete(
-            items, single, self._encode_conversation, params, speculation, _Options(namespace, trace), None
+            items, single, self.prompts.encode_conversation, params, speculation, _Options(namespace, trace), None
         )
 
     def chat_prompt(self, messages: Conversation) -> list[int]:
         """Token ids of one conversation, with the turn handed to the model; raises as chat() does."""
-        self._check_template()
-        return list(self._encode_conversation(messages)[1])
+        self._thread.check()
+        return list(self.prompts.encode_conversation(messages)[1])
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt, as generate() sees them; raises InvalidPromptError."""
         self._thread.check()
-        return self._encode(prompt)[1]
+        return self.prompts.encode(prompt)[1]
+
+    # -- for those who wait in their own way, as AsyncLLM does -----------------------------------------------------------
+
+    def prepare(
+        self,
+        prompt: Prompt | None = None,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        *,
+        messages: Conversation | None = None,
+        namespace: str | None = None,
+        trace: bool = False,
+        streaming: bool = False,
+    ) -> Request:
+        """Encode and check one prompt, or one conversation, and compile its structure, in the thread that calls this.
+
+        Raises:
+            OutriderError: As generate and chat do, but for what `admit` finds.
+        """
+        self._thread.check()
+        encoded = self.prompts.encode(prompt) if messages is None else self.prompts.encode_conversation(messages)
+        return self._prepare(*encoded, params, speculation, _Options(namespace, trace, streaming))
+
+    def admit(self, requests: Sequence[Request], mailbox: Mailbox) -> Future[list[OutriderError | None]]:
+        """Queue prepared requests; see EngineThread.admit."""
+        return self._thread.admit(requests, mailbox)
+
+    def cancel(self, request: Request) -> None:
+        """Stop a request; its last news bring what it has written, with the finish_reason "cancelled". It never waits."""
+        self._thread.cancel(request)
+
+    def drop(self, request: Request) -> None:
+        """Cancel a request whose news nobody wants any more. It never waits."""
+        self._thread.drop(request)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -413,49 +452,6 @@ class LLM:
             namespace=options.namespace,
             traced=options.trace,
         )
-
-    def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
-        """The text of a prompt, None where it came as token ids, and its token ids."""
-        content = read_prompt(prompt)
-        if not isinstance(content, str):
-            return None, content
-        if self.tokenizer is None:
-            raise InvalidPromptError("prompt", content, "the model has no tokenizer", "Give a list of token ids.")
-        if not content:
-            raise InvalidPromptError("prompt", content, "it is empty", "Give at least one character.")
-        try:
-            # Not verbose: it would warn of the length that the tokenizer's file names, and the model's own is checked here.
-            with self._encoding:
-                return content, tuple(self.tokenizer(content, verbose=False)["input_ids"])
-        except (TypeError, UnicodeError) as error:  # half a surrogate pair, as undecodable bytes in argv become
-            raise InvalidPromptError("prompt", content, "it is not valid Unicode", "Give text in UTF-8.") from error
-
-    def _encode_conversation(self, messages: Any) -> tuple[None, tuple[int, ...]]:
-        """As `_encode`, of a conversation."""
-        assert self.tokenizer is not None, "its chat template was looked at"
-        conversation = read_conversation(messages)
-        try:
-            with self._encoding:
-                encoded = self.tokenizer.apply_chat_template(
-                    conversation, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
-                )
-        except Exception as error:
-            raise InvalidPromptError(
-                "messages", conversation, f"the chat template refuses them ({error})", "Use role and content in each."
-            ) from error
-        return None, tuple(encoded["input_ids"])
-
-    def _check_template(self) -> None:
-        self._thread.check()
-        template = getattr(self.tokenizer, "chat_template", None)
-        if template is None:
-            raise InvalidParameterError(
-                "model",
-                None if self._embedded else self._model_config.model,
-                f"{'the embedded default model' if self._embedded else 'it'} has no chat template: "
-                "it completes text and was not trained to converse",
-                "Use generate with a plain prompt, or a model whose tokenizer has a chat template.",
-            )
 
     def resolve(self, speculation: Speculation) -> SpeculationConfig:
         """The settings with what the caller left to us: the LLM's own draft model, or the embedded one."""

@@ -47,7 +47,8 @@ class _Command(Generic[T]):
 
     def carry_out(self) -> None:
         call, self._call = self._call, None
-        assert call is not None
+        if call is None or not self.outcome.set_running_or_notify_cancel():
+            return
         try:
             result = call()
         except BaseException as error:
@@ -169,6 +170,10 @@ class EngineThread:
             raise EngineBusyError
         return self.post(partial(self._admit, tuple(requests), ref(mailbox)))
 
+    def cancel(self, request: Request) -> None:
+        """Stop a request; its last news bring what it has written. It never waits, and an ended request stays as it is."""
+        self.post(partial(self._cancel, request))
+
     def drop(self, request: Request) -> None:
         """Cancel a request that nobody waits for any more. It never waits, and may be called anywhere and twice."""
         if os.getpid() == self._process and not self._closed:
@@ -202,6 +207,10 @@ class EngineThread:
             return error  # this frame, which the error points at, does not point back
         self._served[request.request_id] = request, mailbox
         return None
+
+    def _cancel(self, request: Request) -> None:
+        if self._engine is not None:
+            self._engine.cancel(request)
 
     def _drop(self, request: Request) -> None:
         self._served.pop(request.request_id, None)
