@@ -230,19 +230,22 @@ class EngineThread:
         self._engine = None
         _deliver(letters)
 
-    def advance(self) -> tuple[bool, Letters]:
-        """A step, where there is work; whether more is left, and what is to be delivered."""
-        engine = self._engine
-        if engine is None:
-            return False, []
+    @property
+    def serving(self) -> bool:
+        """Whether requests are served. Those that somebody drives by hand are left to him."""
+        return self._engine is not None and bool(self._served)
+
+    def advance(self) -> None:
+        """A step, for the requests that are served.
+
+        It keeps no letters: errors in them point at the frames of the step, and so at this one.
+        """
+        assert self._engine is not None
         try:
-            if engine.has_work:
-                engine.step()
+            self._engine.step()
             self._num_failures = 0
-            return engine.has_work, self._gather()
         except BaseException as error:
-            self._recover(engine, error)
-            return engine.has_work, self._gather()
+            self._recover(self._engine, error)
 
     def _recover(self, engine: Engine, error: BaseException) -> None:
         """Go on after a step was broken off, and those whom it served have ended.
@@ -262,7 +265,8 @@ class EngineThread:
         self._num_failures = 0
         self.health = replace(self.health, num_rebuilds=self.health.num_rebuilds + 1)
 
-    def _gather(self) -> Letters:
+    def gather(self) -> Letters:
+        """What the step brought. Who has ended, or has no reader any more, is served no longer."""
         letters: Letters = []
         for request, mailbox in list(self._served.values()):
             letters += self._letters(request, mailbox)
@@ -306,7 +310,9 @@ def _work(commands: _Commands, owner: ref[EngineThread], num_threads: int) -> No
         if thread is None:
             busy = False
             continue
-        busy, letters = thread.advance()
+        if thread.serving:
+            thread.advance()
+        letters, busy = thread.gather(), thread.serving
         del thread  # before the letters: their readers may let the engine go
         _deliver(letters)
         del letters
