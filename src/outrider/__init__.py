@@ -9,6 +9,7 @@ TYPE_CHECKING = False  # `typing` is not imported: it would take most of the tim
 if TYPE_CHECKING:
     from typing import Any
 
+    from outrider.async_llm import AsyncLLM
     from outrider.errors import OutriderError
     from outrider.llm import LLM
     from outrider.params import (
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncLLM": "outrider.async_llm",
     "LLM": "outrider.llm",
     "SpeculationConfig": "outrider.propose.speculation",
     "CrossVocabulary": "outrider.propose.cross_vocabulary",
@@ -64,6 +66,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "CrossVocabulary",
     "DraftModel",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from inspect import signature
 from os import PathLike, fspath
@@ -18,9 +20,6 @@ from outrider.arguments import (
     Prompt,
     check_namespace,
     dtype_name,
-    encode_text,
-    read_conversation,
-    read_prompt,
     refuse_keywords,
     refuse_settings,
     split_conversations,
@@ -29,29 +28,27 @@ from outrider.arguments import (
 )
 from outrider.config import AttentionName, CacheConfig, DTypeName, ModelConfig, QuantizationName, SchedulerConfig
 from outrider.engine.engine import Engine
-from outrider.engine.interrupts import watched_interrupts
-from outrider.engine.outputs import completion
+from outrider.engine.mail import Inbox, Mailbox
 from outrider.engine.proposers import ProposerSet
 from outrider.engine.sequence import Request
 from outrider.engine.stats import EngineStats
+from outrider.engine.thread import EngineThread, Health
 from outrider.errors import (
     ClosedError,
     ContradictionError,
     InputError,
     InvalidParameterError,
-    InvalidPromptError,
     OutriderError,
 )
-from outrider.kernels.library import check_process
 from outrider.model.draft_loader import DraftLoader
 from outrider.model.factory import make_runner
 from outrider.model.loader import LoadedModel, adopt_model, check_sources, load_model
 from outrider.model.target import Target
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
+from outrider.prompts import PromptEncoder
 from outrider.propose.draft_model import DraftModel
 from outrider.propose.method import Method
 from outrider.propose.speculation import PLAIN, SpeculationConfig
-from outrider.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +80,9 @@ class _Options:
 class LLM:
     """A model ready to write, with or without a proposer that runs ahead of it. The output distribution is the same.
 
-    Several threads may call it, and they take turns: a call of generate or chat keeps the others waiting until it is done,
-    a stream only while a piece is computed. Prompts that are to share batches go into one call. A process that is forked
-    after loading cannot use it. `close` frees its memory; so does the end of a `with` block, or of its last reference.
+    Several threads may call it at the same time: the model runs in a thread of its own, and whatever they ask for shares
+    its batches. A process that is forked after loading cannot use it. `close` frees its memory; so does the end of a
+    `with` block, or of its last reference.
 
     Args:
         model: Local folder or hub id; or a causal language model of transformers, which is copied, weights and all, and
@@ -141,7 +138,6 @@ class LLM:
         batch_invariant: bool = False,
         **unknown: Never,
     ) -> None:
-        check_process()
         refuse_settings(unknown, signature(LLM).parameters.keys() - {"unknown"})
         self._embedded = model is None
         self._model_config = ModelConfig(
@@ -160,15 +156,23 @@ class LLM:
         self.speculation = self.resolve(_chosen(speculation, draft_model, embedded=self._embedded))
         method = self.speculation.method
         check_sources(draft_model=method.model if isinstance(method, DraftModel) else None)
-        loaded = _load(model, self._model_config, tokenizer, consume=consume, kv_tokens=kv_cache_tokens)
-        runner = make_runner(loaded, attention_backend, self._cache_config, max_num_seqs, batch_invariant=batch_invariant)
-        self.tokenizer = loaded.tokenizer
+        self._thread = EngineThread()
+        self._thread.load(partial(self._build, model, tokenizer, scheduling, consume=consume))
+
+    def _build(self, model: Any, tokenizer: Any, scheduling: SchedulerConfig, *, consume: bool) -> Engine:
+        """Load everything; in the engine's thread."""
+        config, cache, method = self._model_config, self._cache_config, self.speculation.method
+        loaded = _load(model, config, tokenizer, consume=consume, kv_tokens=cache.num_tokens)
+        runner = make_runner(
+            loaded, config.attention_backend, cache, scheduling.max_num_seqs, batch_invariant=config.batch_invariant
+        )
+        self.prompts = PromptEncoder(loaded.tokenizer, None if self._embedded else config.model)
         self.default_params = _default_params(loaded)
-        load_runner = DraftLoader(runner, self._model_config, self._cache_config, max_num_seqs)
-        self._proposers: ProposerSet | None = ProposerSet(Target(runner), max_num_batched_tokens, load_runner, method)
-        self._turns = Turns(Engine(runner, scheduling, self._proposers))
+        load_runner = DraftLoader(runner, config, cache, scheduling.max_num_seqs)
+        proposers = ProposerSet(Target(runner), scheduling.max_num_batched_tokens, load_runner, method)
         if method is not None:
-            self.proposers.get(method)  # a draft model that cannot be used is better known now than at the first prompt
+            proposers.get(method)  # a draft model that cannot be used is better known now than at the first prompt
+        return Engine(runner, scheduling, proposers)
 
     def __enter__(self) -> Self:
         return self
@@ -179,17 +183,18 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Cancel what runs, and free the weights and the KV memory. Waits for a call of generate in another thread.
+        """End what runs, and free the weights and the KV memory.
 
-        Later calls raise ClosedError, but for this one: it may be called again.
+        Calls that other threads wait in, and later ones, raise ClosedError, but for this one: it may be called again.
         """
-        self._turns.close()
-        self._proposers = None
+        self._thread.close()
 
     def __repr__(self) -> str:
-        if self._proposers is None:
+        try:
+            runner = self.engine.runner
+        except ClosedError:
             return f"<LLM model={_shown(self._model_config.model)} closed>"
-        runner, config, speculation = self.engine.runner, self._model_config, self.speculation
+        config, speculation = self._model_config, self.speculation
         loaded = runner.loaded
         facts = {
             "model": _shown(loaded.name),
@@ -207,15 +212,23 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """What drives requests. Whoever calls it past this object sees to the threads himself."""
-        return self._turns.engine
+        """What drives requests, in a thread of its own. Whoever drives it by hand does so while it has no work."""
+        return self._thread.engine
 
     @property
     def proposers(self) -> ProposerSet:
         """The proposers in use."""
-        if self._proposers is None:
-            raise ClosedError
-        return self._proposers
+        return self.engine.proposers
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """The target's tokenizer; None where it has none."""
+        return self.prompts.tokenizer
+
+    @property
+    def health(self) -> Health:
+        """How the engine has fared since the start."""
+        return self._thread.health
 
     @property
     def stats(self) -> EngineStats:
@@ -256,7 +269,9 @@ class LLM:
         """
         refuse_keywords(self.generate, unknown)
         items, single = split_prompts(prompts)
-        return self._complete(items, single, self._encode, params, speculation, _Options(namespace, trace), on_finished)
+        return self._complete(
+            items, single, self.prompts.encode, params, speculation, _Options(namespace, trace), on_finished
+        )
 
     def stream(
         self,
@@ -276,12 +291,12 @@ class LLM:
             ClosedError: The LLM is closed.
         """
         refuse_keywords(self.stream, unknown)
-        options = _Options(namespace, trace, streaming=True)
-        with self._turns.turn():
-            request = self._submit(*self._encode(prompt), params, speculation, options)
-        pieces = self._pieces(request)
-        next(pieces)  # started at once: a stream that is dropped unread must still cancel its request
-        return cast(Iterator[StreamPiece], pieces)
+        request = self.prepare(prompt, params, speculation, namespace=namespace, trace=trace, streaming=True)
+        inbox = Inbox()
+        refusals = self.admit([request], inbox).result()
+        if refusals[0] is not None:
+            raise cast(OutriderError, refusals.pop())  # taken out: it points at this frame
+        return self._pieces(request, inbox)
 
     def chat(
         self,
@@ -312,22 +327,56 @@ class LLM:
             OutriderError: As in generate.
         """
         refuse_keywords(self.chat, unknown)
-        self._check_template()
+        self._thread.check()
+        self.prompts.check_template()
         items, single = split_conversations(messages)
         return self._complete(
-            items, single, self._encode_conversation, params, speculation, _Options(namespace, trace), None
+            items, single, self.prompts.encode_conversation, params, speculation, _Options(namespace, trace), None
         )
 
     def chat_prompt(self, messages: Conversation) -> list[int]:
         """Token ids of one conversation, with the turn handed to the model; raises as chat() does."""
-        self._check_template()
-        with self._turns.turn():
-            return list(self._encode_conversation(messages)[1])
+        self._thread.check()
+        return list(self.prompts.encode_conversation(messages)[1])
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt, as generate() sees them; raises InvalidPromptError."""
-        with self._turns.turn():
-            return self._encode(prompt)[1]
+        self._thread.check()
+        return self.prompts.encode(prompt)[1]
+
+    # -- for those who wait in their own way, as AsyncLLM does -----------------------------------------------------------
+
+    def prepare(
+        self,
+        prompt: Prompt | None = None,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        *,
+        messages: Conversation | None = None,
+        namespace: str | None = None,
+        trace: bool = False,
+        streaming: bool = False,
+    ) -> Request:
+        """Encode and check one prompt, or one conversation, and compile its structure, in the thread that calls this.
+
+        Raises:
+            OutriderError: As generate and chat do, but for what `admit` finds.
+        """
+        self._thread.check()
+        encoded = self.prompts.encode(prompt) if messages is None else self.prompts.encode_conversation(messages)
+        return self._prepare(*encoded, params, speculation, _Options(namespace, trace, streaming))
+
+    def admit(self, requests: Sequence[Request], mailbox: Mailbox) -> Future[list[OutriderError | None]]:
+        """Queue prepared requests; see EngineThread.admit."""
+        return self._thread.admit(requests, mailbox)
+
+    def cancel(self, request: Request) -> None:
+        """Stop a request; its last news bring what it has written, with the finish_reason "cancelled". It never waits."""
+        self._thread.cancel(request)
+
+    def drop(self, request: Request) -> None:
+        """Cancel a request whose news nobody wants any more. It never waits."""
+        self._thread.drop(request)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -351,26 +400,36 @@ class LLM:
             if on_finished is not None:
                 on_finished(output)
 
-        with self._turns.turn(), watched_interrupts():
+        for place, (item, sampling, config) in enumerate(zip(items, *settings, strict=True)):
             try:
-                for place, (item, sampling, config) in enumerate(zip(items, *settings, strict=True)):
-                    try:
-                        pending[place] = self._submit(*encode(item), sampling, config, options)
-                    except OutriderError as error:
-                        settle(place, RequestOutput(-1, item if isinstance(item, str) else None, (), (), error))
-                while pending:
-                    self._turns.step_until_one_ends(pending.values())
-                    for place in [p for p, request in pending.items() if request.finished]:
-                        settle(place, self._collect(pending.pop(place)))
-            finally:
-                for request in pending.values():
-                    self._turns.drop(request)
+                pending[place] = self._prepare(*encode(item), sampling, config, options)
+            except OutriderError as error:
+                settle(place, RequestOutput(-1, item if isinstance(item, str) else None, (), (), error))
+        self._write(pending, settle)
         if single and outputs[0].error is not None:
             raise cast(OutriderError, outputs.pop(0).error)
         # Taken out: an error among them points at this frame, and the two would keep everything alive.
         return [outputs.pop(place) for place in range(len(items))]
 
-    def _submit(
+    def _write(self, pending: dict[int, Request], settle: Callable[[int, RequestOutput], None]) -> None:
+        """Have prepared requests written, and settle each as it ends. Whoever breaks this off leaves none behind."""
+        inbox, places = Inbox(), {request.request_id: place for place, request in pending.items()}
+        admitted = self._thread.admit(list(pending.values()), inbox)
+        try:
+            for request, refusal in zip(list(pending.values()), admitted.result(), strict=True):
+                if refusal is not None:
+                    place = places[request.request_id]
+                    settle(place, RequestOutput(-1, pending.pop(place).prompt, (), (), refusal))
+            while pending:
+                output = inbox.wait().output
+                assert output is not None, "nobody streams"
+                del pending[places[output.request_id]]
+                settle(places[output.request_id], output)
+        finally:
+            for request in pending.values():
+                self._thread.drop(request)
+
+    def _prepare(
         self,
         text: str | None,
         token_ids: tuple[int, ...],
@@ -384,7 +443,7 @@ class LLM:
                 "params", params, "not a SamplingParams", "Use SamplingParams(temperature=..., ...)."
             )
         config = self.speculation if speculation is None else self.resolve(speculation)
-        return self._turns.submit(
+        return self._thread.prepare(
             token_ids,
             params,
             config,
@@ -393,40 +452,6 @@ class LLM:
             namespace=options.namespace,
             traced=options.trace,
         )
-
-    def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
-        """The text of a prompt, None where it came as token ids, and its token ids. The caller has the turn: tokenizers
-        serve one thread at a time."""
-        content = read_prompt(prompt)
-        if not isinstance(content, str):
-            return None, content
-        return content, encode_text(self.tokenizer, content)
-
-    def _encode_conversation(self, messages: Any) -> tuple[None, tuple[int, ...]]:
-        """As `_encode`, of a conversation."""
-        assert self.tokenizer is not None, "its chat template was looked at"
-        conversation = read_conversation(messages)
-        try:
-            encoded = self.tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
-            )
-        except Exception as error:
-            raise InvalidPromptError(
-                "messages", conversation, f"the chat template refuses them ({error})", "Use role and content in each."
-            ) from error
-        return None, tuple(encoded["input_ids"])
-
-    def _check_template(self) -> None:
-        with self._turns.turn():
-            template = getattr(self.tokenizer, "chat_template", None)
-        if template is None:
-            raise InvalidParameterError(
-                "model",
-                None if self._embedded else self._model_config.model,
-                f"{'the embedded default model' if self._embedded else 'it'} has no chat template: "
-                "it completes text and was not trained to converse",
-                "Use generate with a plain prompt, or a model whose tokenizer has a chat template.",
-            )
 
     def resolve(self, speculation: Speculation) -> SpeculationConfig:
         """The settings with what the caller left to us: the LLM's own draft model, or the embedded one."""
@@ -444,23 +469,18 @@ class LLM:
         remedy = 'Use LLM(..., draft_model="..."), or SpeculationConfig(method=DraftModel(model="...")).'
         raise InvalidParameterError("draft_model", None, f"method={config.name!r} needs one", remedy)
 
-    def _pieces(self, request: Request) -> Iterator[StreamPiece | None]:
-        """None once, then the pieces. Between two of them other threads have their turns."""
+    def _pieces(self, request: Request, inbox: Inbox) -> Iterator[StreamPiece]:
+        """What comes in for a streaming request; who drops this drops the inbox, and so cancels the request."""
+        news = None
         try:
-            yield None
-            while pieces := self._turns.next_pieces(request):
-                yield from pieces
-            if request.error is not None:
-                raise request.error
+            while news is None or news.output is None:
+                news = inbox.wait()
+                yield from news.pieces
+            if news.output.error is not None:
+                raise news.output.error
         finally:
-            self._turns.drop(request)
-
-    def _collect(self, request: Request) -> RequestOutput:
-        """What a finished request came to; it is of no use afterwards."""
-        try:
-            return _output(request)
-        finally:
-            self._turns.drop(request)
+            del news  # an error in it points at this frame, and the two would keep everything alive
+            self._thread.drop(request)
 
 
 def _name_of(model: Any) -> Any:
@@ -518,9 +538,3 @@ def _chosen(speculation: Speculation | None, draft_model: str | PathLike[str] | 
 def _shown(model: str | None) -> str | None:
     """A model's name; where the package lies is of no interest."""
     return "embedded" if model in (default_model("target"), default_model("draft")) else model
-
-
-def _output(request: Request) -> RequestOutput:
-    outputs = () if request.error is not None else tuple(completion(seq) for seq in request.sequences)
-    scores = None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
-    return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs, request.error, scores)

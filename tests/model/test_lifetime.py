@@ -18,6 +18,7 @@ from outrider.errors import ClosedError, InvalidPromptError, OutriderError, Proc
 from tests.model import checkpoints
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4)
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture
@@ -71,12 +72,12 @@ def test_closing_frees_everything_while_references_stay() -> None:
     llm = LLM(kv_cache_tokens=512)
     use(llm)
     things = things_of(llm)
-    stream = llm.stream("def f(", PARAMS)
+    stream = llm.stream("def f(", LONG)
     next(stream)
     llm.close()
     assert [thing() for thing in things if thing() is not None] == []
     with pytest.raises(ClosedError):
-        next(stream)
+        list(stream)
 
 
 def test_a_closed_llm_says_so() -> None:
@@ -110,7 +111,7 @@ def test_an_error_in_the_block_passes_through_and_closes() -> None:
 def test_closing_cancels_what_runs(caplog: pytest.LogCaptureFixture) -> None:
     llm = LLM(kv_cache_tokens=512)
     engine = llm.engine
-    stream = llm.stream("def f(", PARAMS)
+    stream = llm.stream("def f(", LONG)
     next(stream)
     assert engine.has_work
     with caplog.at_level(logging.WARNING):

@@ -94,7 +94,7 @@ class Watched:
 def test_texts_are_encoded_by_one_thread_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some tokenizers raise "Already borrowed" where two threads use them."""
     watched = Watched(llm.tokenizer)
-    monkeypatch.setattr(llm, "tokenizer", watched)
+    monkeypatch.setattr(llm.prompts, "tokenizer", watched)
     calls: list[Callable[[str], Any]] = [
         llm.encode,
         lambda prompt: llm.generate(prompt, PARAMS.replace(max_tokens=1)),

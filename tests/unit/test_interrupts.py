@@ -32,7 +32,7 @@ def test_an_interrupt_is_quiet_at_any_moment(delay: float) -> None:
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=120)
     lines = said.splitlines()
-    if process.returncode == -signal.SIGINT:
+    if process.returncode in (-signal.SIGINT, 1):  # Python itself was still beginning
         imported = [line.split()[-1] for line in lines if line.startswith(REPORT)]
         assert FIRST not in imported[:-1], said
     else:

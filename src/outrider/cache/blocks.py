@@ -26,11 +26,15 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._ref_count = [0] * num_blocks
-        self._key: list[PrefixKey | None] = [None] * num_blocks
-        self._uid = [0] * num_blocks  # names a published block's content to its children; never used twice
         self._next_uid = 1
-        self._free: deque[int] = deque(range(num_blocks))  # unpublished, unreferenced
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew with all blocks free and nothing published; tables that were handed out are void."""
+        self._ref_count = [0] * self.num_blocks
+        self._key: list[PrefixKey | None] = [None] * self.num_blocks
+        self._uid = [0] * self.num_blocks  # names a published block's content to its children; never used twice
+        self._free: deque[int] = deque(range(self.num_blocks))  # unpublished, unreferenced
         self._idle: OrderedDict[int, None] = OrderedDict()  # published, unreferenced; oldest first
         self._published: dict[PrefixKey, int] = {}
 

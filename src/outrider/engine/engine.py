@@ -19,7 +19,6 @@ from outrider.engine.admission import bad_word_ids, check_request
 from outrider.engine.detokenizer import TextStream
 from outrider.engine.drafter import Drafter
 from outrider.engine.drafting import StepDraft, prefill_all, propose_all, teach
-from outrider.engine.interrupts import uninterrupted
 from outrider.engine.observation import ComputedRows
 from outrider.engine.outputs import piece
 from outrider.engine.proposers import ProposerSet
@@ -108,7 +107,7 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add_request(
+    def prepare(
         self,
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
@@ -119,19 +118,17 @@ class Engine:
         namespace: str | None = None,
         traced: bool = False,
     ) -> Request:
-        """Queue a prompt.
+        """Check a request, and do what takes time and does not need the engine at rest: its structure is compiled here.
+
+        Any thread may call this, at any time.
 
         Raises:
             InvalidPromptError: Empty, too long, or with tokens outside the vocabulary.
             InvalidParameterError, ContradictionError, UnsupportedParameterError: Parameters that this engine, this model or
                 this installation cannot serve.
-            ModelError, ProposerError: The method that `speculation` names cannot be used.
         """
         loaded = self.runner.loaded
         check_request(prompt_token_ids, params, speculation, loaded, self.runner.blocks, self.scheduler.config)
-        if speculation.method is not None:
-            self.proposers.get(speculation.method)  # one that cannot be built is refused now, not in some later step
-            self.builders.prepare(speculation.tree)
         request = Request(
             next(self._ids),
             prompt,
@@ -146,10 +143,27 @@ class Engine:
         )
         request.outbox = [] if streaming else None
         request.sequences = [self._sequence(request, index) for index in range(params.n)]
-        first = request.sequences[0]
-        if speculation.method is not None:
-            self._drafter(first, speculation.method)
+        return request
+
+    def admit(self, request: Request) -> None:
+        """Queue a request that was prepared; its method's proposer is built if it is not alive yet.
+
+        Raises:
+            InputError, ModelError, ProposerError: The method that it names cannot be used.
+        """
+        method, first = request.speculation.method, request.sequences[0]
+        if method is not None:
+            self.proposers.get(method)  # one that cannot be built is refused now, not in some later step
+            self.builders.prepare(request.speculation.tree)
+            self._drafter(first, method)
         self.scheduler.add(first)
+
+    def add_request(
+        self, prompt_token_ids: tuple[int, ...], params: SamplingParams, speculation: SpeculationConfig, **options: Any
+    ) -> Request:
+        """Prepare and admit in one; for those who drive the engine themselves. Arguments and errors are those of both."""
+        request = self.prepare(prompt_token_ids, params, speculation, **options)
+        self.admit(request)
         return request
 
     def _sequence(self, request: Request, index: int) -> Sequence:
@@ -168,20 +182,18 @@ class Engine:
         During a step, when a garbage collection drops a stream, it is stopped at the end of the step: the pass under way
         counts on its rows.
         """
-        with uninterrupted():
-            if self._stepping:
-                self._cancelled.append(request)
-                return
-            for seq in request.sequences:
-                if seq.status is not Status.FINISHED:
-                    seq.finish("cancelled")
-                self._retire(seq)
+        if self._stepping:
+            self._cancelled.append(request)
+            return
+        for seq in request.sequences:
+            if seq.status is not Status.FINISHED:
+                seq.finish("cancelled")
+            self._retire(seq)
 
     def step(self) -> None:
         """Advance every scheduled sequence: by a chunk of its prompt, or by one token and what stands of its draft.
 
-        An interrupt waits for the end of the step. Whatever else breaks the step off ends the requests that it served with
-        a StepAbortedError, and is raised again.
+        Whatever breaks the step off ends the requests that it served with a StepAbortedError, and is raised again.
 
         Raises:
             EngineStalledError: There is work and none of it can be scheduled.
@@ -189,13 +201,12 @@ class Engine:
         """
         if self._stepping:
             raise EngineBusyError
-        with uninterrupted():
-            self._stepping = True
-            try:
-                self._step()
-            finally:
-                self._stepping = False
-                self._settle()
+        self._stepping = True
+        try:
+            self._step()
+        finally:
+            self._stepping = False
+            self._settle()
 
     def _step(self) -> None:
         try:
@@ -269,6 +280,30 @@ class Engine:
         self.runner.blocks.check_integrity([seq.kv.block_table for seq in running])
         for proposer in self.proposers:
             proposer.check_integrity()
+
+    def rebuild(self, requests: Iterable[Request], error: BaseException) -> None:
+        """Begin anew where a fault has left the books wrong: over the same weights, with an empty memory and new proposers.
+
+        Args:
+            requests: All that are under way. They end with a StepAbortedError.
+            error: What happened.
+        """
+        self._stepping, self._cancelled = False, []
+        planner, config = self.scheduler.planner, self.scheduler.config
+        self.scheduler = Scheduler(config, self.runner.blocks, self.scheduler.max_model_len)
+        self.scheduler.planner = planner
+        self.runner.blocks.reset()
+        self.runner.begun.clear()
+        self.proposers.dismiss_all()
+        for request in requests:
+            if not request.finished:
+                problem = f"the engine had to begin anew after {type(error).__name__}"
+                request.error = StepAbortedError(request.request_id, problem, _REMEDIES[StepAbortedError])
+                request.error.__cause__ = error
+            for seq in request.sequences:
+                seq.retired = True  # what it held is void
+                seq.kv.block_table.clear()
+                self.noise.forget(seq.seq_id)
 
     # -- schedule ------------------------------------------------------------------------------------------------------
 

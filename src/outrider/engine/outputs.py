@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from outrider.engine.sequence import Sequence, Status
-from outrider.params import CompletionOutput, PositionLogprobs, StreamPiece
+from outrider.engine.sequence import Request, Sequence, Status
+from outrider.params import CompletionOutput, PositionLogprobs, RequestOutput, StreamPiece
+
+
+def request_output(request: Request) -> RequestOutput:
+    """What a finished request came to, or its error."""
+    outputs = () if request.error is not None else tuple(completion(seq) for seq in request.sequences)
+    scores = None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
+    return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs, request.error, scores)
 
 
 def completion(seq: Sequence) -> CompletionOutput:

@@ -73,6 +73,10 @@ class ProposerSet:
         for found in self._alive:
             found.trees.clear()
 
+    def dismiss_all(self) -> None:
+        """Let all go, those in use too: their sequences are no more. What is asked for next is built anew."""
+        self._alive.clear()
+
     def __iter__(self) -> Iterator[Proposer]:
         return iter([found.proposer for found in self._alive])
 

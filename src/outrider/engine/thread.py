@@ -1,0 +1,346 @@
+"""One thread owns the engine: it loads the models, takes commands before each step, steps, and hands over what was written.
+
+The threads that compute belong to the thread that starts them, and the engine's books to one thread at a time. So everybody
+else asks: a command waits in a queue until the engine rests between two steps, and news come back through a mailbox.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, finalize, ref
+
+import torch
+
+from outrider.engine.engine import Engine
+from outrider.engine.mail import Mailbox, News, Office
+from outrider.engine.outputs import request_output
+from outrider.engine.sequence import Request
+from outrider.errors import ClosedError, EngineBusyError, EngineStalledError, OutriderError
+from outrider.kernels.library import check_process
+from outrider.params import SamplingParams
+from outrider.propose.speculation import SpeculationConfig
+
+logger = logging.getLogger(__name__)
+
+#: After so many steps in a row that broke off, the engine begins anew.
+_PATIENCE = 3
+
+T = TypeVar("T")
+Letters = list[tuple[Mailbox, News]]
+
+
+class _Command(Generic[T]):
+    """A call to make in the engine's thread, and what comes of it."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call: Callable[[], T] | None = call
+        self.outcome: Future[T] = Future()
+
+    def carry_out(self) -> None:
+        call, self._call = self._call, None
+        if call is None or not self.outcome.set_running_or_notify_cancel():
+            return
+        try:
+            result = call()
+        except BaseException as error:
+            call = None  # whoever waits may let the engine go as soon as he is woken
+            self.outcome.set_exception(error)
+        else:
+            call = None
+            self.outcome.set_result(result)
+
+
+_Commands = SimpleQueue[_Command[Any] | None]
+
+
+@dataclass(frozen=True)
+class Health:
+    """How the engine has fared.
+
+    Attributes:
+        num_broken_steps: Steps that were broken off.
+        num_rebuilds: How often the engine began anew, with an empty memory.
+        last_error: What broke the latest one off.
+    """
+
+    num_broken_steps: int = 0
+    num_rebuilds: int = 0
+    last_error: str | None = None
+
+
+class EngineThread:
+    """The engine and its thread, which ends with `close`, with the last reference, or with the process.
+
+    It computes with as many threads as PyTorch has where this is made. A request whose mailbox is gone is cancelled, so
+    that nobody who was interrupted, or who forgot a stream, leaves work behind.
+    """
+
+    def __init__(self) -> None:
+        check_process()
+        self._commands: _Commands = SimpleQueue()
+        self._served: dict[int, tuple[Request, ref[Mailbox]]] = {}
+        self._engine: Engine | None = None
+        self._closed = False
+        self._num_failures = 0
+        self.health = Health()
+        self._process = os.getpid()
+        arguments = (self._commands, ref(self), torch.get_num_threads())
+        self._thread = threading.Thread(target=_work, args=arguments, name="outrider-engine", daemon=True)
+        self._thread.start()
+        _alive[self._thread] = self._commands
+        finalize(self, _end, self._commands).atexit = False
+
+    # -- for everybody else --------------------------------------------------------------------------------------------
+
+    def load(self, build: Callable[[], Engine]) -> None:
+        """Have the engine built where it will live; raises what `build` raises."""
+
+        def command() -> None:
+            self._engine = build()
+
+        self.call(command)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, when all commands that were given before are carried out. It may be driven by hand while it rests.
+
+        Raises:
+            ClosedError: It was given up.
+        """
+        if not self._closed and not self._is_mine():
+            self.call(lambda: None)
+        if self._engine is None:
+            raise ClosedError
+        return self._engine
+
+    def check(self) -> None:
+        """Raise where there is no engine any more, or not in this process.
+
+        Raises:
+            ClosedError, ForkedProcessError: There is none.
+        """
+        check_process()
+        if self._closed:
+            raise ClosedError
+
+    def prepare(
+        self, prompt_token_ids: tuple[int, ...], params: SamplingParams, speculation: SpeculationConfig, **options: Any
+    ) -> Request:
+        """A request that can be admitted: `Engine.prepare`, in the thread that calls this, while the engine works."""
+        self.check()
+        engine = self._engine
+        if engine is None:
+            raise ClosedError
+        return engine.prepare(prompt_token_ids, params, speculation, **options)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Have a function called between two steps, and wait for it; raises what it raises.
+
+        Raises:
+            ClosedError, ForkedProcessError: There is no such thread any more, or not in this process.
+            EngineBusyError: This is the engine's own thread: something that a step has called.
+        """
+        if self._is_mine():
+            raise EngineBusyError
+        return self.post(function).result()
+
+    def post(self, function: Callable[[], T]) -> Future[T]:
+        """The same without waiting."""
+        self.check()
+        command = _Command(function)
+        self._commands.put(command)
+        return command.outcome
+
+    def admit(self, requests: Sequence[Request], mailbox: Mailbox) -> Future[list[OutriderError | None]]:
+        """Queue prepared requests together, so that they share their first batch; news go to the mailbox.
+
+        Returns:
+            For each request the error with which it was refused, or None.
+        """
+        if self._is_mine():
+            raise EngineBusyError
+        return self.post(partial(self._admit, tuple(requests), ref(mailbox)))
+
+    def cancel(self, request: Request) -> None:
+        """Stop a request; its last news bring what it has written. It never waits, and an ended request stays as it is."""
+        self.post(partial(self._cancel, request))
+
+    def drop(self, request: Request) -> None:
+        """Cancel a request that nobody waits for any more. It never waits, and may be called anywhere and twice."""
+        if os.getpid() == self._process and not self._closed:
+            self._commands.put(_Command(partial(self._drop, request)))
+
+    def close(self) -> None:
+        """End what runs with a ClosedError, and free the engine. A forked process gives up what it cannot use."""
+        if self._closed:
+            return
+        if os.getpid() != self._process:
+            self._closed, self._engine = True, None
+            return
+        self.call(self._close)
+        self._closed = True
+        _end(self._commands)
+        self._thread.join()
+
+    def _is_mine(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    # -- in the engine's thread ----------------------------------------------------------------------------------------
+
+    def _admit(self, requests: Sequence[Request], mailbox: ref[Mailbox]) -> list[OutriderError | None]:
+        return [self._refusal(request, mailbox) for request in requests]
+
+    def _refusal(self, request: Request, mailbox: ref[Mailbox]) -> OutriderError | None:
+        assert self._engine is not None
+        try:
+            self._engine.admit(request)
+        except OutriderError as error:
+            return error  # this frame, which the error points at, does not point back
+        self._served[request.request_id] = request, mailbox
+        return None
+
+    def _cancel(self, request: Request) -> None:
+        if self._engine is not None:
+            self._engine.cancel(request)
+
+    def _drop(self, request: Request) -> None:
+        self._served.pop(request.request_id, None)
+        if self._engine is not None:
+            self._engine.cancel(request)
+        _release(request)
+
+    def _close(self) -> None:
+        letters = []
+        for request, mailbox in self._served.values():
+            request.error = ClosedError()
+            letters += self._letters(request, mailbox)
+            if self._engine is not None:
+                self._engine.cancel(request)
+            _release(request)
+        self._served.clear()
+        self._engine = None
+        _deliver(letters)
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests are served. Those that somebody drives by hand are left to him."""
+        return self._engine is not None and bool(self._served)
+
+    def advance(self) -> None:
+        """A step, for the requests that are served.
+
+        It keeps no letters: errors in them point at the frames of the step, and so at this one.
+        """
+        assert self._engine is not None
+        try:
+            self._engine.step()
+            self._num_failures = 0
+        except BaseException as error:
+            self._recover(self._engine, error)
+
+    def _recover(self, engine: Engine, error: BaseException) -> None:
+        """Go on after a step was broken off, and those whom it served have ended.
+
+        Where the books are wrong now, or where no step succeeds any more, the engine begins anew.
+        """
+        logger.error("a step was broken off: %r", error, exc_info=not isinstance(error, OutriderError))
+        self._num_failures += 1
+        self.health = replace(self.health, num_broken_steps=self.health.num_broken_steps + 1, last_error=repr(error))
+        try:
+            engine.check_integrity()
+            if self._num_failures < _PATIENCE and not isinstance(error, EngineStalledError):
+                return
+        except Exception:
+            logger.exception("the books do not agree")
+        engine.rebuild([request for request, _ in self._served.values()], error)
+        self._num_failures = 0
+        self.health = replace(self.health, num_rebuilds=self.health.num_rebuilds + 1)
+
+    def gather(self) -> Letters:
+        """What the step brought. Who has ended, or has no reader any more, is served no longer."""
+        letters: Letters = []
+        for request, mailbox in list(self._served.values()):
+            letters += self._letters(request, mailbox)
+            if request.finished:
+                del self._served[request.request_id]
+                _release(request)
+            elif mailbox() is None:
+                self._drop(request)
+        return letters
+
+    def _letters(self, request: Request, mailbox: ref[Mailbox]) -> Letters:
+        """The letter with what is new of a request, if anything is and somebody reads it."""
+        reader, pieces = mailbox(), tuple(request.outbox or ())
+        if request.outbox:
+            request.outbox = []
+        if reader is None or not (pieces or request.finished):
+            return []
+        output = request_output(request) if request.finished else None
+        return [(reader, News(request.request_id, pieces, output))]
+
+
+def _release(request: Request) -> None:
+    """Let go what a request that has ended points at: whoever still has it keeps no model alive."""
+    request.sequences.clear()
+    request.error = None  # nor the frames in which it arose
+
+
+def _work(commands: _Commands, owner: ref[EngineThread], num_threads: int) -> None:
+    """The thread's life. While it rests it holds nothing of the engine, which may go with its last reference."""
+    torch.set_num_threads(num_threads)
+    busy = False
+    while True:
+        while not busy or not commands.empty():
+            command = commands.get()
+            if command is None:
+                return
+            command.carry_out()
+            del command
+            busy = True
+        thread = owner()
+        if thread is None:
+            busy = False
+            continue
+        if thread.serving:
+            thread.advance()
+        letters, busy = thread.gather(), thread.serving
+        del thread  # before the letters: their readers may let the engine go
+        _deliver(letters)
+        del letters
+
+
+def _deliver(letters: Letters) -> None:
+    """Hand each office its letters together. Letters that it cannot deliver had no readers."""
+    by_office: dict[int, tuple[Office, Letters]] = {}
+    for letter in letters:
+        office = letter[0].office
+        by_office.setdefault(id(office), (office, []))[1].append(letter)
+    for office, its_letters in by_office.values():
+        try:
+            office.deliver(its_letters)
+        except Exception:
+            logger.warning("news of %d requests could not be delivered", len(its_letters), exc_info=True)
+
+
+def _end(commands: _Commands) -> None:
+    commands.put(None)
+
+
+_alive: WeakKeyDictionary[threading.Thread, _Commands] = WeakKeyDictionary()
+
+
+@atexit.register
+def _end_all_threads() -> None:
+    """No thread may be inside a step when the interpreter is taken down."""
+    for thread, commands in list(_alive.items()):
+        _end(commands)
+        thread.join()

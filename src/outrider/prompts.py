@@ -1,0 +1,70 @@
+"""From prompts and conversations to token ids, for several threads at once."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import Any
+
+from outrider.arguments import encode_text, read_conversation, read_prompt
+from outrider.errors import InvalidParameterError, InvalidPromptError
+
+#: The text of a prompt, None where it came as token ids or as a conversation, and its token ids.
+Encoded = tuple[str | None, tuple[int, ...]]
+
+
+class PromptEncoder:
+    """Encodes what callers give. Some tokenizers serve one thread at a time, so it does one prompt at a time.
+
+    Args:
+        tokenizer: Of the target; None where it has none, and then prompts are token ids.
+        model: What to call the target in errors; None for the embedded one.
+    """
+
+    def __init__(self, tokenizer: Any | None, model: str | None) -> None:
+        self.tokenizer = tokenizer
+        self._model = model
+        self._lock = Lock()
+
+    def encode(self, prompt: Any) -> Encoded:
+        """A prompt in any form.
+
+        Raises:
+            InvalidPromptError: It is none, it is empty, or it cannot be encoded.
+        """
+        content = read_prompt(prompt)
+        if not isinstance(content, str):
+            return None, content
+        with self._lock:
+            return content, encode_text(self.tokenizer, content)
+
+    def encode_conversation(self, messages: Any) -> Encoded:
+        """A conversation through the tokenizer's chat template, with the turn handed to the model.
+
+        Raises:
+            InvalidParameterError: There is no tokenizer, or it has no chat template.
+            InvalidPromptError: The template refuses the messages, or they are none.
+        """
+        self.check_template()
+        assert self.tokenizer is not None, "it has a template"
+        conversation = read_conversation(messages)
+        try:
+            with self._lock:
+                encoded = self.tokenizer.apply_chat_template(
+                    conversation, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
+                )
+        except Exception as error:
+            problem = f"the chat template refuses them ({error})"
+            raise InvalidPromptError("messages", conversation, problem, "Use role and content in each.") from error
+        return None, tuple(encoded["input_ids"])
+
+    def check_template(self) -> None:
+        """Raise InvalidParameterError where conversations cannot be written as prompts."""
+        if getattr(self.tokenizer, "chat_template", None) is not None:
+            return
+        raise InvalidParameterError(
+            "model",
+            self._model,
+            f"{'the embedded default model' if self._model is None else 'it'} has no chat template: "
+            "it completes text and was not trained to converse",
+            "Use generate with a plain prompt, or a model whose tokenizer has a chat template.",
+        )

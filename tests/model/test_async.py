@@ -1,0 +1,154 @@
+"""Coroutines get the texts that they would have got alone, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from outrider import LLM, AsyncLLM, SamplingParams
+from outrider.errors import ClosedError, InvalidParameterError, InvalidPromptError, ProcessingError
+
+T = TypeVar("T")
+PROMPTS = ["def parse(line):\n", "class Reader:\n", "import os\n", "for name in names:\n"]
+PARAMS = SamplingParams(temperature=0, max_tokens=24)
+ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    llm = LLM(kv_cache_tokens=4096)
+    assert llm.tokenizer is not None
+    llm.tokenizer.chat_template = TEMPLATE
+    return llm
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> dict[str, tuple[int, ...]]:
+    return {prompt: llm.generate(prompt, PARAMS)[0].token_ids for prompt in PROMPTS}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(llm: LLM) -> Iterator[None]:
+    yield
+    gc.collect()
+    while llm.engine.has_work:  # what was dropped is cancelled between two steps
+        pass
+    llm.engine.check_integrity()
+    assert not llm.engine.scheduler.running
+
+
+def run(job: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(job, 60))
+
+
+def test_many_at_a_time_get_their_own_texts(llm: LLM, alone: dict[str, tuple[int, ...]]) -> None:
+    server = AsyncLLM(llm)
+
+    async def streamed(prompt: str) -> tuple[int, ...]:
+        return tuple([token async for piece in server.stream(prompt, PARAMS) for token in piece.token_ids])
+
+    async def generated(prompt: str) -> tuple[int, ...]:
+        return (await server.generate(prompt, PARAMS)).token_ids
+
+    async def chatted(prompt: str) -> tuple[int, ...]:
+        return (await server.chat([{"role": "user", "content": prompt}], PARAMS)).token_ids
+
+    async def chatted_in_pieces(prompt: str) -> tuple[int, ...]:
+        stream = server.stream_chat([{"role": "user", "content": prompt}], PARAMS)
+        return tuple([token async for piece in stream for token in piece.token_ids])
+
+    async def ask() -> list[tuple[int, ...]]:
+        calls = [streamed, generated, chatted, chatted_in_pieces]
+        return await asyncio.gather(*(calls[i % 4](PROMPTS[i // 4 % 4]) for i in range(32)))
+
+    steps = llm.stats.num_steps
+    assert run(ask()) == [alone[PROMPTS[i // 4 % 4]] for i in range(32)]
+    assert llm.stats.num_steps - steps < 32 * 10, "they share batches"
+
+
+def test_a_text_with_a_seed_is_the_same_streamed_or_not(llm: LLM) -> None:
+    params = SamplingParams(seed=7, max_tokens=30, n=2)
+    (want,) = llm.generate("import os\n", params)
+
+    async def ask() -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {0: [], 1: []}
+        async for piece in AsyncLLM(llm).stream("import os\n", params):
+            found[piece.index] += piece.token_ids
+        return found
+
+    assert run(ask()) == {output.index: list(output.token_ids) for output in want.outputs}
+
+
+def test_errors_arrive_where_they_belong(llm: LLM) -> None:
+    def fails(*_: Any) -> Any:
+        raise KeyError("planted")
+
+    async def ask() -> list[Any]:
+        server = AsyncLLM(llm)
+        calls = [
+            server.generate("", PARAMS),
+            server.generate("x", PARAMS, speculation="no such method"),
+            server.generate("x", PARAMS.replace(logits_processors=[fails])),
+            server.generate("x", PARAMS),
+        ]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    kinds = [type(found) for found in run(ask())]
+    assert kinds[:3] == [InvalidPromptError, InvalidParameterError, ProcessingError]
+    assert not issubclass(kinds[3], Exception)
+
+
+def test_a_cancelled_task_cancels_its_request(llm: LLM) -> None:
+    async def ask() -> None:
+        task = asyncio.create_task(AsyncLLM(llm).generate("x", ENDLESS))
+        while not llm.engine.has_work:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(ask())
+    assert not llm.engine.has_work
+
+
+def test_a_stream_that_is_left_early_cancels_its_request(llm: LLM) -> None:
+    async def ask() -> None:
+        async with AsyncLLM(llm).stream("x", ENDLESS) as stream:
+            async for _ in stream:
+                break
+
+    run(ask())
+    assert not llm.engine.has_work
+
+
+def test_a_stream_that_is_cancelled_keeps_what_it_has_written(llm: LLM) -> None:
+    async def ask() -> tuple[list[int], Any]:
+        stream, tokens = AsyncLLM(llm).stream("x", ENDLESS), list[int]()
+        async for piece in stream:
+            tokens += piece.token_ids
+            stream.cancel()
+        return tokens, stream.output
+
+    tokens, output = run(ask())
+    assert output.finish_reason == "cancelled"
+    assert 0 < len(tokens) < 1500
+    assert list(output.token_ids) == tokens
+
+
+def test_closing_ends_what_runs() -> None:
+    async def ask() -> None:
+        async with AsyncLLM(kv_cache_tokens=2048) as server:
+            task = asyncio.create_task(server.generate("x", ENDLESS))
+            while not server.llm.engine.has_work:
+                await asyncio.sleep(0.001)
+        with pytest.raises(ClosedError):
+            await task
+        with pytest.raises(ClosedError):
+            await server.generate("x", PARAMS)
+
+    run(ask())
