@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from outrider.draft import EMPTY, Draft, Law
-from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.errors import ContradictionError, InvalidParameterError, StepAbortedError
 from outrider.params import SamplingParams
 from outrider.propose import methods
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
