@@ -132,9 +132,9 @@ def _costs(results: Results) -> Iterable[tuple[str, tuple[str, ...], list[tuple[
     for name, model, context in places:
         seconds, costs = model.pass_seconds[context], model.row_costs(context)
         about = (_shown_model(name, model), f"{context}")
-        one = f"{1e3 * seconds[1]:.1f}" if 1 in seconds else ""
+        one = _milliseconds(seconds[1]) if 1 in seconds else ""
         ratios.append((*about, one, *(f"{costs[n]:.2f}" if n in costs else "" for n in counts if n > 1)))
-        times.append((*about, *(f"{1e3 * seconds[n]:.1f}" if n in seconds else "" for n in counts)))
+        times.append((*about, *(_milliseconds(seconds[n]) if n in seconds else "" for n in counts)))
     rows = tuple(f"n={n}" for n in counts)
     yield (
         "What a pass costs by its rows, C(n) = T(n) / T(1)",
@@ -150,6 +150,11 @@ def _shown_model(name: str, model: ModelResult) -> str:
     return name if model.positions is None else f"{name} (stretched to {model.positions})"
 
 
+def _milliseconds(seconds: float) -> str:
+    """Milliseconds, with a decimal below a hundred. A table of many columns has no room for more."""
+    return f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
+
+
 def _prefill_rows(results: Results) -> Iterator[tuple[str, ...]]:
     """The columns of PREFILL."""
     for name, model in results.models.items():
@@ -160,7 +165,7 @@ def _prefill_rows(results: Results) -> Iterator[tuple[str, ...]]:
                 _shown_model(name, model),
                 f"{part.start}",
                 f"{part.rows}",
-                f"{1e3 * part.seconds:.1f}",
+                _milliseconds(part.seconds),
                 f"{part.tokens_per_second:.0f}",
                 "" if done is None else f"{done / 1e9:.0f}",
                 "" if done is None or peak is None else f"{done / peak:.0%}",
