@@ -14,17 +14,17 @@ from outrider import LLM, SamplingParams
 from outrider.cache.blocks import BlockManager
 from outrider.config import CacheConfig, ModelConfig
 from outrider.kernels.library import available_sets
-from outrider.model.backends.fused import FAMILIES
 from outrider.model.batch import Segment
 from outrider.model.factory import make_runner
+from outrider.model.families import FAMILIES
 from outrider.model.loader import load_model
 from outrider.model.probe import reference
 from outrider.model.runner import ModelRunner
-from outrider.prove.tiny import raise_norms
 from tests.model import checkpoints
+from tests.model.double import Double
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
-NAMES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "longrope")
+NAMES = tuple(name for name in checkpoints.FAMILIES if checkpoints.is_described(name))
 TEXT = [(5 * i * i + 3 * i + 1) % checkpoints.VOCAB_SIZE for i in range(45)]
 
 
@@ -45,14 +45,17 @@ def runner_of(path: str, dtype: str, backend: str = "fused") -> ModelRunner:
 
 
 @torch.inference_mode()
-def stock(path: str, text: list[int]) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa").eval()
-    raise_norms(model)
-    return model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
+def stock(path: str, text: list[int], stored: torch.dtype = torch.float64) -> Any:
+    """What the stock model computes in float64 from weights that are stored in another dtype."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=stored, attn_implementation="eager").eval()
+    for parameter in model.parameters():  # and no buffers: rotary factors are those of float32
+        parameter.data = parameter.data.double()
+    with Double():
+        return model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
 
 
 def test_every_family_is_tested() -> None:
-    assert set(NAMES) >= FAMILIES
+    assert {checkpoints.model_type(name) for name in NAMES} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,11 +71,12 @@ def test_logits_and_hidden_states_are_the_stock_ones(paths: dict[str, str], name
         torch.testing.assert_close(out.aux_hidden_states[layer], want.hidden_states[layer][0], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "granite"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_narrow_types_stay_close(paths: dict[str, str], dtype: str, instruction_set: str) -> None:
-    runner = runner_of(paths["llama"], dtype)
+def test_narrow_types_stay_close(paths: dict[str, str], name: str, dtype: str, instruction_set: str) -> None:
+    runner = runner_of(paths[name], dtype)
     table = runner.blocks.allocate(12)
-    got, want = runner.forward([Segment(TEXT, 0, table)]).logits, stock(paths["llama"], TEXT).logits[0]
+    got, want = runner.forward([Segment(TEXT, 0, table)]).logits, stock(paths[name], TEXT, getattr(torch, dtype)).logits[0]
     error = (got - want).abs().max() / want.abs().max()
     assert error < (1e-5 if dtype == "float32" else 3e-2)
 
@@ -95,7 +99,7 @@ def in_pieces(runner: ModelRunner, cuts: list[int], beside: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gemma2", "gpt_neox", "olmo2"])
 def test_bits_do_not_depend_on_the_chunk_or_the_batch(
     paths: dict[str, str], name: str, dtype: str, instruction_set: str
 ) -> None:
@@ -106,7 +110,7 @@ def test_bits_do_not_depend_on_the_chunk_or_the_batch(
             assert torch.equal(in_pieces(runner, cuts, beside=beside), whole)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
 def test_a_tree_computes_the_bits_of_its_paths(paths: dict[str, str], name: str, instruction_set: str) -> None:
     runner = runner_of(paths[name], "bfloat16")
     whole = in_pieces(runner, [], beside=False)

@@ -243,6 +243,16 @@ def decoder_layers(model: Any) -> Any:
     raise ValueError(f"{type(model).__name__} has no list of its {count} layers")
 
 
+def decoder_stack(model: Any) -> Any:
+    """The module that holds the decoder layers of a model, and what comes before and after them.
+
+    Raises:
+        ValueError: They are not one list.
+    """
+    layers = decoder_layers(model)
+    return next(m for m in model.base_model.modules() if any(child is layers for child in m.children()))
+
+
 @contextmanager
 def only_head(model: Any, hidden: Tensor) -> Iterator[None]:
     """Let the model's head find `hidden` [num_rows, hidden_size] instead of what its decoder computes, with whatever the

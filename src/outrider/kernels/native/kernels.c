@@ -8,6 +8,7 @@
 #define REAL_NAME f32
 #include "linear.inc"
 #include "attention.inc"
+#include "activation.inc"
 #include "decoder.inc"
 #include "sampling.inc"
 #include "layout.inc"
@@ -18,6 +19,7 @@
 #define REAL_NAME f64
 #include "linear.inc"
 #include "attention.inc"
+#include "activation.inc"
 #include "decoder.inc"
 #include "sampling.inc"
 #include "layout.inc"
