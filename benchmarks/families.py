@@ -1,15 +1,15 @@
 """Families of models at one size: what a pass costs beside its bytes, and how fast texts are written beside transformers.
 
-    python -m benchmarks.families                 all families, some 25 seconds each; writes benchmarks/results/families.json
+    python -m benchmarks.families                 all families, half a minute each; writes benchmarks/results/
     python -m benchmarks.families gemma2 gpt2     measures these anew, and keeps the figures of the others
 
-Every model is random, in bfloat16, with a hidden size of 1,024, 12 to 16 layers and 32,000 tokens. Its weights are about 0.22
-billion numbers, which is far more than any cache holds. The figures are:
+Every model is random, in bfloat16, with a hidden size of 1,024, 12 to 16 layers and 32,000 tokens. Its weights are about
+0.22 billion numbers, which is far more than any cache holds. The figures are:
 
 - the least time of a pass of one row behind 128 and 1,000 tokens, and that of four rows over that of one;
 - the time that the bytes of the weights take alone, at the rate at which this machine reads memory;
-- tokens a second behind the first token, and the time to the first token, ours and those of `generate` of transformers. These
-  are medians of rounds in which the two take turns.
+- tokens a second behind the first token, and the time to the first token, ours and those of `generate` of transformers.
+  These are medians of rounds in which the two take turns.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -37,8 +38,8 @@ ROWS = (1, 4)
 NEW_TOKENS = 24
 _NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _SIZES: dict[str, Any] = {
-    "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "max_position_embeddings": 2048, "tie_word_embeddings": False, **_NO_ENDS,
+    "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 2048, "tie_word_embeddings": False, **_NO_ENDS,
 }  # fmt: skip
 #: Feed-forwards without a gate have a third fewer weights.
 _PLAIN: dict[str, Any] = {"num_hidden_layers": 15}
@@ -90,7 +91,7 @@ def passes(runner: ModelRunner, rounds: int) -> dict[int, dict[int, float]]:
         for context in CONTEXTS:
             for rows in ROWS:
                 segment = Segment([1] * rows, context, table)
-                seconds = _timed(lambda segment=segment: runner.forward([segment]))
+                seconds = _timed(partial(runner.forward, [segment]))
                 found[context][rows] = min(found[context][rows], 1e3 * seconds)
     runner.blocks.free(table)
     return found
@@ -98,19 +99,19 @@ def passes(runner: ModelRunner, rounds: int) -> dict[int, dict[int, float]]:
 
 def writing(llm: LLM, model: Any, rounds: int) -> dict[str, dict[int, dict[str, float]]]:
     """Tokens a second behind the first token and milliseconds to it, by engine and length of the prompt."""
-    engines = {"outrider": lambda ids, count: _ours(llm, ids, count), "transformers": lambda ids, count: _theirs(model, ids, count)}
+    engines = {"outrider": partial(_ours, llm), "transformers": partial(_theirs, model)}
     found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in engines}
     for context in CONTEXTS:
         prompt = [(37 * i + 11) % _SIZES["vocab_size"] for i in range(context)]
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
         for turn in range(rounds + 1):
             for name, write in engines.items():
-                first, whole = (_timed(lambda count=count, write=write: write(prompt, count)) for count in (1, 1 + NEW_TOKENS))
+                spent = _timed(partial(write, prompt, 1)), _timed(partial(write, prompt, 1 + NEW_TOKENS))
                 if turn:  # the first round warms up
-                    seconds[name].append((first, whole))
-        for name, spent in seconds.items():
-            rate = median(NEW_TOKENS / (whole - first) for first, whole in spent)
-            found[name][context] = {"tokens_per_second": rate, "first_token_ms": 1e3 * median(first for first, _ in spent)}
+                    seconds[name].append(spent)
+        for name, runs in seconds.items():
+            rate = median(NEW_TOKENS / (whole - first) for first, whole in runs)
+            found[name][context] = {"tokens_per_second": rate, "first_token_ms": 1e3 * median(first for first, _ in runs)}
     return found
 
 
@@ -151,7 +152,9 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
 def shown(found: dict[str, Any]) -> Table:
     """The figures as a table."""
-    table = Table("family", "backend", "bytes, ms", "T(1), ms", "of bandwidth", "behind 1,000", "C(4)", "tokens/s", "theirs")
+    table = Table(
+        "family", "backend", "bytes, ms", "T(1), ms", "of bandwidth", "behind 1,000", "C(4)", "tokens/s", "theirs"
+    )
     for name, entry in found.items():
         near, far = entry["pass_ms"].values()
         near, far = list(near.values()), list(far.values())
