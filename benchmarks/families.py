@@ -39,7 +39,8 @@ NEW_TOKENS = 24
 _NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _SIZES: dict[str, Any] = {
     "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 2048, "tie_word_embeddings": False, **_NO_ENDS,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False, **_NO_ENDS,
 }  # fmt: skip
 #: Feed-forwards without a gate have a third fewer weights.
 _PLAIN: dict[str, Any] = {"num_hidden_layers": 15}

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 from outrider import LLM, SamplingParams
 from outrider.cache.blocks import BlockManager
 from outrider.config import CacheConfig, ModelConfig
+from outrider.errors import UnsupportedModelError
 from outrider.kernels.library import available_sets
+from outrider.model import hf
 from outrider.model.batch import Segment
 from outrider.model.factory import make_runner
 from outrider.model.families import FAMILIES
@@ -135,10 +137,12 @@ def test_without_kernels_the_paged_backend_serves(paths: dict[str, str], monkeyp
     assert texts[0] == texts[1]
 
 
-def test_a_model_that_only_looks_alike_is_left_to_others(paths: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = load_model(ModelConfig(model=paths["llama"], dtype="float32"))
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "gpt_neox"])
+def test_a_model_that_only_looks_alike_is_left_to_others(paths: dict[str, str], name: str) -> None:
+    """Its weights go back to where they were, whatever their layout was."""
+    loaded = load_model(ModelConfig(model=paths[name], dtype="float32"))
     before = reference(loaded)
-    layer = loaded.model.model.layers[1]
+    layer = hf.decoder_layers(loaded.model)[1]
     forward = layer.mlp.forward
     layer.mlp.forward = lambda x: forward(x) * 1.5  # what the kernels know nothing of
     want = reference(loaded)
@@ -148,6 +152,24 @@ def test_a_model_that_only_looks_alike_is_left_to_others(paths: dict[str, str], 
     table = runner.blocks.allocate(1)
     tokens = [(7 * i + 3) % checkpoints.VOCAB_SIZE for i in range(12)]
     torch.testing.assert_close(runner.forward([Segment(tokens, 0, table)]).logits, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "differing"),
+    [("olmo", {"clip_qkv": 3.0}), ("opt", {"do_layer_norm_before": False}), ("llama", {"hidden_act": "tanh"})],
+)
+def test_what_is_not_described_is_left_to_others(
+    paths: dict[str, str], name: str, differing: dict[str, Any], tmp_path: Path
+) -> None:
+    """Even where the tokens of the probe would not show it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(paths[name])
+    config.update(differing)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="the kernels do not know"):
+        runner_of(str(tmp_path), "float32")
+    assert runner_of(str(tmp_path), "float32", "auto").backend.name == "paged"
 
 
 def test_dynamic_factors_stay_those_of_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,12 @@ DESCRIPTION_MUTANTS = (
         "(which * num_heads + head)",
     ),
     _described("learned positions begin at the first row", "model/backends/fused.py", "[family.first_position :]", "[:]"),
-    _described("local layers turn like the others", "model/backends/rotary.py", "self._layer_types.index(layer_type)", "0"),
+    _described(
+        "local layers turn like the others",
+        "model/backends/rotary.py",
+        "(size, layer_type) for",
+        "(size, self._layer_types[-1]) for",
+    ),
     _described("layers without positions have some", _DESCRIBED, "        rotary = None\n", "        pass\n"),
     _described(
         "the norm behind a part is forgotten", _DECODER, "NAME(apply_norm)(post_norm, 0, delta, hidden, delta);", ""
