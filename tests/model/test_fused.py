@@ -83,6 +83,21 @@ def test_narrow_types_stay_close(paths: dict[str, str], name: str, dtype: str, i
     assert error < (1e-5 if dtype == "float32" else 3e-2)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2"])
+@pytest.mark.parametrize("name", ["llama", "phi"])
+def test_every_activation_with_and_without_a_gate(
+    paths: dict[str, str], name: str, activation: str, instruction_set: str, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(paths[name], dtype=torch.float64)
+    model.config.hidden_act = activation
+    model.save_pretrained(tmp_path)
+    want = stock(str(tmp_path), TEXT).logits[0]
+    for dtype, tolerance in (("float64", 1e-10), ("float32", 1e-5)):
+        runner = runner_of(str(tmp_path), dtype)
+        got = runner.forward([Segment(TEXT, 0, runner.blocks.allocate(12))]).logits
+        assert (got - want).abs().max() <= tolerance * want.abs().max()
+
+
 def in_pieces(runner: ModelRunner, cuts: list[int], beside: bool) -> Tensor:
     """Logits of the text computed chunk by chunk, in blocks that lie anywhere, alone or with neighbours."""
     runner.blocks = BlockManager(64, 4)
