@@ -63,6 +63,7 @@ _MORE: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {
             "head_dim": 8, "sliding_window": WINDOW, "layer_types": _MIXED, "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 5.0,  # not read by its attention
             "tie_word_embeddings": False,
         },
     ),

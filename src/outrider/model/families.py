@@ -55,7 +55,6 @@ _GPT_NEOX = Family(
     norm=NormKind.LAYER,
     parallel="use_parallel_residual",
 )
-
 _PHI = Family(
     final_norm="final_layernorm",
     out="dense",
@@ -101,7 +100,7 @@ FAMILIES: dict[str, Family] = {
     "cohere2": replace(_COHERE, rotary_where="sliding_window"),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
-    "gemma3_text": _GEMMA2,
+    "gemma3_text": replace(_GEMMA2, score_cap=None),  # its configuration has one, and its attention does not read it
     "glm": _GLM,
     "glm4": _GLM4,
     "gpt2": _GPT2,
