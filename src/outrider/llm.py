@@ -18,6 +18,7 @@ from outrider.arguments import (
     Prompt,
     check_namespace,
     dtype_name,
+    encode_text,
     read_conversation,
     read_prompt,
     refuse_keywords,
@@ -399,15 +400,7 @@ class LLM:
         content = read_prompt(prompt)
         if not isinstance(content, str):
             return None, content
-        if self.tokenizer is None:
-            raise InvalidPromptError("prompt", content, "the model has no tokenizer", "Give a list of token ids.")
-        if not content:
-            raise InvalidPromptError("prompt", content, "it is empty", "Give at least one character.")
-        try:
-            # Not verbose: it would warn of the length that the tokenizer's file names, and the model's own is checked here.
-            return content, tuple(self.tokenizer(content, verbose=False)["input_ids"])
-        except (TypeError, UnicodeError) as error:  # half a surrogate pair, as undecodable bytes in argv become
-            raise InvalidPromptError("prompt", content, "it is not valid Unicode", "Give text in UTF-8.") from error
+        return content, encode_text(self.tokenizer, content)
 
     def _encode_conversation(self, messages: Any) -> tuple[None, tuple[int, ...]]:
         """As `_encode`, of a conversation."""

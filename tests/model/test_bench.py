@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,23 +12,31 @@ import torch
 from typer.testing import CliRunner
 
 from outrider.bench import machine
+from outrider.bench.costs import CostPlan
+from outrider.bench.passes import PassTimer
 from outrider.bench.peers.base import Peer, PeerMode, PeerModels, PeerRun
 from outrider.bench.peers.known_peers import PEERS
+from outrider.bench.prefill import Arithmetic, prefill
+from outrider.bench.results import ModelResult, PrefillResult
 from outrider.bench.row_costs import row_costs
 from outrider.bench.run import EncodedTask, Run, write
-from outrider.bench.session import Session
+from outrider.bench.session import Session, _positions
 from outrider.bench.settings import BenchSettings
 from outrider.bench.ways import parse_ways
-from outrider.bench.widen import widen
+from outrider.bench.widen import stretched, widen
 from outrider.cli.app import app
-from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError
+from outrider.config import ModelConfig
+from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError, ModelLoadError
 from outrider.llm import LLM, default_model
+from outrider.model.context import LayerReach
+from outrider.model.loader import read_context
+from outrider.params import SamplingParams
 from outrider.prove.tiny import save_tiny_llama
 
 ANSWER = (0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 0)
 PROMPTS = "\n".join(json.dumps({"prompt": text}) for text in ('a"a', 'aa"', '"'))
 RECORDED = json.dumps({"prompt": "a", "answer": "".join('"a'[token] for token in ANSWER)})
-read_bandwidth = machine.read_bandwidth
+read_bandwidth, product_peak = machine.read_bandwidth, machine.product_peak
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +77,104 @@ def test_a_prompt_that_fails_leaves_nothing_running(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
-def test_costs_of_rows_are_measured_where_they_fit_and_give_back_their_memory(llm: LLM) -> None:
+def test_costs_of_rows_are_measured_where_they_fit_behind_every_context(llm: LLM) -> None:
     free = llm.engine.runner.blocks.num_free
-    costs = row_costs(llm.engine.runner, (1, 4, 32, 500), 2)
-    assert list(costs) == [1, 4, 32]
-    assert all(seconds > 0 for seconds in costs.values())
+    costs = row_costs(PassTimer(llm.engine.runner, 64), (8, 40), (1, 4, 32, 500), 64, 2)
+    assert {context: list(found) for context, found in costs.items()} == {8: [1, 4, 32], 40: [1, 4]}
+    assert all(seconds > 0 for found in costs.values() for seconds in found.values())
     assert llm.engine.runner.blocks.num_free == free
+
+
+def test_a_pass_that_is_timed_leaves_the_text_as_it_was(llm: LLM) -> None:
+    timer = PassTimer(llm.engine.runner, 64)
+    timer.compute(40)
+
+    def logits() -> torch.Tensor:
+        return timer._runner.forward([timer._segment(40, 8, 0)]).logits
+
+    before = logits()
+    timer.seconds(3, 30, logits=False)
+    timer.compute(20)
+    assert torch.allclose(logits(), before, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(before[0], before[1])  # the tokens differ, so a wrong one would be noticed
+
+
+def test_parts_of_a_prompt_are_timed_and_their_arithmetic_is_counted(llm: LLM) -> None:
+    arithmetic = Arithmetic.of(llm.engine.runner.loaded.model)
+    assert arithmetic is not None
+    found = prefill(PassTimer(llm.engine.runner, 64), [(0, 16), (40, 8)], arithmetic, 2)
+    assert [(part.start, part.rows) for part in found] == [(0, 16), (40, 8)]
+    assert all(part.seconds > 0 for part in found)
+    assert [part.operations for part in found] == [arithmetic.operations(0, 16), arithmetic.operations(40, 8)]
+
+
+@pytest.mark.parametrize("start", [3, 300])
+def test_the_arithmetic_of_a_row_is_what_torch_counts(start: int) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(default_model("target"), dtype=torch.float32, attn_implementation="eager")
+    arithmetic = Arithmetic.of(model)
+    assert arithmetic is not None
+    with torch.inference_mode():
+        past = model(torch.ones(1, start, dtype=torch.long)).past_key_values
+        with FlopCounterMode(display=False) as counter:
+            model(torch.ones(1, 1, dtype=torch.long), past_key_values=past)
+    assert arithmetic.operations(start, 1) == pytest.approx(counter.get_total_flops(), rel=1e-4)
+
+
+def test_a_row_attends_as_far_as_its_layer_reaches() -> None:
+    reaches = (LayerReach(), LayerReach(window=4), LayerReach(chunk=4))
+    arithmetic = Arithmetic(row_weights=1000, head_weights=50, pair_operations=10, reaches=reaches)
+    keys = (6 + 7 + 8) + (4 + 4 + 4) + (2 + 3 + 4)  # of the rows at 5, 6 and 7
+    assert arithmetic.operations(5, 3) == 2 * (3 * 1000 + 50) + 10 * keys
+
+
+def test_what_does_not_fit_is_refused_and_a_full_run_measures_what_is_missing(tmp_path: Path) -> None:
+    for asked, field in (({"contexts": (64,)}, "context"), ({"chunks": (65,)}, "chunk")):
+        with pytest.raises(InvalidParameterError, match="the context of the model is 64 tokens") as caught:
+            CostPlan.of(BenchSettings(**asked), 64)
+        assert caught.value.field == field
+    small = CostPlan.of(BenchSettings(), 64)
+    assert (small.contexts, small.parts) == ((32,), ((0, 32),))  # a small model has a smaller context than the usual one
+    asked = CostPlan.of(BenchSettings(contexts=(8, 40), chunks=(16, 32)), 64)
+    assert asked.parts == ((0, 16), (0, 32), (8, 16), (8, 32), (40, 16))
+    known = ModelResult(
+        pass_seconds={8: {}, 40: {}},
+        prefill=[PrefillResult(start=start, rows=rows, seconds=1, operations=None) for start, rows in asked.parts],
+        weight_bytes=None,
+        num_parameters=1,
+    )
+    assert asked.covered(known)
+    assert not asked.covered(known.model_copy(update={"pass_seconds": {8: {}}}))
+    assert not asked.covered(known.model_copy(update={"prefill": known.prefill[1:]}))
+    assert not asked.covered(None)
+
+
+def test_a_stretched_copy_computes_the_same_and_goes_on(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(default_model("target"), source)
+    before = read_context(ModelConfig(model=str(source)))
+    longer = stretched(str(source), 2 * before)
+    assert (read_context(ModelConfig(model=longer)), read_context(ModelConfig(model=str(source)))) == (2 * before, before)
+    assert stretched(str(source), 2 * before) == longer
+    texts = []
+    for folder in (str(source), longer):
+        with LLM(folder, dtype="float32", speculation="none", kv_cache_tokens=64) as llm:
+            texts.append(llm.generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=8))[0].token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_the_wide_target_is_stretched_only_where_a_context_asks_for_it() -> None:
+    def positions(**asked: Any) -> int | None:
+        return _positions(BenchSettings(**asked), 2048)
+
+    assert positions(wide=True) is None
+    assert positions(wide=True, contexts=(128, 1900)) is None
+    assert positions(wide=True, contexts=(2000,)) == 4096
+    assert positions(wide=True, contexts=(128, 16_000), chunks=(512,)) == 32_768
+    assert positions(wide=True, chunks=(2048,)) is None
+    assert positions(contexts=(16_000,)) is None  # which is refused for other targets
 
 
 def test_what_a_token_reads(llm: LLM) -> None:
@@ -92,6 +193,7 @@ def test_what_a_token_reads(llm: LLM) -> None:
 
 def test_the_machine_reads_memory() -> None:
     assert 1e7 < read_bandwidth(torch.device("cpu"), 2**20, repeats=2) < 1e13
+    assert 1e7 < product_peak(torch.device("cpu"), torch.float32, 64, repeats=2) < 1e14
     peak = machine.MemoryWatch(torch.device("cpu")).peak()
     assert peak.cuda is None
     assert peak.resident is None or peak.resident > 2**24
@@ -109,6 +211,7 @@ def settings(tiny: str, folder: Path, **more: Any) -> BenchSettings:
 @pytest.fixture(autouse=True)
 def _small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "read_bandwidth", lambda *_: 1e9)
+    monkeypatch.setattr(machine, "product_peak", lambda *_: 1e11)
 
 
 def test_a_full_run_goes_on_where_it_stopped(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,15 +269,18 @@ class _Rival(Peer):
     def precision(self) -> str:
         return "weights of lead"
 
-    def modes(self, *, full: bool) -> list[PeerMode]:
+    def modes(self, *, full: bool, batch: int = 1) -> list[PeerMode]:
+        assert batch in (1, 2)
         return [PeerMode("plain", "plain"), PeerMode("ngram k=2", "ngram", 2), PeerMode("ngram k=9", "ngram", 9)]
 
-    def generate(self, mode: PeerMode, prompt_ids: Any, *, max_tokens: int, temperature: float, seed: Any) -> PeerRun:
+    def generate(self, mode: PeerMode, prompts: Any, *, max_tokens: int, temperature: float, seed: Any) -> PeerRun:
         self.asked.append((mode.name, max_tokens))
         if mode.num_draft_tokens == 9 and self.asked.count((mode.name, max_tokens)) == 2:
             raise EngineAnswerError("rival", "fell over", "None.")
+        accepted = 2 * len(prompts) if mode.kind == "ngram" else 0
+        texts, first = ((0,) * max_tokens,) * len(prompts), (0.001,) * len(prompts)
         return PeerRun(
-            (0,) * max_tokens, max_tokens / 1000, 0.001, (max_tokens - 1) / 1000, 4, 2 if mode.kind == "ngram" else 0
+            texts, max_tokens / 1000, first, (max_tokens - 1) * len(prompts), (max_tokens - 1) / 1000, 4, accepted
         )
 
 
@@ -200,7 +306,11 @@ def test_peers_take_turns_and_who_cannot_is_named(tiny: str, tmp_path: Path, mon
     assert drafting.tau == pytest.approx(6 / 4)
     assert drafting.speedup is not None
     assert drafting.loops is False  # texts of six tokens hold no 8-gram
-    assert [way.peer for way in two.ways] == [None, None]
+    assert [way.name for way in two.ways] == [way.name for way in one.ways]  # two texts at a time, by peers too
+    batched = two.ways[-2].tokens_per_second
+    assert batched is not None
+    assert batched.median == pytest.approx(2000)
+    assert two.ways[-1].tau == pytest.approx(6 / 4)
     said = "\n".join(found.remarks)
     for part in ("absent did not take part", "pip install lead", "rival: ngram k=9 dropped out", "weights of lead"):
         assert part in said
@@ -209,15 +319,20 @@ def test_peers_take_turns_and_who_cannot_is_named(tiny: str, tmp_path: Path, mon
     assert "rival: ngram k=9 dropped out" in "\n".join(again.remarks)  # also of cells that are not measured again
 
 
-def test_a_prompt_too_long_for_the_context_is_named(tiny: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidPromptError, match="in a context of 64"):
-        Session(settings(tiny, tmp_path, max_tokens=62)).run()
-
-
-def test_names_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    for more in ({"peers": ("psychic",)}, {"ways": ("psychic",)}, {"ways": ("draft_model:2",)}):
-        with pytest.raises(InvalidParameterError):
-            Session(settings("/nowhere/at/all", tmp_path, **more))
+def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tiny: str, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for more, error, says in (
+        ({"ways": ("psychic",)}, InvalidParameterError, "psychic"),
+        ({"ways": ("draft_model:2",)}, InvalidParameterError, "no draft model"),
+        ({"max_tokens": 62}, InvalidPromptError, "in a context of 64"),
+        ({"contexts": (64,)}, InvalidParameterError, "the context of the model is 64"),
+        ({"device": "cuda:77"}, InvalidParameterError, "cuda:77"),
+        ({"draft_model": str(empty)}, ModelLoadError, "configuration cannot be read"),
+        ({"model": str(empty)}, ModelLoadError, "configuration cannot be read"),
+    ):
+        with pytest.raises(error, match=says):
+            Session(settings(tiny, tmp_path, **more))  # which is not run
 
 
 def test_the_verb_writes_tables_page_numbers_and_plots(tiny: str, tmp_path: Path) -> None:
@@ -225,13 +340,14 @@ def test_the_verb_writes_tables_page_numbers_and_plots(tiny: str, tmp_path: Path
     (tmp_path / "mail.jsonl").write_text(RECORDED, "utf-8")
     out = tmp_path / "out"
     files = ["--prompts", str(tmp_path / "mine.jsonl"), "--replay", str(tmp_path / "mail.jsonl"), "--out", str(out)]
-    ways = ["--draft-model", tiny, "--way", "draft_model:2", "--way", "ngram:2"]
+    ways = ["--draft-model", tiny, "--way", "draft_model:2", "--way", "ngram:2", "--context", "8", "--context", "40"]
+    ways += ["--chunk", "4", "--chunk", "16"]
     loads = ["--sampling", "greedy", "--sampling", "T=1", "-b", "1", "-b", "2", "-n", "3", "--max-tokens", "14"]
     command = ["bench", tiny, *ways, *loads, "--dtype", "float64", *files]
     shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 0, shown.output
     written = {path.name for path in out.iterdir()}
-    images = {f"{name}.{kind}" for name in ("speedup", "row_costs", "throughput") for kind in ("png", "svg")}
+    images = {f"{name}.{kind}" for name in ("speedup", "row_costs", "prefill", "throughput") for kind in ("png", "svg")}
     assert {"results.json", "results.md", *images} <= written
     found = json.loads((out / "results.json").read_text("utf-8"))
     cells = [value["cell"] for value in found["cells"].values()]
@@ -244,6 +360,9 @@ def test_the_verb_writes_tables_page_numbers_and_plots(tiny: str, tmp_path: Path
         for way in drafted:  # the target drafts for itself: every token stands
             assert way["acceptance"] == pytest.approx(1.0)
             assert way["tau"] == pytest.approx(way["expected_tokens"])
+    (costs,) = found["models"].values()
+    assert {context: len(seconds) for context, seconds in costs["pass_seconds"].items()} == {"8": 10, "40": 9}
+    assert {(part["start"], part["rows"]) for part in costs["prefill"]} == {(at, n) for at in (0, 8, 40) for n in (4, 16)}
     page = (out / "results.md").read_text("utf-8")
     for text in (shown.stdout, page):
         assert "replay leaves draft models out" in text

@@ -55,9 +55,11 @@ def peer(request, tmp_path_factory):
 def test_every_mode_writes_our_greedy_text(peer, reference):
     prompt, expected = reference
     for mode in peer.modes(full=False):
-        run = peer.generate(mode, prompt, max_tokens=NUM_TOKENS, temperature=0.0, seed=None)
-        assert run.token_ids == expected, mode
-        assert run.seconds == pytest.approx(run.time_to_first_token + run.decode_seconds, abs=1e-6)
+        run = peer.generate(mode, [prompt], max_tokens=NUM_TOKENS, temperature=0.0, seed=None)
+        assert run.texts == (expected,), mode
+        assert run.seconds == pytest.approx(run.first_token_seconds[0] + run.decode_seconds, abs=1e-6)
+        assert run.decode_tokens == NUM_TOKENS - 1
+        assert (run.num_accepted_tokens > 0) <= (mode.kind != "plain")
         if run.num_draft_tokens is not None:
             assert 0 <= run.num_accepted_tokens <= run.num_draft_tokens
             assert (run.num_draft_tokens > 0) == (mode.kind != "plain")
@@ -67,7 +69,7 @@ def test_sampled_texts_follow_the_seed(peer, reference):
     prompt, greedy = reference
     plain = peer.modes(full=False)[0]
     texts = [
-        peer.generate(plain, prompt, max_tokens=NUM_TOKENS, temperature=1.0, seed=seed).token_ids for seed in (1, 1, 2)
+        peer.generate(plain, [prompt], max_tokens=NUM_TOKENS, temperature=1.0, seed=seed).texts[0] for seed in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]
     assert greedy not in texts
@@ -77,5 +79,21 @@ def test_no_token_ends_a_text(peer, ended):
     """The token that ends texts is neither obeyed nor forbidden."""
     prompt, expected = ended
     for mode in peer.modes(full=False):
-        run = peer.generate(mode, prompt, max_tokens=NUM_TOKENS, temperature=0.0, seed=None)
-        assert run.token_ids == expected, mode
+        run = peer.generate(mode, [prompt], max_tokens=NUM_TOKENS, temperature=0.0, seed=None)
+        assert run.texts == (expected,), mode
+
+
+def test_texts_of_a_batch_are_those_that_are_written_alone(peer, llm):
+    """Prompts of several lengths at a time: nothing of one text reaches another, and padding reaches none."""
+    prompts, expected = zip(*(ours(llm, text) for text in (TEXT, ENDED, TEXT + ENDED)), strict=True)
+    modes = peer.modes(full=False, batch=len(prompts))
+    assert modes[0].kind == "plain"
+    assert (len(modes) > 1) is peer.drafts_in_batches
+    for mode in modes:
+        run = peer.generate(mode, prompts, max_tokens=NUM_TOKENS, temperature=0.0, seed=None)
+        assert run.texts == expected, mode
+        assert len(run.first_token_seconds) == len(prompts)
+        assert all(0 < first <= run.seconds for first in run.first_token_seconds)
+        assert run.seconds == pytest.approx(min(run.first_token_seconds) + run.decode_seconds, abs=1e-6)
+        assert len(prompts) * (NUM_TOKENS - 1) <= run.decode_tokens < len(prompts) * NUM_TOKENS
+        assert 0 <= run.num_accepted_tokens < len(prompts) * NUM_TOKENS

@@ -327,6 +327,25 @@ def kernels_decoder() -> None:
         assert torch.allclose(torch.cat([first, tree]), want[:43], rtol=1e-9, atol=1e-9)
 
 
+def kernels_attention() -> None:
+    """A text of several runs against sums in float64, and its bits from rows alone, in chunks and in a tree."""
+    from outrider.kernels.library import kernel_library
+    from tests.model.attention import LONG, Attention, Layer, in_pieces, segment, text_of
+
+    library = kernel_library()
+    assert library is not None
+    hidden = text_of(LONG)
+    layer = Layer(Attention(kv_heads=1, window=520, softcap=2.0, sinks=True), library.instruction_set, threads=2)
+    whole = in_pieces(layer, hidden, [])
+    assert torch.allclose(whole, layer.reference(hidden), rtol=1e-12, atol=1e-12)
+    assert torch.equal(in_pieces(layer, hidden, list(range(LONG - 20, LONG))), whole)
+    layer.clear()
+    table = list(range(150))
+    layer.forward([hidden[:-4]], [segment(0, LONG - 4, table)])
+    tree, parents = torch.cat([hidden[-4:], hidden[:2]]), (-1, 0, 1, 2, 1, 4)
+    assert torch.equal(layer.forward([tree], [segment(LONG - 4, LONG + 2, table, parents)])[0][:4], whole[-4:])
+
+
 def kernels_families() -> None:
     """A fused pass of families that differ in norms, positions, activations, scales and order, against transformers."""
     from transformers import AutoModelForCausalLM
@@ -360,12 +379,12 @@ def kernels_linear() -> None:
         layer = nn.Linear(1300, 43, dtype=torch.float32 if dtype is torch.int8 else dtype).requires_grad_(False)
         if dtype is torch.int8:
             quantise_linears(layer)
-        rows = torch.randn(61, 1300).to(layer.weight.dtype)
+        rows = torch.randn(130, 1300).to(layer.weight.dtype)  # more than a block of them
         want = rows.double() @ layer.weight.double().t() + layer.bias.double()
         use_packed_linear(layer, library)
         got = layer(rows)
         assert torch.allclose(got.double(), want, rtol=8e-3 if dtype is torch.bfloat16 else 1e-4, atol=1e-3)
-        for count in (1, 2, 3, 5, 13):
+        for count in (1, 2, 3, 5, 13, 97):
             assert torch.equal(layer(rows[:count]), got[:count])
         if dtype is torch.int8:  # sums that are beyond float32 before they are scaled
             large = layer(torch.cat([rows[:5] * 1e36, rows[5:7]])).double()

@@ -95,7 +95,33 @@ def test_a_range_that_holds_1_is_no_gain() -> None:
 def test_a_single_round_proves_nothing() -> None:
     found = only(cell(way("draft_model k=4", 4.01, 4.01, 4.01), num_prompts=1))
     assert found.outcome is Outcome.UNCLEAR
-    assert "in a single round" in found.text
+    assert "in a single round. So few rounds cannot tell." in found.text
+    slower = only(cell(way("draft_model k=4", 0.7, 0.7, 0.7), num_prompts=1))
+    assert slower.outcome is Outcome.UNCLEAR
+    assert slower.text.startswith(
+        "Nothing is certain: draft_model k=4 was 0.70 times as fast as plain decoding in a single"
+    )
+    assert slower.python is not None
+    assert '"none"' in slower.python  # what was faster is what is pasted
+
+
+def test_a_range_that_holds_1_does_not_say_to_decode_plainly() -> None:
+    found = only(cell(way("draft_model k=4", 0.95, 0.8, 1.1)))
+    assert found.outcome is Outcome.UNCLEAR
+    assert "its range holds 1 (0.80 to 1.10 over 3 rounds). So few rounds cannot tell." in found.text
+    assert "Decode plainly" not in found.text
+
+
+def test_where_no_way_to_draft_took_part_there_is_no_advice() -> None:
+    found = only(cell())
+    assert (found.outcome, found.way, found.python) == (Outcome.ABSENT, None, None)
+    assert found.text == "No advice: no way to draft took part."
+    replayed = only(cell(sampling="replay", workload="replay/copy"))
+    assert replayed.outcome is Outcome.ABSENT
+    assert "--way ngram:3" in replayed.text
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(report.conclusion([found]))
+    assert "no way to draft took part" in console.export_text()
 
 
 def test_where_everything_is_slower_the_advice_is_to_decode_plainly() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from outrider.bench.plan import Cell, Plan
 from outrider.bench.settings import BenchSettings
-from outrider.bench.tasks import WORKLOADS
+from outrider.bench.tasks import LONG_WORKLOADS, WORKLOADS
 from outrider.bench.ways import parse_ways
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
 from outrider.propose.draft_model import DraftModel
@@ -56,9 +58,30 @@ def test_replay_has_no_draft_model_and_no_peers() -> None:
     assert any(name.startswith("draft_model") for name in sampled.ways)
 
 
-def test_peers_stand_where_one_text_is_written_at_a_time() -> None:
+def test_peers_write_in_batches_too() -> None:
     cells = plan(workloads=("json",), batches=(1, 4), samplings=("T=1",)).cells("f", ["p"])
-    assert {cell.batch: cell.peers for cell in cells} == {1: ("p",), 4: ()}
+    assert {cell.batch: cell.peers for cell in cells} == {1: ("p",), 4: ("p",)}
+
+
+def test_one_name_stands_for_all_workloads_with_long_prompts() -> None:
+    assert list(plan(workloads=("json", "long", "long_diffs")).tasks) == ["json", *LONG_WORKLOADS]
+    assert not set(LONG_WORKLOADS) & set(plan().tasks)  # a usual run is short
+
+
+def test_settings_are_checked_before_torch_is_there() -> None:
+    script = """if True:
+        import sys
+        from outrider.bench.settings import BenchSettings
+        from outrider.errors import InputError
+        for wrong in ({"peers": ("psychic",)}, {"workloads": ("x",)}, {"batches": (65,)}, {"contexts": (0,)}):
+            try:
+                BenchSettings(**wrong)
+            except InputError:
+                continue
+            raise AssertionError(wrong)
+        assert not {"torch", "transformers"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_key_changes_with_what_is_measured(tmp_path: Path) -> None:
@@ -124,6 +147,9 @@ def test_without_a_draft_model_the_others_are_measured() -> None:
         ({"dtypes": ("int3",)}, InvalidParameterError, "int3"),
         ({"max_tokens": 1}, InvalidParameterError, "2 or more"),
         ({"num_prompts": 0}, InvalidParameterError, "1 or more"),
+        ({"contexts": (0,)}, InvalidParameterError, "1 to 131072"),
+        ({"chunks": (5000,)}, InvalidParameterError, "1 to 4096"),
+        ({"peers": ("psychic",)}, InvalidParameterError, "no such peer"),
         ({"wide": True, "model": "m"}, ContradictionError, "embedded"),
         ({"full": True}, ContradictionError, "--out"),
     ],

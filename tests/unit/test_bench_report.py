@@ -15,8 +15,9 @@ from outrider.bench import plots, report
 from outrider.bench.contestants import Contestant, interleave
 from outrider.bench.figures import Spread
 from outrider.bench.plan import Cell
-from outrider.bench.results import CellResult, ModelResult, Results, Store, WayResult
+from outrider.bench.results import CellResult, ModelResult, PrefillResult, Results, WayResult
 from outrider.bench.run import EncodedTask, Run
+from outrider.bench.store import Store
 from outrider.bench.summary import summarise
 from outrider.errors import EngineAnswerError, InvalidParameterError
 from outrider.stats import RequestStats
@@ -25,7 +26,12 @@ MACHINE = {
     "cpu": "made up", "instruction_set": "none", "threads": 1, "device": "cpu", "outrider": "0", "torch": "0",
     "transformers": "0", "python": "0",
 }  # fmt: skip
-MODEL = ModelResult(row_seconds={1: 0.1, 2: 0.12, 4: 0.2}, weight_bytes=500, num_parameters=250)
+MODEL = ModelResult(
+    pass_seconds={128: {1: 0.1, 2: 0.12, 4: 0.2}, 1000: {1: 0.1, 2: 0.2, 4: 0.4}},
+    prefill=[PrefillResult(start=0, rows=100, seconds=0.5, operations=10**9)],
+    weight_bytes=500,
+    num_parameters=250,
+)
 TASKS = [[EncodedTask(f"t{i}", (1, 2), 8)] for i in range(3)]
 
 
@@ -82,13 +88,13 @@ def test_a_peer_that_fails_drops_out_and_the_others_go_on() -> None:
     assert dropped == ["rival: x: crashed"]
     assert list(runs) == ["plain"]
     assert len(runs["plain"]) == 3
-    assert [found.name for found in summarise(contestants, runs, 1, MODEL, None)] == ["plain"]
+    assert [found.name for found in summarise(contestants, runs, 1, MODEL, None, 30)] == ["plain"]
 
 
 def test_speedups_are_ratios_within_a_round() -> None:
     runs = {"plain": [run(10), run(100), run(1000)], "b": [run(20), run(150), run(3000)]}
     contestants = [Contestant(name, lambda _: run(1)) for name in runs]
-    plain, other = summarise(contestants, runs, 1, MODEL, 1e5)
+    plain, other = summarise(contestants, runs, 1, MODEL, 1e5, 30)
     assert other.speedup == Spread(median=2.0, low=1.5, high=3.0)
     assert plain.speedup is None
     assert plain.tokens_per_second is not None
@@ -107,14 +113,16 @@ def test_eta_stands_beside_its_limit() -> None:
     )  # fmt: skip
     runs = {"plain": [run(10)], "b": [run(18, drafts=counts)]}
     contestants = [Contestant(name, lambda _: run(1)) for name in runs]
-    found = summarise(contestants, runs, 1, MODEL, None)[1]
+    found = summarise(contestants, runs, 1, MODEL, None, 30)[1]
     assert found.tau == 2.5
     assert found.rows == 4.0
     assert found.eta == pytest.approx(1.8 / 2.5)
     assert found.eta_limit == pytest.approx(0.5)
+    longer = summarise(contestants, runs, 1, MODEL, None, 900)[1]
+    assert longer.eta_limit == pytest.approx(0.25)  # rows cost more behind the context that is nearest
     assert found.acceptance == 0.75
     assert found.expected_tokens == pytest.approx(1 + 0.75 + 0.75**2 + 0.75**3)
-    assert summarise(contestants, runs, 8, MODEL, None)[1].eta_limit is None  # nobody measured a pass of 32 rows
+    assert summarise(contestants, runs, 8, MODEL, None, 30)[1].eta_limit is None  # nobody measured a pass of 32 rows
 
 
 def test_greedy_text_that_loops_is_marked_and_nothing_else() -> None:
@@ -131,8 +139,8 @@ def test_greedy_text_that_loops_is_marked_and_nothing_else() -> None:
 
 def test_a_text_in_a_loop_is_found_by_its_tokens() -> None:
     contestants = [Contestant("plain", lambda _: run(1))]
-    assert summarise(contestants, {"plain": [run(10, tokens=[3] * 21)]}, 1, MODEL, None)[0].loops
-    assert not summarise(contestants, {"plain": [run(10)]}, 1, MODEL, None)[0].loops
+    assert summarise(contestants, {"plain": [run(10, tokens=[3] * 21)]}, 1, MODEL, None, 30)[0].loops
+    assert not summarise(contestants, {"plain": [run(10)]}, 1, MODEL, None, 30)[0].loops
 
 
 def test_a_peer_shows_its_best_mode_and_its_plain_decoding() -> None:
@@ -141,7 +149,10 @@ def test_a_peer_shows_its_best_mode_and_its_plain_decoding() -> None:
 
 
 def results() -> Results:
-    found = Results(machine=MACHINE, models={"m, float32": MODEL}, notes=["rival did not take part: not installed"])
+    products = {"bfloat16": 2e10, "float32": 1e10}
+    found = Results(
+        machine=MACHINE, products=products, models={"m, float32": MODEL}, notes=["rival did not take part: not installed"]
+    )
     speedup = Spread(median=1.5, low=1.2, high=1.7)
     for batch in (1, 4):
         drafted = way("ngram k=3", 15, repeated=0.3, speedup=speedup, whole_speedup=speedup, tau=2.0,
@@ -163,6 +174,11 @@ def test_pages_say_everything() -> None:
         "(speedup.png)",
         "made up",
         "n=4",
+        "| m, float32 | 128 | 100.0 | 1.20 | 2.00 |",
+        "| m, float32 | 1000 | 100.0 | 2.00 | 4.00 |",
+        "| m, float32 | 1000 | 100.0 | 200.0 | 400.0 |",
+        "| m, float32 | 0 | 100 | 500.0 | 200 | 2 | 20% |",
+        "multiplies two matrices of 2048 x 2048 at 20 GFLOP/s in bfloat16 and 10 GFLOP/s in float32",
     ):
         assert said in page
     console = Console(width=120, record=True, file=io.StringIO())
@@ -173,9 +189,45 @@ def test_pages_say_everything() -> None:
     assert "50/-" in text
 
 
+def test_the_first_token_and_the_whole_request_stand_beside_the_speed_of_decoding() -> None:
+    found = way("r: plain", 50, peer="r").model_copy(
+        update={
+            "whole_tokens_per_second": Spread(median=7.5, low=7, high=8),
+            "whole_speedup": Spread(median=1.25, low=1, high=2),
+            "time_to_first_token": Spread(median=3.0, low=2, high=4),
+        }
+    )
+    row = dict(zip(report.SPEED, report.speed_row(CellResult(cell=cell(), ways=[found]), found), strict=True))
+    assert (row["first ms"], row["whole tokens/s"], row["whole"]) == ("3000", "7.5", "1.25x")
+
+
+def test_a_stretched_model_is_named() -> None:
+    found = results()
+    found.models["m, float32"] = MODEL.model_copy(update={"positions": 4096})
+    assert "m, float32 (stretched to 4096)" in report.markdown(found, [], "outrider bench")
+
+
+def test_the_peak_is_that_of_the_type_or_of_float32_where_that_is_more() -> None:
+    emulated = Results(machine=MACHINE, products={"bfloat16": 1e9, "float32": 1e10})
+    assert [emulated.product_peak(name) for name in ("bfloat16", "int8", "float32", "float64")] == [1e10] * 4
+    native = Results(machine=MACHINE, products={"bfloat16": 2e10, "float32": 1e10})
+    assert [native.product_peak(name) for name in ("bfloat16", "int8", "float32")] == [2e10, 2e10, 1e10]
+    assert Results(machine=MACHINE).product_peak("float32") is None
+
+
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/results.json")), ids=str
+)
+def test_results_of_earlier_versions_are_read(file: Path) -> None:
+    found = Results.model_validate_json(file.read_text("utf-8"))
+    assert all(128 in model.pass_seconds for model in found.models.values())
+    page = report.markdown(found, list(found.cells.values()), "outrider bench")
+    assert all(name in page for name in found.models)
+
+
 def test_plots_are_drawn_for_what_there_is(tmp_path: Path) -> None:
     names = plots.draw(results(), tmp_path)
-    assert names == ["speedup.png", "row_costs.png", "acceptance.png", "throughput.png"]
+    assert names == ["speedup.png", "row_costs.png", "prefill.png", "acceptance.png", "throughput.png"]
     assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".svg"}
     assert plots.draw(Results(machine=MACHINE), tmp_path / "nothing") == []
 

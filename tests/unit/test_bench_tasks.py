@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from outrider.bench.long_prompts import LEAST, MOST, long_tasks, num_tokens
 from outrider.bench.replay import copy_tasks
-from outrider.bench.tasks import WORKLOADS, Task, built_in, read_prompts, read_replay, read_spec_bench
+from outrider.bench.tasks import LONG_WORKLOADS, WORKLOADS, Task, built_in, read_prompts, read_replay, read_spec_bench
 from outrider.errors import InvalidParameterError
 
 
@@ -20,6 +21,38 @@ def test_every_workload_holds_enough_different_prompts(workload: str) -> None:
     assert len({task.name for task in tasks}) == len(tasks)
     assert all(task.workload == workload and task.answer is None for task in tasks)
     assert max(len(task.prompt) for task in tasks) < 800  # short enough for a context of 1024 tokens
+
+
+@pytest.mark.parametrize("workload", LONG_WORKLOADS)
+def test_long_prompts_have_the_tokens_that_were_promised(workload: str) -> None:
+    tasks = long_tasks(workload)
+    sizes = [num_tokens(task.prompt) for task in tasks]
+    assert LEAST <= min(sizes) < LEAST + 100
+    assert MOST - 100 < max(sizes) <= MOST
+    assert 1_400 < sum(sizes[:3]) / 3 < 1_700  # a run of three prompts stands for the middle
+    assert len({task.prompt for task in tasks}) == len({task.name for task in tasks}) == 16
+    assert tasks == long_tasks(workload)
+    assert all(task.workload == workload and task.answer is None for task in tasks)
+
+
+def test_a_passage_holds_the_answer_to_its_question() -> None:
+    for task in long_tasks("long_passages"):
+        book, _, question = task.prompt.partition("\n\nQuestion: ")
+        opening = question.rpartition("\nAnswer: ")[2]
+        assert question.startswith(opening.partition(",")[0])
+        assert f"{opening} brought " in book
+
+
+def test_a_diff_is_one_for_the_file_before_it() -> None:
+    for task in long_tasks("long_diffs"):
+        before, _, rest = task.prompt.partition("\n\n# A diff for ")
+        diff = rest.partition("\n\n\n# ")[0].split("\n")[1:]
+        removed = [line[1:] for line in diff if line.startswith("-") and not line.startswith("---")]
+        added = [line[1:] for line in diff if line.startswith("+") and not line.startswith("+++")]
+        assert len(removed) == len(added) >= 3
+        for old, new in zip(removed, added, strict=True):
+            assert old in before.split("\n")
+            assert new.replace("new_", "") == old.replace("new_", "")
 
 
 def test_the_replay_set_copies_all_but_a_name() -> None:

@@ -36,7 +36,7 @@ def llama_cpp_greedy(path: str, folder: Path, num_tokens: int) -> tuple[int, ...
     from outrider.bench.peers.llama_cpp import LlamaCppEngine
 
     engine = LlamaCppEngine(PeerModels(path, None, "float32", 1, folder))
-    return engine.generate(PeerRequest(PLAIN, PROMPT, num_tokens, 0.0, None)).token_ids
+    return engine.generate(PeerRequest(PLAIN, (PROMPT,), num_tokens, 0.0, None)).texts[0]
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------

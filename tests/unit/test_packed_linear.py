@@ -63,7 +63,7 @@ def test_no_columns_leave_the_bias(instruction_set: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("num_columns", [2051, 4200])  # a panel is read in runs, and so are rows rounded to bf16
+@pytest.mark.parametrize("num_columns", [63, 65, 129, 256, 257, 511, 513, 2051, 4200])  # weights and rows are read in runs
 def test_long_rows_are_read_in_runs(instruction_set: str, num_columns: int, dtype: torch.dtype) -> None:
     stock = layer(70, num_columns, dtype)
     fast, rows = packed(stock), torch.randn(50, num_columns).to(dtype)
@@ -73,14 +73,42 @@ def test_long_rows_are_read_in_runs(instruction_set: str, num_columns: int, dtyp
         assert torch.equal(fast(rows[:count]), alone[:count])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_bits_of_a_row_are_its_own(instruction_set: str, dtype: torch.dtype) -> None:
-    fast = packed(layer(200, 96, dtype))
-    rows = torch.randn(41, 96).to(dtype)
+def of_kind(kind: torch.dtype, rows: int, cols: int) -> tuple[nn.Linear, torch.dtype]:
+    """A packed layer with weights of this dtype, and the dtype of the rows that enter it."""
+    stock = layer(rows, cols, torch.float32 if kind == torch.int8 else kind)
+    if kind == torch.int8:
+        quantise_linears(stock)
+    return packed(stock), stock.weight.dtype
+
+
+KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int8]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_a_row_are_its_own(instruction_set: str, kind: torch.dtype) -> None:
+    fast, dtype = of_kind(kind, 200, 96)
+    rows = torch.randn(200, 96).to(dtype)
     alone = torch.cat([fast(row[None]) for row in rows])
-    for count in range(1, 42):
+    for count in range(1, 201):
         assert torch.equal(fast(rows[:count]), alone[:count])
         assert torch.equal(fast(rows[-count:]), alone[-count:])
+
+
+# Rows are parted into tiles and blocks of rows, columns into panels and blocks of panels, and K into runs.
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(300, 255), (300, 513), (33, 1027)])
+def test_bits_over_the_borders_of_blocks(instruction_set: str, shape: tuple[int, int], kind: torch.dtype) -> None:
+    fast, dtype = of_kind(kind, *shape)
+    few, threads = torch.randn(97, shape[1]).to(dtype), torch.get_num_threads()
+    alone = torch.cat([fast(row[None]) for row in few])
+    try:
+        for count in (13, 95, 96, 97, 143, 144, 145, 287, 288, 289, 512, 577, 2048):
+            which = torch.arange(count) * 31 % len(few)
+            for num_threads in (1, 2, 3):
+                torch.set_num_threads(num_threads)
+                assert torch.equal(fast(few[which]), alone[which])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_bits_do_not_depend_on_the_number_of_threads(instruction_set: str) -> None:

@@ -11,7 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.peers.base import Peer, PeerEngine, PeerMode, PeerModels, PeerRequest, PeerRun, build_with
+from outrider.bench.peers.base import (
+    TOKEN_SECONDS,
+    Peer,
+    PeerEngine,
+    PeerMode,
+    PeerModels,
+    PeerRequest,
+    PeerRun,
+    _deadline,
+    build_with,
+)
 from outrider.bench.peers.converted import converted_path
 from outrider.bench.peers.known_peers import PEERS, open_peer
 from outrider.bench.peers.worker import Worker
@@ -31,15 +41,15 @@ class Obedient:
 
     def generate(self, request: PeerRequest) -> PeerRun:
         self.asked += 1
-        match request.prompt_ids[0]:
+        match request.prompts[0][0]:
             case 2:
                 raise ArithmeticError("no such token")
             case 3:
                 os._exit(3)
             case 4:
                 time.sleep(60)
-        length = request.max_tokens - (request.prompt_ids[0] == 5)
-        return PeerRun((self.asked,) * length, 1.0, None, None, None, None)
+        lengths = [request.max_tokens - (prompt[0] == 5) for prompt in request.prompts]
+        return PeerRun(tuple((self.asked,) * length for length in lengths), 1.0, (), sum(lengths), None, None, None)
 
 
 class ObedientPeer(Peer):
@@ -65,8 +75,8 @@ def peer(monkeypatch):
 
 
 def write(peer: Peer, first: int, max_tokens: int = 2, temperature: float = 0.0) -> tuple[int, ...]:
-    run = peer.generate(PLAIN, [first, 0], max_tokens=max_tokens, temperature=temperature, seed=None)
-    return run.token_ids
+    run = peer.generate(PLAIN, [[first, 0]], max_tokens=max_tokens, temperature=temperature, seed=None)
+    return run.texts[0]
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -75,6 +85,22 @@ def write(peer: Peer, first: int, max_tokens: int = 2, temperature: float = 0.0)
 def test_a_mode_is_warmed_up_once(peer):
     assert write(peer, 1) == (2, 2)  # the first text was the warm-up
     assert write(peer, 1) == (3, 3)
+
+
+def test_texts_of_a_batch_come_together_and_another_batch_is_warmed_up_anew(peer):
+    def texts(count):
+        return peer.generate(PLAIN, [[1, 0]] * count, max_tokens=2, temperature=0.0, seed=None).texts
+
+    assert texts(3) == ((2, 2),) * 3
+    assert texts(3) == ((3, 3),) * 3
+    assert texts(2) == ((5, 5),) * 2  # a fourth answer was the warm-up
+    with pytest.raises(EngineAnswerError, match="wrote 1 tokens instead of 2"):
+        peer.generate(PLAIN, [[1], [5]], max_tokens=2, temperature=0.0, seed=None)
+
+
+def test_a_peer_may_take_longer_for_more_tokens():
+    few, many = (PeerRequest(PLAIN, ((1,) * length,) * 4, 10, 0.0, None) for length in (10, 1_000))
+    assert _deadline(many) - _deadline(few) == pytest.approx(TOKEN_SECONDS * 4 * 990)
 
 
 def test_what_an_engine_raises_names_the_peer_and_costs_one_text(peer):
@@ -93,7 +119,7 @@ def test_a_hang_ends_at_the_deadline(peer, monkeypatch):
     write(peer, 1)
     monkeypatch.setattr("outrider.bench.peers.base.ANSWER_SECONDS", 0.2)
     start = time.monotonic()
-    with pytest.raises(EngineAnswerError, match=r"obedient: no answer to plain within 0.2 s"):
+    with pytest.raises(EngineAnswerError, match=r"obedient: no answer to plain within 0.4 s"):
         write(peer, 4)
     assert time.monotonic() - start < 5
     assert not peer._worker.is_alive
@@ -118,7 +144,7 @@ def test_an_interrupt_leaves_a_process_that_is_starting_alone(capfd):
     for _ in range(20):  # a terminal sends Ctrl-C to this process and to that one
         os.kill(started.pid, signal.SIGINT)
         time.sleep(0.01)
-    assert worker.ask(PeerRequest(PLAIN, (1,), 1, 0.0, None), 60.0).token_ids
+    assert worker.ask(PeerRequest(PLAIN, ((1,),), 1, 0.0, None), 60.0).texts
     assert worker._process is started
     worker.close()
     assert capfd.readouterr().err == ""
@@ -128,7 +154,7 @@ def test_an_interrupt_leaves_a_process_that_is_starting_alone(capfd):
 def test_an_engine_that_cannot_be_built():
     worker = Worker("obedient", build_with(Obedient, PeerModels("missing", None, "float32", 1, Path())))
     with pytest.raises(EngineAnswerError, match="FileNotFoundError: no such checkpoint"):
-        worker.ask(PeerRequest(PLAIN, (1,), 1, 0.0, None), 30.0)
+        worker.ask(PeerRequest(PLAIN, ((1,),), 1, 0.0, None), 30.0)
     worker.close()
     worker.close()
     assert not worker.is_alive
@@ -152,16 +178,25 @@ def test_a_text_of_another_length_is_no_figure(peer):
     ],
 )
 def test_bad_requests_never_reach_the_process(peer, arguments, field):
-    given = {"mode": PLAIN, "prompt_ids": [1], "max_tokens": 1, "temperature": 0.0, "seed": None, **arguments}
+    given = {"mode": PLAIN, "prompts": [[1]], "max_tokens": 1, "temperature": 0.0, "seed": None, **arguments}
     with pytest.raises(InvalidParameterError) as error:
-        peer.generate(given.pop("mode"), given.pop("prompt_ids"), **given)
+        peer.generate(given.pop("mode"), given.pop("prompts"), **given)
     assert error.value.field == field
     assert not peer._worker.is_alive
 
 
-def test_a_prompt_has_a_token(peer):
+@pytest.mark.parametrize("prompts", [[], [[]], [[1], []]])
+def test_a_prompt_has_a_token(peer, prompts):
     with pytest.raises(InvalidPromptError):
-        peer.generate(PLAIN, [], max_tokens=1, temperature=0.0, seed=None)
+        peer.generate(PLAIN, prompts, max_tokens=1, temperature=0.0, seed=None)
+
+
+def test_who_drafts_for_one_text_at_a_time_is_not_asked_for_more(tmp_path):
+    with open_peer("transformers", PeerModels("target", "draft", "float32", 1, tmp_path)) as peer:
+        assert [mode.name for mode in peer.modes(full=True, batch=2)] == ["plain"]
+        with pytest.raises(InvalidParameterError, match="one text at a time"):
+            peer.generate(PeerMode("ngram k=3", "ngram", 3), [[1], [2]], max_tokens=1, temperature=0.0, seed=None)
+        assert not peer._worker.is_alive
 
 
 def test_unknown_peers_and_unusable_weights_are_refused(tmp_path):

@@ -13,6 +13,11 @@ from outrider.bench.ways import Recipe
 
 _MORE = "Measure more before you choose it: --num-prompts 16 --max-tokens 128."
 
+_REPLAYS = (
+    " A replay leaves out every draft that follows the target's probabilities. Add a way that looks texts up: "
+    "--way ngram:3 or --way suffix-tree:16."
+)
+
 
 @dataclass(frozen=True)
 class _Candidate:
@@ -35,6 +40,11 @@ class _Candidate:
         """Whether there were several rounds, and each was faster than plain decoding."""
         return self.speedup.low > 1.0 and self.num_rounds > 1
 
+    @property
+    def costs(self) -> bool:
+        """Whether there were several rounds, and each was slower than plain decoding."""
+        return self.speedup.high < 1.0 and self.num_rounds > 1
+
 
 def advise(cells: Iterable[CellResult]) -> list[Advice]:
     """One advice for each model, precision, sampling and batch, in the order of the cells."""
@@ -52,10 +62,10 @@ def _advice(group: str, cells: Sequence[CellResult]) -> Advice:
     found = [_candidate(name, cells) for name in names if name not in silent]
     candidates = [candidate for candidate in found if candidate is not None]
     best = max(candidates, key=lambda c: (c.pays, c.speedup.median), default=None)
-    outcome = _outcome(best, looping=len(silent) < len(names))
+    outcome = _outcome(best, looping=len(silent) < len(names)) if names else Outcome.ABSENT
     sentences = [_said(outcome, best, cells), _left_out(cells) if best else "", _silent(silent)]
-    chosen = best.name if best and outcome is not Outcome.PLAIN else "plain"
-    recipe = _recipe(chosen, cells) if outcome is not Outcome.LOOPS else None
+    chosen = best.name if best and (best.pays or best.speedup.median >= 1.0) else "plain"
+    recipe = _recipe(chosen, cells) if outcome not in (Outcome.LOOPS, Outcome.ABSENT) else None
     return Advice(
         group=group,
         outcome=outcome,
@@ -96,15 +106,19 @@ def _outcome(best: _Candidate | None, *, looping: bool) -> Outcome:
         return Outcome.LOOPS if looping else Outcome.PLAIN
     if best.pays:
         return Outcome.PAYS
-    return Outcome.UNCLEAR if best.speedup.median >= 1.0 else Outcome.PLAIN
+    return Outcome.PLAIN if best.costs else Outcome.UNCLEAR
 
 
 def _said(outcome: Outcome, best: _Candidate | None, cells: Sequence[CellResult]) -> str:
     if outcome is Outcome.LOOPS:
         return "No advice: the greedy text repeats itself, which flatters every way to draft. Measure prompts of your own."
+    if outcome is Outcome.ABSENT:
+        return f"No advice: no way to draft took part.{_REPLAYS if all(found.cell.replay for found in cells) else ''}"
     if best is None:
         return "Decode plainly: no way to draft found anything to draft."
     speed = f"{best.speedup.median:.2f} times as fast as plain decoding"
+    if best.num_rounds == 1:
+        return f"Nothing is certain: {best.name} was {speed} in a single round. So few rounds cannot tell. {_MORE}"
     several = len({found.cell.workload for found in cells}) > 1
     range_ = f"{best.speedup.low:.2f} to {best.speedup.high:.2f} over {best.num_rounds} rounds"
     range_ += " of all workloads" if several else ""
@@ -112,11 +126,9 @@ def _said(outcome: Outcome, best: _Candidate | None, cells: Sequence[CellResult]
         return f"{best.name} pays: it writes {speed} ({range_})."
     if outcome is Outcome.PLAIN:
         return f"Decode plainly: the best way to draft, {best.name}, is {speed} ({range_})."
-    if best.num_rounds == 1:
-        return f"Nothing is certain: {best.name} was {speed} in a single round. {_MORE}"
     only = f" It surely pays in {', '.join(best.clear)} alone." if best.clear else ""
-    found = f"the best way to draft, {best.name}, is {speed}, but its range holds 1 ({range_})"
-    return f"Nothing is certain: {found}.{only} {_MORE}"
+    found = f"the best way to draft, {best.name}, is {speed}, and its range holds 1 ({range_})"
+    return f"Nothing is certain: {found}.{only} So few rounds cannot tell. {_MORE}"
 
 
 def _left_out(cells: Sequence[CellResult]) -> str:

@@ -34,26 +34,31 @@ def ours(llm: LLM, way: Way, temperature: float) -> Contestant:
 
 
 def theirs(peer: Peer, mode: PeerMode, temperature: float) -> Contestant:
-    """A contestant for one mode of a peer, which writes one text at a time."""
+    """A contestant for one mode of a peer."""
 
     def generate(tasks: Sequence[EncodedTask]) -> Run:
-        (task,) = tasks
-        run = peer.generate(mode, task.prompt_ids, max_tokens=task.max_tokens, temperature=temperature, seed=None)
-        return _as_run(run)
+        (max_tokens,) = {task.max_tokens for task in tasks}  # the same for all but replays, which peers do not write
+        prompts = [task.prompt_ids for task in tasks]
+        return _as_run(peer.generate(mode, prompts, max_tokens=max_tokens, temperature=temperature, seed=None))
 
     return Contestant(f"{peer.name}: {mode.name}", generate, peer.name)
 
 
 def _as_run(run: PeerRun) -> Run:
-    """The run of a peer as a Run. Every pass of its target commits the accepted tokens and one more.
+    """The run of a peer as a Run. Every pass of its target commits the accepted tokens and one more for each text.
 
     A peer may hand out several tokens at first without saying how many. Then one is assumed, which is in its favour.
     """
     accepted = run.num_accepted_tokens
-    num_passes = None if accepted is None else max(1, len(run.token_ids) - accepted)
-    drafts = RequestStats(num_draft_tokens=run.num_draft_tokens or 0, num_accepted_tokens=accepted or 0)
-    first = () if run.time_to_first_token is None else (run.time_to_first_token,)
-    return Run((run.token_ids,), run.seconds, first, len(run.token_ids) - 1, run.decode_seconds, (), num_passes, drafts)
+    return Run(
+        token_ids=run.texts,
+        seconds=run.seconds,
+        first_token_seconds=run.first_token_seconds,
+        decode_tokens=run.decode_tokens,
+        decode_seconds=run.decode_seconds,
+        num_passes=None if accepted is None else max(1, run.num_tokens - accepted),
+        drafts=RequestStats(num_draft_tokens=run.num_draft_tokens or 0, num_accepted_tokens=accepted or 0),
+    )
 
 
 def interleave(

@@ -17,6 +17,8 @@ from outrider import __version__
 from outrider.kernels.library import kernel_library
 
 _MIB = 2**20
+#: The rows and columns of the matrices whose product shows the peak of the arithmetic.
+PRODUCT_SIZE = 2048
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -71,11 +73,40 @@ def read_bandwidth(device: torch.device, num_bytes: int | None = None, repeats: 
     return buffer.numel() * 8 / best
 
 
+def product_peak(device: torch.device, dtype: torch.dtype, size: int = PRODUCT_SIZE, repeats: int = 10) -> float:
+    """The most operations per second of torch's product of two square matrices.
+
+    A multiplication with its addition counts as two operations.
+
+    Args:
+        device: Where the product is computed.
+        dtype: The type of the matrices.
+        size: Their rows and columns.
+        repeats: How many times the product is computed, after one that does not count.
+    """
+    left, right = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    for turn in range(repeats + 1):
+        synchronise(device)
+        start = perf_counter()
+        left @ right
+        synchronise(device)
+        if turn:
+            best = min(best, perf_counter() - start)
+    return 2 * size**3 / best
+
+
 def _largest_cache() -> int:
     """The bytes of the largest cache that Linux lists. 0 where it lists none."""
     sizes = [file.read_text("ascii").strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
+
+
+def is_mixture(model: Any) -> bool:
+    """Whether a model is a mixture of experts, so that what a token reads and computes depends on the token."""
+    config = model.config.get_text_config()
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def weight_bytes(model: Any) -> int | None:
@@ -84,8 +115,7 @@ def weight_bytes(model: Any) -> int | None:
     These are all weights once; the table of input embeddings counts only where it is the output head too. The answer is
     None for a mixture of experts, where it depends on the token.
     """
-    config = model.config.get_text_config()
-    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if is_mixture(model):
         return None
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings()

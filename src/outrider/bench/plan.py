@@ -11,9 +11,10 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from outrider.bench import ways as way_names
+from outrider.bench.long_prompts import long_tasks
 from outrider.bench.replay import copy_tasks
 from outrider.bench.settings import BenchSettings, PrecisionName
-from outrider.bench.tasks import WORKLOADS, Task, built_in, read_prompts, read_replay, read_spec_bench
+from outrider.bench.tasks import LONG, LONG_WORKLOADS, WORKLOADS, Task, built_in, read_prompts, read_replay, read_spec_bench
 from outrider.bench.ways import Way, parse_ways
 from outrider.errors import InvalidParameterError
 
@@ -163,7 +164,7 @@ class Plan:
             num_prompts=min(num_prompts, len(tasks)) if batch == 1 else max(2 * batch, num_prompts),  # at least two rounds
             max_tokens=self.max_tokens,
             ways=tuple(way.name for way in self.ways if way.replays or not replay),
-            peers=tuple(peers) if batch == 1 and not replay else (),
+            peers=() if replay else tuple(peers),
             tasks=digest[:12],
         )
 
@@ -172,7 +173,8 @@ def _tasks(settings: BenchSettings) -> dict[str, list[Task]]:
     """The tasks by workload, in the order of their sources."""
     names = settings.workloads if settings.chooses_tasks else WORKLOADS
     replay = settings.replay if settings.chooses_tasks else "copy"
-    found = [task for name in names for task in built_in(name)]
+    whole = dict.fromkeys(each for name in names for each in (LONG_WORKLOADS if name == LONG else (name,)))
+    found = [task for name in whole for task in (long_tasks(name) if name in LONG_WORKLOADS else built_in(name))]
     if settings.prompts is not None:
         found += read_prompts(settings.prompts)
     if settings.spec_bench is not None:

@@ -1,4 +1,4 @@
-"""Four plots as PNG and SVG: speedup by workload, cost of rows, acceptance by position, throughput against batch."""
+"""Plots as PNG and SVG: speedup, cost of rows, prefill, acceptance by position, throughput against batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench.plan import Cell
-from outrider.bench.results import CellResult, Results, WayResult
+from outrider.bench.results import CellResult, PrefillResult, Results, WayResult
 
 REMEDY = "pip install 'outrider[bench]'"
 #: A curve ends where fewer drafts than this reached the position.
@@ -29,6 +29,7 @@ def draw(results: Results, folder: Path) -> list[str]:
     plots: dict[str, Callable[[Results], Any | None]] = {
         "speedup": speedup,
         "row_costs": row_costs,
+        "prefill": prefill,
         "acceptance": acceptance,
         "throughput": throughput,
     }
@@ -113,21 +114,58 @@ def _bars(result: CellResult) -> list[WayResult]:
 
 
 def row_costs(results: Results) -> Any | None:
-    """The cost C(n) of n rows, for every model."""
-    models = {name: model.row_costs() for name, model in results.models.items()}
-    models = {name: costs for name, costs in models.items() if len(costs) > 1}
-    if not models:
+    """The cost C(n) of n rows, for every model and context."""
+    lines = {
+        f"{name}, behind {context}": costs
+        for name, model in results.models.items()
+        for context in model.pass_seconds
+        if len(costs := model.row_costs(context)) > 1
+    }
+    if not lines:
         return None
     figure, (panel,) = _panels(1, 4.5)
-    for name, costs in models.items():
+    for name, costs in lines.items():
         panel.plot(list(costs), list(costs.values()), marker="o", label=name)
     panel.axhline(1, color="grey", lw=0.8)
-    ticks = sorted({n for costs in models.values() for n in costs if n & (n - 1) == 0})
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(ticks, [str(n) for n in ticks])
+    _count_axis(panel, {n for costs in lines.values() for n in costs if n & (n - 1) == 0})
     panel.set(xlabel="rows in a pass", ylabel="C(n) = T(n) / T(1)", title="What checking n rows costs", ylim=(0, None))
     panel.legend(frameon=False)
     return figure
+
+
+def prefill(results: Results) -> Any | None:
+    """Tokens per second by the rows of a part of a prompt, and the arithmetic beside the peak of a product."""
+    lines: defaultdict[str, dict[int, PrefillResult]] = defaultdict(dict)
+    peaks: dict[str, float] = {}
+    for name, model in results.models.items():
+        peak = results.product_peak(name.rpartition(", ")[2])
+        for part in model.prefill:
+            line = f"{name}, at {part.start}"
+            lines[line][part.rows] = part
+            peaks |= {} if peak is None else {line: peak}
+    if not lines:
+        return None
+    figure, (speed, work) = _panels(2, 4.0, columns=2)
+    colours = _colours(lines)
+    for line, parts in lines.items():
+        counted = {n: part.operations_per_second for n, part in parts.items()}
+        look = {"marker": "o", "color": colours[line], "label": line}
+        speed.plot(list(parts), [part.tokens_per_second for part in parts.values()], **look)
+        work.plot([n for n, done in counted.items() if done], [done / 1e9 for done in counted.values() if done], **look)
+    for peak in dict.fromkeys(peaks.values()):
+        work.axhline(peak / 1e9, color="black", lw=0.8, ls="--")
+    for panel, label in ((speed, "prompt tokens/s"), (work, "GFLOP/s (dashed: torch's product)")):
+        _count_axis(panel, {n for parts in lines.values() for n in parts})
+        panel.set(xlabel="rows in a pass", ylabel=label, ylim=(0, None))
+        panel.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _count_axis(panel: Any, ticks: Iterable[int]) -> None:
+    """A horizontal axis for numbers that double."""
+    found = sorted(ticks)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(found, [str(n) for n in found])
 
 
 def acceptance(results: Results) -> Any | None:
@@ -164,8 +202,8 @@ def throughput(results: Results) -> Any | None:
     """Tokens per second against the batch, for workloads that were measured in several batches."""
     lines: defaultdict[str, defaultdict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for result in results.cells.values():
-        for way in result.ways:
-            if way.peer is None and way.tokens_per_second is not None and not result.cell.replay:
+        for way in result.shown:
+            if way.tokens_per_second is not None and not result.cell.replay:
                 cell = result.cell
                 title = f"{cell.model}, {cell.dtype}, {cell.workload}, {cell.sampling}"
                 lines[title][way.name][cell.batch] = way.tokens_per_second.median
@@ -178,8 +216,7 @@ def throughput(results: Results) -> Any | None:
         for name, points in ways.items():
             batches = sorted(points)
             panel.plot(batches, [points[b] for b in batches], marker="o", color=colours[name], label=name)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(sorted(ways["plain"]), [str(b) for b in sorted(ways["plain"])])
+        _count_axis(panel, ways["plain"])
         panel.set(xlabel="texts at a time", ylabel="tokens/s", ylim=(0, None))
         panel.set_title(title, fontsize=9)
         panel.legend(frameon=False, fontsize=8)

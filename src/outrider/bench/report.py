@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.figures import LOOPS_ABOVE, Spread
-from outrider.bench.results import Advice, CellResult, Outcome, Results, WayResult
+from outrider.bench.machine import PRODUCT_SIZE
+from outrider.bench.results import Advice, CellResult, ModelResult, Outcome, Results, WayResult
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
 HEADING = "What pays here"
-SPEED = ("way", "tokens/s", "speedup", "with prompt", "first ms", "gaps ms", "GiB", "8-grams")
+SPEED = ("way", "tokens/s", "speedup", "first ms", "whole tokens/s", "whole", "gaps ms", "GiB", "8-grams")
+PREFILL = ("model", "position", "rows", "ms", "tokens/s", "GFLOP/s", "of the peak")
 DRAFTS = ("way", "tau", "expected", "a pass", "accepted %", "eta", "1/C", "time %")
 LEGEND = (
     "Medians over interleaved rounds, with the range. tokens/s and speedup are of decoding, over our own plain decoding in "
-    "the same round; 'with prompt' is the speedup with the prompt's time on both sides. 'first' is the time to the first "
-    "token; gaps are the median and the 99th percentile of the time between arrivals within a text, a step's tokens "
-    "arriving together; GiB is the peak of memory; '8-grams' the share that is repeated. tau is the mean acceptance "
-    "length, 'expected' the (1 - a^(K+1)) / (1 - a) that conditional acceptance a and draft length K would give, 'a pass' "
-    "the tokens per target pass, with or without a draft; 'accepted' is conditional, position by position; eta = speedup / "
-    "tau, and 1/C is what it would be if only the target's pass cost time; 'time' goes to propose/forward/verify/host. "
+    "the same round. 'first' is the time to the first token; 'whole tokens/s' are all tokens over the time of the whole "
+    "request, prompt included, and 'whole' is its ratio to our own plain decoding; gaps are the median and the 99th "
+    "percentile of the time between arrivals within a text, a step's tokens arriving together; GiB is the peak of memory; "
+    "'8-grams' the share that is repeated. tau is the mean acceptance length, 'expected' the (1 - a^(K+1)) / (1 - a) that "
+    "conditional acceptance a and draft length K would give, 'a pass' the tokens per target pass, with or without a draft; "
+    "'accepted' is conditional, position by position; eta = speedup / tau, and 1/C is what it would be if only the "
+    "target's pass cost time; 'time' goes to propose/forward/verify/host. "
     f"'loops' marks greedy text with more than {LOOPS_ABOVE:.0%} of its 8-grams repeated, which flatters every proposer: "
-    "not a headline. 'replay' is recorded text, forced as the target's choice at full target cost."
+    "not a headline. 'replay' is recorded text, forced as the target's choice at full target cost. GFLOP/s are the "
+    "multiplications and additions of a part of a prompt, its products with weights and its attention, over its time; 'the "
+    "peak' is what torch's product of two matrices reaches here in the model's type, or in float32 where that is more."
 )
 
 
@@ -48,11 +53,11 @@ def conclusion(advice: Iterable[Advice]) -> Text:
     """Text for the terminal: what pays, and the lines that use it."""
     from rich.text import Text
 
-    styles = {Outcome.PAYS: "bold green", Outcome.UNCLEAR: "bold yellow", Outcome.PLAIN: "bold red", Outcome.LOOPS: "bold"}
+    styles = {Outcome.PAYS: "bold green", Outcome.UNCLEAR: "bold yellow", Outcome.PLAIN: "bold red"}
     text = Text(HEADING, "bold")
     for said in advice:
         text.append(f"\n{said.group}: ", "dim")
-        text.append(said.text, styles[said.outcome])
+        text.append(said.text, styles.get(said.outcome, "bold"))
         for line in pasted(said):
             text.append(f"\n    {line}", "not bold")
     return text
@@ -91,6 +96,9 @@ def machine_line(results: Results) -> str:
     read = "" if results.bandwidth is None else f" Reads {results.bandwidth / 1e9:.1f} GB/s from memory."
     where = "" if facts["device"] == "cpu" else f", {facts['device']}"
     kernels = f" (kernels: {facts['kernels']})" if "kernels" in facts else ""
+    multiplied = " and ".join(f"{peak / 1e9:.0f} GFLOP/s in {name}" for name, peak in results.products.items())
+    if multiplied:
+        read += f" torch multiplies two matrices of {PRODUCT_SIZE} x {PRODUCT_SIZE} at {multiplied}."
     return (
         f"{facts['cpu']}, {facts['instruction_set']}{kernels}, {facts['threads']} threads{where}, "
         f"outrider {facts['outrider']}, torch {facts['torch']}, transformers {facts['transformers']}, "
@@ -102,7 +110,7 @@ def _sections(
     results: Results, cells: Sequence[CellResult]
 ) -> Iterable[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """The tables of a report: (title, columns, rows)."""
-    yield _costs(results)
+    yield from _costs(results)
     for found in cells:
         yield _title(found), SPEED, [speed_row(found, way) for way in found.shown]
         if any(way.tau is not None for way in found.shown):
@@ -116,14 +124,47 @@ def _title(found: CellResult) -> str:
     return found.cell.load + ("" if share is None else f" (plain decoding reads weights at {share:.0%} of the bandwidth)")
 
 
-def _costs(results: Results) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
-    counts = sorted({n for model in results.models.values() for n in model.row_seconds if n > 1})
-    rows = []
+def _costs(results: Results) -> Iterable[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """The tables of what passes cost: ratios, milliseconds, and parts of a prompt."""
+    places = [(name, model, context) for name, model in results.models.items() for context in model.pass_seconds]
+    counts = sorted({n for _, model, context in places for n in model.pass_seconds[context]})
+    ratios, times = [], []
+    for name, model, context in places:
+        seconds, costs = model.pass_seconds[context], model.row_costs(context)
+        about = (_shown_model(name, model), f"{context}")
+        one = f"{1e3 * seconds[1]:.1f}" if 1 in seconds else ""
+        ratios.append((*about, one, *(f"{costs[n]:.2f}" if n in costs else "" for n in counts if n > 1)))
+        times.append((*about, *(f"{1e3 * seconds[n]:.1f}" if n in seconds else "" for n in counts)))
+    rows = tuple(f"n={n}" for n in counts)
+    yield (
+        "What a pass costs by its rows, C(n) = T(n) / T(1)",
+        ("model", "context", "T(1) ms", *(f"n={n}" for n in counts if n > 1)),
+        ratios,
+    )
+    yield "The same in milliseconds, T(n)", ("model", "context", *rows), times
+    if any(model.prefill for model in results.models.values()):
+        yield "How fast prompts are read, in parts", PREFILL, list(_prefill_rows(results))
+
+
+def _shown_model(name: str, model: ModelResult) -> str:
+    return name if model.positions is None else f"{name} (stretched to {model.positions})"
+
+
+def _prefill_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """The columns of PREFILL."""
     for name, model in results.models.items():
-        costs = model.row_costs()
-        one = f"{1e3 * model.row_seconds[1]:.1f}" if 1 in model.row_seconds else ""
-        rows.append((name, one, *(f"{costs[n]:.2f}" if n in costs else "" for n in counts)))
-    return "What a pass costs by its rows, C(n) = T(n) / T(1)", ("model", "T(1) ms", *(f"n={n}" for n in counts)), rows
+        peak = results.product_peak(name.rpartition(", ")[2])
+        for part in model.prefill:
+            done = part.operations_per_second
+            yield (
+                _shown_model(name, model),
+                f"{part.start}",
+                f"{part.rows}",
+                f"{1e3 * part.seconds:.1f}",
+                f"{part.tokens_per_second:.0f}",
+                "" if done is None else f"{done / 1e9:.0f}",
+                "" if done is None or peak is None else f"{done / peak:.0%}",
+            )
 
 
 def speed_row(found: CellResult, way: WayResult) -> tuple[str, ...]:
@@ -136,8 +177,9 @@ def speed_row(found: CellResult, way: WayResult) -> tuple[str, ...]:
         way.name,
         speed,
         "1" if way.plain else _times(way.speedup),
-        "1" if way.plain or way.whole_speedup is None else f"{way.whole_speedup.median:.2f}x",
         "" if first is None else f"{1e3 * first.median:.0f}",
+        f"{way.whole_tokens_per_second.median:.1f}",
+        "1" if way.plain or way.whole_speedup is None else f"{way.whole_speedup.median:.2f}x",
         gaps,
         " + cuda ".join(peaks),
         f"{way.repeated_8grams:.0%}{_mark(found, way)}",

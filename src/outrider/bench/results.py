@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from outrider.bench.figures import Spread
 from outrider.bench.plan import Cell
 from outrider.bench.ways import Recipe
-from outrider.errors import InvalidParameterError
+
+#: The tokens before the rows of passes in results that were kept before other contexts were measured.
+_EARLIER_CONTEXT = 128
 
 
 class WayResult(BaseModel):
@@ -38,7 +38,8 @@ class WayResult(BaseModel):
         tries_by_position: The number of drafts behind each of these.
         expected_tokens: (1 - a^(K+1)) / (1 - a) for that acceptance and draft length.
         eta: speedup / tau.
-        eta_limit: 1 / C for those rows. This is what eta would be if only the pass of the target cost time.
+        eta_limit: 1 / C for those rows, behind the measured context that is nearest to the length of the texts. This is
+            what eta would be if only the pass of the target cost time.
         shares: The shares of a step's time by phase: propose, forward, verify, host.
         peak_resident, peak_cuda: Peaks of memory in bytes.
         bandwidth_share: The bytes of weights read per second, over what the machine can read. Known for plain decoding in
@@ -125,25 +126,71 @@ class CellResult(BaseModel):
         return found
 
 
+class PrefillResult(BaseModel):
+    """One pass over a part of a prompt.
+
+    Attributes:
+        start: The tokens before its rows.
+        rows: Its rows.
+        seconds: Its time.
+        operations: Its multiplications and additions: the products with weights, the output head for one row, and the
+            attention of every row to all that it sees. None where they depend on the tokens.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    start: int
+    rows: int
+    seconds: float
+    operations: int | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.rows / self.seconds
+
+    @property
+    def operations_per_second(self) -> float | None:
+        return None if self.operations is None else self.operations / self.seconds
+
+
 class ModelResult(BaseModel):
     """The costs of a model in one precision.
 
     Attributes:
-        row_seconds: The seconds of a pass by its number of rows.
+        pass_seconds: The seconds of a pass by the number of tokens before its rows, and by its number of rows.
+        prefill: The passes over parts of a prompt.
+        positions: How many positions its rotary range was stretched to for these passes. None where it was not.
         weight_bytes: The bytes of weights that decoding a token reads. None for mixtures of experts.
         num_parameters: The number of parameters.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    row_seconds: dict[int, float]
+    pass_seconds: dict[int, dict[int, float]]
+    prefill: list[PrefillResult] = []
+    positions: int | None = None
     weight_bytes: int | None
     num_parameters: int
 
-    def row_costs(self) -> dict[int, float]:
-        """C(n) = T(n) / T(1) for each number n of rows. Empty where T(1) is not known."""
-        base = self.row_seconds.get(1)
-        return {} if base is None else {n: seconds / base for n, seconds in self.row_seconds.items()}
+    @model_validator(mode="before")
+    @classmethod
+    def _before_there_were_contexts(cls, given: Any) -> Any:
+        """Results that were kept earlier hold `row_seconds`, which were measured behind 128 tokens."""
+        if isinstance(given, dict) and "row_seconds" in given:
+            rest = {name: value for name, value in given.items() if name != "row_seconds"}
+            return {"pass_seconds": {_EARLIER_CONTEXT: given["row_seconds"]}, **rest}
+        return given
+
+    def row_costs(self, context: int) -> dict[int, float]:
+        """C(n) = T(n) / T(1) behind a context, for each number n of rows. Empty where T(1) is not known."""
+        seconds = self.pass_seconds[context]
+        base = seconds.get(1)
+        return {} if base is None else {n: found / base for n, found in seconds.items()}
+
+    def seconds_near(self, context: float) -> dict[int, float]:
+        """The seconds of a pass by its rows, behind the measured context that is nearest. Empty where there is none."""
+        nearest = min(self.pass_seconds, key=lambda known: abs(known - context), default=None)
+        return {} if nearest is None else self.pass_seconds[nearest]
 
 
 class Outcome(StrEnum):
@@ -153,6 +200,7 @@ class Outcome(StrEnum):
     UNCLEAR = "unclear"
     PLAIN = "plain"
     LOOPS = "loops"
+    ABSENT = "absent"
 
 
 class Advice(BaseModel):
@@ -160,8 +208,9 @@ class Advice(BaseModel):
 
     Attributes:
         group: "model, dtype, sampling, batch n".
-        outcome: PAYS where a way pays; UNCLEAR where the range holds 1; PLAIN where plain decoding is faster; LOOPS where
-            all text repeats itself and says nothing.
+        outcome: PAYS where a way was faster than plain decoding in each of several rounds; PLAIN where the best was slower
+            in each, or where none drafted; UNCLEAR where rounds disagree or there was only one; LOOPS where all text
+            repeats itself and says nothing; ABSENT where no way to draft took part.
         way: The best way to draft. None where no way drafted text that counts.
         speedup: The speed of its decoding over plain decoding: the median over workloads, and the range over all rounds.
         never_drafted: The ways that never found anything to draft.
@@ -187,6 +236,7 @@ class Results(BaseModel):
     Attributes:
         machine: Hardware and versions.
         bandwidth: The bytes per second that the machine reads from memory.
+        products: The operations per second of torch's product of two matrices, by the name of their type.
         models: The costs of models, by "model, dtype".
         cells: The cells, by `Cell.key`.
         advice: What pays, for each group of cells.
@@ -197,10 +247,18 @@ class Results(BaseModel):
 
     machine: dict[str, Any]
     bandwidth: float | None = None
+    products: dict[str, float] = {}
     models: dict[str, ModelResult] = {}
     cells: dict[str, CellResult] = {}
     advice: list[Advice] = []
     notes: list[str] = []
+
+    def product_peak(self, dtype: str) -> float | None:
+        """The operations per second that torch's product reaches in a precision, or in float32 where that is more."""
+        known = [
+            self.products[name] for name in ("bfloat16" if dtype == "int8" else dtype, "float32") if name in self.products
+        ]
+        return max(known, default=None)
 
     def note(self, text: str) -> None:
         """Add a note, unless it is there already."""
@@ -211,55 +269,3 @@ class Results(BaseModel):
     def remarks(self) -> list[str]:
         """The notes, and who dropped out of a cell, each once."""
         return list(dict.fromkeys([*self.notes, *(said for found in self.cells.values() for said in found.dropouts)]))
-
-
-class Store:
-    """Results in a folder. They are written after every cell, so that an interrupted run loses at most one cell.
-
-    Args:
-        folder: The folder. None keeps nothing.
-    """
-
-    NAME = "results.json"
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-
-    def open(self, machine: dict[str, Any]) -> Results:
-        """The results of earlier runs on the same machine. Results of another machine are renamed and left aside.
-
-        Raises:
-            InvalidParameterError: The folder cannot be written, or the file in it does not hold results.
-        """
-        if self._folder is None:
-            return Results(machine=machine)
-        file = self._folder / self.NAME
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            found = Results.model_validate_json(file.read_text("utf-8")) if file.exists() else Results(machine=machine)
-        except OSError as error:
-            raise InvalidParameterError("out", str(self._folder), f"unusable ({error})", "Give a folder.") from None
-        except (ValidationError, UnicodeDecodeError):
-            raise InvalidParameterError(
-                "out", str(file), "not the results of a run of this version", "Move it away, or give another folder."
-            ) from None
-        if found.machine == machine:
-            found.notes.clear()  # every run adds its own
-            return found
-        aside = self._aside()
-        file.rename(aside)
-        fresh = Results(machine=machine)
-        fresh.note(f"results of another machine or of other versions were set aside as {aside.name}")
-        return fresh
-
-    def _aside(self) -> Path:
-        assert self._folder is not None
-        names = (self._folder / f"results-{i}.json" for i in range(1, 10_000))
-        return next(path for path in names if not path.exists())
-
-    def save(self, results: Results) -> None:
-        """Replace the file. An interruption leaves either the old file or the new one."""
-        if self._folder is not None:
-            unfinished = self._folder / f"{self.NAME}.{os.getpid()}"
-            unfinished.write_text(results.model_dump_json(indent=1) + "\n", "utf-8")
-            unfinished.replace(self._folder / self.NAME)

@@ -5,28 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
-from outrider.bench import machine, row_costs
+from outrider.bench import machine
 from outrider.bench.advice import advise
 from outrider.bench.contestants import Contestant, interleave, ours, theirs
+from outrider.bench.costs import CostPlan
 from outrider.bench.peers.base import Peer, PeerModels
-from outrider.bench.peers.known_peers import PEERS, open_peer
+from outrider.bench.peers.known_peers import open_peer
 from outrider.bench.plan import Cell, Plan
-from outrider.bench.results import CellResult, ModelResult, Results, Store
+from outrider.bench.results import CellResult, ModelResult, Results
 from outrider.bench.run import EncodedTask
 from outrider.bench.settings import BenchSettings, PrecisionName
+from outrider.bench.store import Store
 from outrider.bench.summary import summarise
-from outrider.bench.tasks import Task
-from outrider.bench.widen import cache_folder, wide_target
-from outrider.errors import InvalidParameterError, InvalidPromptError, MissingExtraError, OtherEngineError
+from outrider.bench.texts import encoded_tasks
+from outrider.bench.widen import cache_folder, stretched, wide_target
+from outrider.config import ModelConfig
+from outrider.errors import InvalidParameterError, MissingExtraError, OtherEngineError
 from outrider.llm import LLM, default_model
-from outrider.model.loader import check_sources, usable_device
+from outrider.model.loader import check_sources, read_context, usable_device
 
 _WARM_UP_TOKENS = 4
-#: KV memory, in tokens, for the costs of rows: a context and the rows behind it.
-_ROW_COST_TOKENS = 256
+#: KV memory, in tokens, for the draft behind a text.
+_DRAFT_TOKENS = 128
+#: The rows that must fit behind the longest context.
+_LEAST_ROOM = 64
+#: The types whose products show the peak of the arithmetic.
+_PRODUCT_DTYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -54,19 +62,28 @@ class Session:
         measured: The cells of this run, in the order of the plan.
 
     Raises:
-        InputError: A file cannot be read, or a way or a peer is unknown.
+        InputError: A file cannot be read, a way is unknown, or a prompt or a context does not fit. All that can be known
+            before a model is loaded is checked here.
+        ModelError: The configuration or the tokenizer of a model cannot be used.
     """
 
     def __init__(self, settings: BenchSettings, progress: Progress | None = None) -> None:
         check_sources(model=settings.model, draft_model=settings.draft_model)
         embedded = settings.model is None
         draft_model = settings.draft_model or (default_model("draft") if embedded else None)
-        self._peer_names = _peer_names(settings.peers)
         self._settings = settings
         self._draft_model = draft_model
         self._progress = progress or Progress()
         self._name = settings.model or ("wide" if settings.wide else "embedded")
         self.plan = Plan(settings, self._name, draft_model)
+        usable_device(settings.device)
+        if draft_model is not None:
+            read_context(ModelConfig(model=draft_model))
+        source = settings.model or default_model("target")  # the wide copy has the same tokenizer and the same context
+        context = read_context(ModelConfig(model=source))
+        self._texts = encoded_tasks(source, context, self.plan.tasks, self.plan.max_tokens)
+        self._positions = _positions(settings, context)
+        self._costs = CostPlan.of(settings, self._positions or context)
         self.measured: list[CellResult] = []
 
     def run(self) -> Results:
@@ -76,15 +93,14 @@ class Session:
             All results in the folder, or those of this run where there is no folder.
 
         Raises:
-            OutriderError: The folder cannot be used, a model cannot be loaded, or a prompt does not fit.
+            OutriderError: The folder cannot be used, or a model cannot be loaded.
         """
         settings, store = self._settings, Store(self._settings.out)
         with _threads(settings.num_threads):
             device = usable_device(settings.device)
             results = store.open(machine.describe(device))
-            if results.bandwidth is None or not settings.full:
-                with self._one("memory bandwidth"):
-                    results.bandwidth = machine.read_bandwidth(device)
+            if results.bandwidth is None or not results.products or not settings.full:
+                self._measure_machine(device, results)
             self._note_choices(results)
             for dtype in self.plan.dtypes:
                 self._measure_precision(dtype, results, store)
@@ -97,8 +113,20 @@ class Session:
                 results.note("replay leaves draft models out: their drafts pass the processor that forces the text")
             if settings.peers:
                 results.note("replay leaves peers out: no text is forced on them")
-        if settings.peers and any(cell.batch > 1 for cell in self.plan.cells("any")):
-            results.note("peers write one text at a time, so they stand in the cells of batch 1")
+        if self._positions is not None:
+            results.note(
+                f"passes were timed with the rotary range of the wide target stretched to {self._positions} positions; no "
+                "text is that long"
+            )
+
+    def _measure_machine(self, device: torch.device, results: Results) -> None:
+        """What the machine reads and multiplies at best."""
+        with self._one("memory bandwidth"):
+            results.bandwidth = machine.read_bandwidth(device)
+        with self._one("product of matrices"):
+            results.products = {
+                str(dtype).removeprefix("torch."): machine.product_peak(device, dtype) for dtype in _PRODUCT_DTYPES
+            }
 
     # -- a precision ---------------------------------------------------------------------------------------------------
 
@@ -106,7 +134,6 @@ class Session:
         with self._one(f"loading {self._name}"):
             target = self._target(dtype)
             llm = self._load(target, dtype)
-            tasks = {name: [self._encoded(task, llm) for task in found] for name, found in self.plan.tasks.items()}
         actual = "int8" if dtype == "int8" else str(llm.engine.runner.loaded.dtype).removeprefix("torch.")
         models = PeerModels(target, self._draft_model, actual, torch.get_num_threads(), cache_folder() / "peers")
         with ExitStack() as stack:
@@ -114,9 +141,8 @@ class Session:
             model = self._model_result(llm, f"{self._name}, {actual}", results)
             for cell in self.plan.cells(actual, [f"{peer.name} {peer.version}" for peer in peers]):
                 if not self._settings.full or cell.key not in results.cells:
-                    rounds = list(cell.rounds(tasks[cell.workload]))
                     contestants = self._contestants(cell, llm, peers)
-                    results.cells[cell.key] = self._measure(cell, rounds, contestants, model, results.bandwidth)
+                    results.cells[cell.key] = self._measure(cell, contestants, model, results.bandwidth)
                     results.advice = advise(results.cells.values())
                     store.save(results)
                 self.measured.append(results.cells[cell.key])
@@ -124,7 +150,7 @@ class Session:
     def _open_peers(self, models: PeerModels, stack: ExitStack, results: Results) -> list[Peer]:
         """The peers that can run with these weights. A note says why the others cannot."""
         peers = []
-        for name in self._peer_names:
+        for name in self._settings.peer_names:
             try:
                 peer = stack.enter_context(open_peer(name, models))
             except (MissingExtraError, InvalidParameterError) as error:
@@ -142,68 +168,43 @@ class Session:
         return wide_target("bfloat16" if dtype in ("auto", "int8") else dtype)  # "auto" is the embedded checkpoint's own
 
     def _load(self, target: str, dtype: PrecisionName) -> LLM:
-        """The target, with KV memory for the largest cell. A text has hardly more tokens than bytes."""
+        """The target, with KV memory for the largest cell."""
         batch = max(cell.batch for cell in self.plan.cells("any"))
-        texts = [task.prompt + (task.answer or "") for found in self.plan.tasks.values() for task in found]
-        longest = max(len(text.encode()) for text in texts)
+        longest = max(len(task.prompt_ids) + task.max_tokens for found in self._texts.values() for task in found)
         return LLM(
-            target,
+            target if self._positions is None else stretched(target, self._positions),
             speculation="none",
             dtype="bfloat16" if dtype == "int8" else dtype,
             quantization="int8" if dtype == "int8" else None,
             device=self._settings.device,
             max_num_seqs=batch,
-            kv_cache_tokens=_ROW_COST_TOKENS + batch * (longest + self.plan.max_tokens + 64),
+            kv_cache_tokens=batch * (longest + _DRAFT_TOKENS),
             prefix_caching=False,
         )
 
-    def _encoded(self, task: Task, llm: LLM) -> EncodedTask:
-        """A task in the target's tokens. Raises InvalidPromptError where they do not fit into its context."""
-        prompt = llm.encode(task.prompt)
-        answer = None if task.answer is None else llm.encode(task.answer)
-        length = self.plan.max_tokens if answer is None else len(answer)
-        limit = llm.engine.runner.loaded.max_model_len
-        if len(prompt) + length > limit:
-            raise InvalidPromptError(
-                f"{task.workload}, {task.name}",
-                task.prompt,
-                f"{len(prompt)} tokens and {length} to be written, in a context of {limit}",
-                "Shorten it, or lower --max-tokens.",
-            )
-        return EncodedTask(task.name, prompt, length, answer)
-
     def _model_result(self, llm: LLM, key: str, results: Results) -> ModelResult:
         """The costs of the target. A full run measures them only where they are missing."""
-        if self._settings.full and key in results.models:
-            return results.models[key]
-        rows, repeats = (row_costs.ALL, 15) if self._settings.full else (row_costs.USUAL, 5)
-        self._progress.expect("cost of rows", repeats + 1)
-        runner = llm.engine.runner
-        model = runner.loaded.model
-        results.models[key] = ModelResult(
-            row_seconds=row_costs.row_costs(runner, rows, repeats, self._progress.advance),
-            weight_bytes=runner.backend.weight_bytes(model) or machine.weight_bytes(model),
-            num_parameters=sum(weight.numel() for weight in model.parameters()),
-        )
-        return results.models[key]
+        known = results.models.get(key)
+        if known is None or not self._settings.full or not self._costs.covered(known):
+            self._progress.expect("cost of passes", self._costs.num_rounds)
+            known = self._costs.measure(llm.engine.runner, self._positions, self._progress.advance)
+            results.models[key] = known
+        return known
 
     # -- a cell --------------------------------------------------------------------------------------------------------
 
     def _contestants(self, cell: Cell, llm: LLM, peers: list[Peer]) -> list[Contestant]:
         found = [ours(llm, way, cell.temperature) for way in self.plan.ways_of(cell)]
         for peer in peers if cell.peers else ():
-            found += [theirs(peer, mode, cell.temperature) for mode in peer.modes(full=self._settings.full)]
+            modes = peer.modes(full=self._settings.full, batch=cell.batch)
+            found += [theirs(peer, mode, cell.temperature) for mode in modes]
         return found
 
     def _measure(
-        self,
-        cell: Cell,
-        rounds: list[list[EncodedTask]],
-        contestants: list[Contestant],
-        model: ModelResult,
-        bandwidth: float | None,
+        self, cell: Cell, contestants: list[Contestant], model: ModelResult, bandwidth: float | None
     ) -> CellResult:
         """Let every contestant write a few tokens to warm up, and then measure all rounds."""
+        rounds = list(cell.rounds(self._texts[cell.workload]))
         dropouts: list[str] = []
 
         def dropped(contestant: Contestant, error: OtherEngineError) -> None:
@@ -217,7 +218,7 @@ class Session:
         warm = interleave([short], contestants, advance, dropped)
         ready = [contestant for contestant in contestants if contestant.name in warm]
         runs = interleave(rounds, ready, advance, dropped)
-        ways = summarise(ready, runs, cell.batch, model, bandwidth)
+        ways = summarise(ready, runs, cell.batch, model, bandwidth, _mean_length(rounds))
         greedy = cell.sampling == "greedy"
         recipes = {way.name: way.recipe(cell.model, cell.dtype, greedy=greedy) for way in self.plan.ways_of(cell)}
         return CellResult(cell=cell, ways=ways, dropouts=dropouts, recipes=recipes)
@@ -229,12 +230,22 @@ class Session:
         self._progress.advance()
 
 
-def _peer_names(asked: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the peers. "all" stands for all that are known."""
-    for name in asked:
-        if name != "all" and name not in PEERS:
-            raise InvalidParameterError("peers", name, "no such peer", f"Known: {', '.join(('all', *PEERS))}.")
-    return tuple(PEERS) if "all" in asked else asked
+def _positions(settings: BenchSettings, context: int) -> int | None:
+    """How many positions the wide target needs for the passes that were asked for. None where its own are enough.
+
+    Args:
+        settings: What was asked for.
+        context: The positions that it has.
+    """
+    if not settings.wide or not settings.contexts:
+        return None
+    needed = max(settings.contexts) + max((*settings.chunks, _LEAST_ROOM))
+    return 1 << (needed - 1).bit_length() if needed > context else None
+
+
+def _mean_length(rounds: list[list[EncodedTask]]) -> float:
+    """The mean length of the texts while they are written."""
+    return fmean(len(task.prompt_ids) + task.max_tokens / 2 for tasks in rounds for task in tasks)
 
 
 @contextmanager

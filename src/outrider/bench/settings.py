@@ -7,13 +7,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.bench.tasks import WORKLOADS
+from outrider.bench.peers.known_peers import PEERS
+from outrider.bench.tasks import LONG, LONG_WORKLOADS, WORKLOADS
 from outrider.config import DTypeName, QuantizationName
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.validation import Frozen
 
 SamplingName = Literal["greedy", "T=1"]
 Batch = Annotated[int, Field(ge=1, le=64)]
+Context = Annotated[int, Field(ge=1, le=131_072)]
+Chunk = Annotated[int, Field(ge=1, le=4_096)]
+
+ALL_PEERS = "all"
 
 #: How weights are held: in a dtype, or quantized.
 PrecisionName = DTypeName | QuantizationName
@@ -29,7 +34,7 @@ class BenchSettings(Frozen):
         dtypes: The precisions, measured one after another. int8 weights are used with bfloat16.
         device: The device, as LLM takes it.
         num_threads: The number of threads that compute. None leaves torch's.
-        workloads: Names of built-in workloads.
+        workloads: Names of built-in workloads. "long" stands for all that have long prompts.
         prompts: A JSONL file with prompts of the user.
         spec_bench: A file in the question format of Spec-Bench.
         replay: "copy", or a JSONL file of recorded texts.
@@ -38,6 +43,8 @@ class BenchSettings(Frozen):
         samplings: Greedy, or temperature 1.
         num_prompts: The number of prompts of a workload. They are written in rounds of the batch.
         max_tokens: The output tokens of every text.
+        contexts: The numbers of tokens behind which passes are timed.
+        chunks: The numbers of prompt rows whose passes are timed, at the beginning of a text and behind each context.
         peers: Other engines by name, or "all".
         full: Measure everything, and go on where an earlier run stopped.
         out: The folder for results. None writes no results.
@@ -62,15 +69,16 @@ class BenchSettings(Frozen):
     samplings: tuple[SamplingName, ...] = Field((), description="Use greedy or T=1.")
     num_prompts: int | None = Field(None, ge=1, description="Use 1 or more.")
     max_tokens: int | None = Field(None, ge=2, description="Use 2 or more: the first token is not decoding.")
+    contexts: tuple[Context, ...] = Field((), description="Use 1 to 131072 tokens.")
+    chunks: tuple[Chunk, ...] = Field((), description="Use 1 to 4096 rows.")
     peers: tuple[str, ...] = ()
     full: bool = False
     out: Path | None = None
 
     @model_validator(mode="after")
     def _settings_agree(self) -> BenchSettings:
-        for name in self.workloads:
-            if name not in WORKLOADS:
-                raise InvalidParameterError("workload", name, "no such workload", f"Known: {', '.join(WORKLOADS)}.")
+        _check_names("workload", self.workloads, (*WORKLOADS, *LONG_WORKLOADS, LONG))
+        _check_names("peers", self.peers, (ALL_PEERS, *PEERS))
         if self.wide and self.model is not None:
             raise ContradictionError("wide", True, "it is a copy of the embedded target", "Leave MODEL or --wide out.")
         if self.full and self.out is None:
@@ -78,6 +86,18 @@ class BenchSettings(Frozen):
         return self
 
     @property
+    def peer_names(self) -> tuple[str, ...]:
+        """The names of the peers. "all" stands for all that are known."""
+        return tuple(PEERS) if ALL_PEERS in self.peers else self.peers
+
+    @property
     def chooses_tasks(self) -> bool:
         """Whether the caller chooses what is written."""
         return bool(self.workloads or self.prompts or self.spec_bench or self.replay)
+
+
+def _check_names(field: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            what = field.removesuffix("s")
+            raise InvalidParameterError(field, name, f"no such {what}", f"Known: {', '.join(known)}.")

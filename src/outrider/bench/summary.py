@@ -28,6 +28,7 @@ def summarise(
     batch: int,
     model: ModelResult,
     bandwidth: float | None,
+    context: float,
 ) -> list[WayResult]:
     """The figures of every contestant. Speedups are over our plain decoding in the same round.
 
@@ -37,8 +38,12 @@ def summarise(
         batch: The number of texts at a time.
         model: The costs of the target.
         bandwidth: The bytes per second that the machine reads.
+        context: The mean length of the texts while they are written.
     """
-    return [_summary(c, runs[c.name], runs[PLAIN], batch, model, bandwidth) for c in contestants if c.name in runs]
+    found = [_summary(c, runs[c.name], runs[PLAIN], batch, model, bandwidth) for c in contestants if c.name in runs]
+    for result in found:
+        _add_limits(result, batch, model.seconds_near(context))
+    return found
 
 
 def _summary(
@@ -65,7 +70,7 @@ def _summary(
         result.whole_speedup = _ratios(runs, plain, lambda run: run.whole_tokens_per_second)
     elif batch == 1 and bandwidth and model.weight_bytes and result.tokens_per_second is not None:
         result.bandwidth_share = result.tokens_per_second.median * model.weight_bytes / bandwidth
-    _add_drafts(result, runs, batch, model)
+    _add_drafts(result, runs)
     return result
 
 
@@ -81,7 +86,7 @@ def _ratios(runs: list[Run], plain: list[Run], speed: Callable[[Run], float | No
     return Spread.of([a / b for a, b in pairs if a is not None and b is not None])
 
 
-def _add_drafts(result: WayResult, runs: list[Run], batch: int, model: ModelResult) -> None:
+def _add_drafts(result: WayResult, runs: list[Run]) -> None:
     """Add acceptance, and what it should be worth."""
     counts = RequestStats()
     for run in runs:
@@ -96,8 +101,6 @@ def _add_drafts(result: WayResult, runs: list[Run], batch: int, model: ModelResu
         tried = counts.tried_per_position
         result.tries_by_position = list(tried)
         result.acceptance_by_position = conditional_acceptance(counts.accepted_per_position[: len(tried)], tried)
-        cost = row_cost_ratio(model.row_seconds, batch * result.rows, batch)
-        result.eta_limit = None if cost is None else 1.0 / cost
         if sum(tried):
             result.acceptance = sum(counts.accepted_per_position) / sum(tried)
             result.expected_tokens = expected_tokens(result.acceptance, result.draft_length)
@@ -105,3 +108,10 @@ def _add_drafts(result: WayResult, runs: list[Run], batch: int, model: ModelResu
         result.tau = result.tokens_per_pass
     if result.tau is not None and result.speedup is not None:
         result.eta = result.speedup.median / result.tau
+
+
+def _add_limits(result: WayResult, batch: int, row_seconds: Mapping[int, float]) -> None:
+    """Add what eta would be if only the target's pass cost time."""
+    if result.rows is not None:
+        cost = row_cost_ratio(row_seconds, batch * result.rows, batch)
+        result.eta_limit = None if cost is None else 1.0 / cost

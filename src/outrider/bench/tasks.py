@@ -13,6 +13,8 @@ from outrider.errors import InvalidParameterError
 
 #: The built-in workloads. Each has a file in the folder `workloads`.
 WORKLOADS = ("code_completion", "copy_editing", "summarisation", "passage_question", "json", "free_text")
+#: The workloads with long prompts, which `outrider.bench.long_prompts` makes, and the name that stands for all of them.
+LONG_WORKLOADS, LONG = ("long_files", "long_passages", "long_diffs"), "long"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ report with such a figure must say so.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -47,6 +48,32 @@ def wide_target(dtype: str) -> str:
         except OSError:  # another process was faster
             shutil.rmtree(unfinished)
     return str(folder)
+
+
+def stretched(folder: str, positions: int) -> str:
+    """A copy of a checkpoint whose rotary range reaches so many positions. It is made when it is first asked for.
+
+    The weights are the same files. Beyond the positions that the model was trained for, the rotary angles simply go on. So
+    the text there is worth nothing, and only the time of a pass counts.
+
+    Args:
+        folder: The folder of the checkpoint, as `wide_target` made it.
+        positions: The positions of the copy.
+    """
+    source, copy = Path(folder), Path(f"{folder}-{positions}")
+    if not copy.exists():
+        unfinished = copy.with_suffix(f".{os.getpid()}")
+        shutil.copytree(source, unfinished, copy_function=os.link)
+        config = json.loads((source / "config.json").read_text("utf-8"))
+        (unfinished / "config.json").unlink()  # it is a link to the file of the source
+        (unfinished / "config.json").write_text(
+            json.dumps({**config, "max_position_embeddings": positions}, indent=2), "utf-8"
+        )
+        try:
+            unfinished.rename(copy)
+        except OSError:  # another process was faster
+            shutil.rmtree(unfinished)
+    return str(copy)
 
 
 def _digest(source: Path) -> str:

@@ -26,7 +26,9 @@ def bench(
     model: options.Model = None,
     draft_model: options.DraftModel = None,
     wide: Annotated[bool, typer.Option("--wide", help="The embedded target tiled to 0.36 B parameters.")] = False,
-    workload: Annotated[Names, typer.Option("--workload", "-w", help="A built-in one; may be repeated.")] = None,
+    workload: Annotated[
+        Names, typer.Option("--workload", "-w", help="A built-in one, or long: prompts of 1,000 to 1,900 tokens; repeated.")
+    ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help='JSONL of {"prompt": ...}, with "name" and "workload" if wanted.')
     ] = None,
@@ -44,6 +46,11 @@ def bench(
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Prompts of each workload.")] = None,
     max_tokens: options.MaxTokens = None,
     peers: Annotated[Names, typer.Option(help="Other engines beside this one: all, or a name; repeated.")] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens before the passes that are timed; --wide is stretched where it is too short; repeated."),
+    ] = None,
+    chunk: Annotated[list[int] | None, typer.Option(help="Prompt rows in a pass that is timed; repeated.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Everything, for hours; a rerun goes on where it stopped.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for results.json, results.md and plots.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The results as JSON instead of tables.")] = False,
@@ -52,10 +59,12 @@ def bench(
     """Measure speculation here: speed, latency, acceptance, what a pass costs, and how far it all is from its limits."""
     from rich.console import Console
 
-    from outrider.bench.session import Session
     from outrider.bench.settings import BenchSettings
 
-    lists = {"workloads": workload, "ways": way, "batches": batch, "samplings": sampling, "dtypes": dtype, "peers": peers}
+    lists = {
+        "workloads": workload, "ways": way, "batches": batch, "samplings": sampling, "dtypes": dtype, "peers": peers,
+        "contexts": context, "chunks": chunk,
+    }  # fmt: skip
     given: dict[str, Any] = {name: tuple(dict.fromkeys(values or ())) for name, values in lists.items()}
     settings = BenchSettings(
         model=model,
@@ -72,6 +81,8 @@ def bench(
         out=out,
         **given,
     )
+    from outrider.bench.session import Session  # takes seconds, and the settings are known to be possible by now
+
     notes = Console(stderr=True, no_color=no_color or None, highlight=False)
     with _progress(notes) as progress:
         session = Session(settings, progress)

@@ -35,7 +35,7 @@ from outrider.kernels.layout import (
     WeightKind,
 )
 from outrider.kernels.library import KernelLibrary
-from outrider.kernels.packed import PackedWeights, kind_of
+from outrider.kernels.packed import PackedWeights, kind_of, product
 
 _I64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -102,9 +102,10 @@ class DecoderLayer:
         down: The projection from the feed-forward to the hidden state.
         rotary: Which rotary tables it uses, or None where positions do not enter.
         scale: The factor of attention scores.
-        softcap: The bound that these scores come near to, by a hyperbolic tangent. 0 is none.
+        softcap: A score s of attention becomes softcap * tanh(s / softcap). 0 leaves scores as they are.
         residual_scale: The factor of what attention and the feed-forward add to the hidden state.
         window, chunk: How far rows look back. 0 means that they see everything.
+        sinks: [num_heads], for each query head a score that all rows see and that has no value. None where there are none.
     """
 
     attention_norm: Norm | None
@@ -125,6 +126,7 @@ class DecoderLayer:
     residual_scale: float
     window: int
     chunk: int
+    sinks: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -310,14 +312,9 @@ class DecoderKernel:
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [n, vocab_size] of normed hidden states [n, hidden_size], scaled and capped."""
         rows = hidden.to(self.real).contiguous()
-        out = torch.empty(len(rows), self.head.width, dtype=self.real)
-        self._library.function("head_forward", self.real)(
-            ctypes.byref(self._decoder),
-            _POINTER(rows.data_ptr()),
-            _POINTER(out.data_ptr()),
-            _I64(len(rows)),
-            _I64(self._library.num_threads),
-        )
+        out = product(self._library, self.head.struct, rows)
+        scale = self._library.function("scale_logits", self.real)
+        scale(ctypes.byref(self._decoder), _POINTER(out.data_ptr()), _I64(0), _I64(out.numel()))
         return out[:, : self.head.out_features]
 
     def _states_like(self, num_rows: int) -> Tensor:
@@ -377,6 +374,7 @@ class DecoderKernel:
             **{name: self._norm(getattr(layer, name)) for name in LAYER_NORMS},
             **{name: LinearStruct() if weights is None else weights.struct for name, weights in matrices.items()},
             rotary=rotary,
+            sinks=self._vector(layer.sinks),
             window=layer.window,
             chunk=layer.chunk,
             whole_norms=layer.whole_norms,

@@ -93,6 +93,7 @@ class LayerStruct(ctypes.Structure):
         ("keys", _POINTER),
         ("values", _POINTER),
         ("rotary", _POINTER),
+        ("sinks", _POINTER),
         *((name, _I64) for name in ("window", "chunk", "whole_norms", "feed_forward")),
         *((name, _F64) for name in ("scale", "softcap", "residual_scale")),
     ]

@@ -6,14 +6,12 @@ rows, and the bits of a row do not depend on the other rows.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor, nn
 
 from outrider.kernels.layout import LinearStruct, WeightKind
 from outrider.kernels.library import KernelLibrary, kernels_for
-from outrider.kernels.packed import PackedWeights, kind_of, packed_bytes
+from outrider.kernels.packed import PackedWeights, kind_of, packed_bytes, product
 from outrider.kernels.weights import StoredWeight, empty_weight, restore_weight, stored_weight
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -44,17 +42,9 @@ def _packed_linear(
     if not fits or data.nbytes != packed_bytes(library, kind, out_features, rows.shape[-1], real):
         raise RuntimeError(f"rows {list(rows.shape)} of {rows.dtype} do not fit these packed weights")
     flat = rows.reshape(rows.shape[:-1].numel(), rows.shape[-1]).to(real).contiguous()
-    out = flat.new_empty(len(flat), width)
-    if len(flat):
-        scales, biases = (None if column is None else column.data_ptr() for column in (scale, bias))
-        struct = LinearStruct(kind, out_features, flat.shape[1], data.data_ptr(), scales, biases)
-        library.function("linear_forward", real)(
-            ctypes.byref(struct),
-            ctypes.c_void_p(flat.data_ptr()),
-            ctypes.c_void_p(out.data_ptr()),
-            ctypes.c_int64(len(flat)),
-            ctypes.c_int64(library.num_threads),
-        )
+    scales, biases = (None if column is None else column.data_ptr() for column in (scale, bias))
+    struct = LinearStruct(kind, out_features, flat.shape[1], data.data_ptr(), scales, biases)
+    out = product(library, struct, flat)
     return out[:, :out_features].to(rows.dtype).reshape(*rows.shape[:-1], out_features)
 
 

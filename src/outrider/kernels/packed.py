@@ -89,6 +89,18 @@ def packed_bytes(library: KernelLibrary, kind: int, rows: int, cols: int, real: 
     return found
 
 
+def product(library: KernelLibrary, weights: LinearStruct, rows: Tensor) -> Tensor:
+    """The product [n, width] of contiguous rows [n, in_features] with packed weights, in the dtype of the rows."""
+    count, threads = _I64(len(rows)), _I64(library.num_threads)
+    panel = library.panel(rows.dtype)
+    out = rows.new_empty(len(rows), -(-weights.rows // panel) * panel)
+    size: int = library.function("linear_scratch_size", rows.dtype, _I64)(ctypes.byref(weights), count, threads)
+    scratch = rows.new_empty(size)
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (rows, out, scratch)]
+    library.function("linear_forward", rows.dtype)(ctypes.byref(weights), *pointers[:2], count, pointers[2], threads)
+    return out
+
+
 def _packed(library: KernelLibrary, weight: Tensor, real: torch.dtype, kind: WeightKind) -> Tensor:
     rows, cols = weight.shape
     num_bytes = packed_bytes(library, kind, rows, cols, real)

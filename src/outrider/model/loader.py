@@ -113,17 +113,41 @@ def load_model(config: ModelConfig, tokenizer: Any | None = None) -> LoadedModel
         InvalidParameterError: The device cannot be used, max_model_len exceeds the context, or the tokenizer is none.
         UnsupportedModelError: Not a causal decoder.
     """
-    from transformers import AutoConfig
-
     device = usable_device(config.device)
     source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    hf_config = _attempt(
-        config.model, "its configuration cannot be read", AutoConfig.from_pretrained, config.model, **source
-    )
-    _check_decoder(config.model, hf_config)
+    hf_config = _read_config(config, source)
     longest = _max_model_len(config, hf_config)
     own_tokenizer = _load_tokenizer(config, source) if tokenizer is None else given_tokenizer(tokenizer)
     return _loaded(config, _load_weights(config, hf_config, source).to(device), own_tokenizer, device, longest)
+
+
+def read_context(config: ModelConfig) -> int:
+    """The longest sequence of a checkpoint, in tokens. Its configuration alone is read.
+
+    Raises:
+        ModelLoadError: Not on the hub, or unreadable.
+        InvalidParameterError: max_model_len exceeds the context.
+        UnsupportedModelError: Not a causal decoder.
+    """
+    source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    return _max_model_len(config, _read_config(config, source))
+
+
+def read_tokenizer(config: ModelConfig) -> Any | None:
+    """The tokenizer of a checkpoint. None where its folder holds none.
+
+    Raises:
+        ModelLoadError: Not on the hub, unreadable or corrupt.
+    """
+    return _load_tokenizer(config, {"revision": config.revision, "trust_remote_code": config.trust_remote_code})
+
+
+def _read_config(config: ModelConfig, source: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    found = _attempt(config.model, "its configuration cannot be read", AutoConfig.from_pretrained, config.model, **source)
+    _check_decoder(config.model, found)
+    return found
 
 
 def adopt_model(model: Any, config: ModelConfig, tokenizer: Any | None = None, *, consume: bool = False) -> LoadedModel:

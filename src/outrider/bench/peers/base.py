@@ -13,9 +13,11 @@ from typing import ClassVar, Protocol, Self
 from outrider.bench.peers.worker import Worker
 from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError
 
-#: The seconds that a mode may take to convert, load and write its first text, and those for any later text.
+#: The seconds that a mode may take to convert, load and write its first texts; those for any later answer, and what is
+#: added to them for every token.
 PREPARE_SECONDS = 900.0
 ANSWER_SECONDS = 300.0
+TOKEN_SECONDS = 0.05
 #: The draft lengths of each kind of mode, in a usual run and in a full one.
 _LENGTHS = {"draft_model": ((3, 5), (2, 3, 5, 8)), "ngram": ((3,), (3, 5, 8))}
 #: The text that is written before the first one that counts. Its tokens repeat, so that n-grams find something to draft.
@@ -39,23 +41,29 @@ class PeerMode:
 
 @dataclass(frozen=True)
 class PeerRun:
-    """One text that a peer wrote. Figures are None where the peer does not tell them.
+    """The texts that a peer wrote at a time. Figures are None or empty where the peer does not tell them.
 
     Attributes:
-        token_ids: The output tokens.
-        seconds: Wall time, prompt included.
-        time_to_first_token: Seconds until the first output, which may be several tokens.
+        texts: The output tokens of each text.
+        seconds: Wall time, prompts included.
+        first_token_seconds: Seconds until the first output of each text, which may be several tokens.
+        decode_tokens: The tokens that came after the first output of all.
         decode_seconds: Wall time from then on.
-        num_draft_tokens: The number of draft tokens.
-        num_accepted_tokens: The number of accepted draft tokens.
+        num_draft_tokens: The number of draft tokens of all texts.
+        num_accepted_tokens: The number of accepted draft tokens of all texts.
     """
 
-    token_ids: tuple[int, ...]
+    texts: tuple[tuple[int, ...], ...]
     seconds: float
-    time_to_first_token: float | None
+    first_token_seconds: tuple[float, ...]
+    decode_tokens: int
     decode_seconds: float | None
     num_draft_tokens: int | None
     num_accepted_tokens: int | None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.texts))
 
 
 @dataclass(frozen=True)
@@ -79,28 +87,32 @@ class PeerModels:
 
 @dataclass(frozen=True)
 class PeerRequest:
-    """One text to write. It has exactly `max_tokens` tokens, even where one of them would end a text.
+    """The texts to write at a time. Each has exactly `max_tokens` tokens, even where one of them would end a text.
 
     Attributes:
         mode: The mode of the peer.
-        prompt_ids: The tokens of the prompt.
-        max_tokens: The length of the output.
+        prompts: The tokens of each prompt.
+        max_tokens: The length of each output.
         temperature: 0 takes the likeliest token. Otherwise all tokens of the vocabulary may be drawn, without filters.
         seed: The seed of the sampling. None leaves it to the peer.
     """
 
     mode: PeerMode
-    prompt_ids: tuple[int, ...]
+    prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
     temperature: float
     seed: int | None
+
+    @property
+    def batch(self) -> int:
+        return len(self.prompts)
 
 
 class PeerEngine(Protocol):
     """The engine inside the process of a peer. It loads what a mode needs when the mode is first asked for."""
 
     def generate(self, request: PeerRequest) -> PeerRun:
-        """Write one text."""
+        """Write all texts, in one batch."""
         ...
 
 
@@ -117,6 +129,7 @@ class Peer(ABC):
         name: The name that users give.
         package: The package whose version is that of the peer.
         dtypes: The types of weights that it can use.
+        drafts_in_batches: Whether it can draft for several texts at a time.
 
     Raises:
         InvalidParameterError: It cannot use weights of this type.
@@ -125,6 +138,7 @@ class Peer(ABC):
     name: ClassVar[str]
     package: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]]
+    drafts_in_batches: ClassVar[bool] = True
 
     def __init__(self, models: PeerModels) -> None:
         if models.dtype not in self.dtypes:
@@ -138,6 +152,7 @@ class Peer(ABC):
         self.version = metadata.version(self.package)
         self._worker = Worker(self.name, self.building(models))
         self._warm: set[PeerMode] = set()
+        self._batch = 1
 
     @staticmethod
     @abstractmethod
@@ -154,49 +169,70 @@ class Peer(ABC):
     def precision(self) -> str:
         """The types in which it keeps weights and KV, in words for a report."""
 
-    def modes(self, *, full: bool) -> Sequence[PeerMode]:
-        """The modes to measure, "plain" first. A full run has more draft lengths."""
+    def modes(self, *, full: bool, batch: int = 1) -> Sequence[PeerMode]:
+        """The modes to measure, "plain" first.
+
+        Args:
+            full: Whether there are more draft lengths, as in a full run.
+            batch: The number of texts at a time.
+        """
         kinds = [kind for kind in _LENGTHS if kind != "draft_model" or self.models.draft is not None]
+        if batch > 1 and not self.drafts_in_batches:
+            kinds = []
         speculating = [PeerMode(f"{kind} k={k}", kind, k) for kind in kinds for k in _LENGTHS[kind][full]]
         return [PeerMode("plain", "plain"), *speculating]
 
     def generate(
-        self, mode: PeerMode, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None
+        self,
+        mode: PeerMode,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
     ) -> PeerRun:
-        """Write exactly `max_tokens` tokens. Before the first text of a mode, it writes a short one that does not count.
+        """Write exactly `max_tokens` tokens behind each prompt, all in one batch.
+
+        Before the first texts of a mode, and when the number of texts changes, short ones are written that do not count.
 
         Args:
             mode: One of `modes`, or one with another draft length.
-            prompt_ids: The tokens of the prompt, at least one.
-            max_tokens: The length of the output, at least one. No token ends the text.
+            prompts: The tokens of each prompt, at least one.
+            max_tokens: The length of each output, at least one. No token ends a text.
             temperature: 0 for greedy text.
             seed: The seed of the sampling.
 
         Raises:
             InvalidParameterError: A number is out of its range, or the mode needs a draft model and there is none.
-            InvalidPromptError: The prompt is empty.
+            InvalidPromptError: A prompt is empty, or there is none.
             EngineAnswerError: The peer failed, crashed, took too long, or wrote another number of tokens.
         """
-        request = PeerRequest(mode, tuple(prompt_ids), max_tokens, temperature, seed)
+        request = PeerRequest(mode, tuple(map(tuple, prompts)), max_tokens, temperature, seed)
         self._check(request)
-        if not self._worker.is_alive:
+        if not self._worker.is_alive or request.batch != self._batch:
             self._warm.clear()
+            self._batch = request.batch
         if mode not in self._warm:
-            self._worker.ask(PeerRequest(mode, _WARM_UP_PROMPT, _WARM_UP_TOKENS, 0.0, None), PREPARE_SECONDS)
+            warm_up = PeerRequest(mode, (_WARM_UP_PROMPT,) * request.batch, _WARM_UP_TOKENS, 0.0, None)
+            self._worker.ask(warm_up, PREPARE_SECONDS)
             self._warm.add(mode)
-        run = self._worker.ask(request, ANSWER_SECONDS)
-        if len(run.token_ids) != max_tokens:
-            problem = f"{mode.name} wrote {len(run.token_ids)} tokens instead of {max_tokens}"
-            raise EngineAnswerError(self.name, problem, "Its figures would not be comparable.")
+        run = self._worker.ask(request, _deadline(request))
+        for text in run.texts:
+            if len(text) != max_tokens:
+                problem = f"{mode.name} wrote {len(text)} tokens instead of {max_tokens}"
+                raise EngineAnswerError(self.name, problem, "Its figures would not be comparable.")
         return run
 
     def _check(self, request: PeerRequest) -> None:
-        if not request.prompt_ids:
-            raise InvalidPromptError("prompt_ids", (), "no token to continue", "Give at least one.")
+        if not request.prompts or not all(request.prompts):
+            raise InvalidPromptError("prompts", request.prompts, "no token to continue", "Give at least one.")
         if request.max_tokens < 1:
             raise InvalidParameterError("max_tokens", request.max_tokens, "nothing to write", "Use 1 or more.")
         if not request.temperature >= 0.0:
             raise InvalidParameterError("temperature", request.temperature, "below zero or no number", "Use 0 for greedy.")
+        if request.batch > 1 and request.mode.kind != "plain" and not self.drafts_in_batches:
+            problem = f"{self.name} drafts for one text at a time"
+            raise InvalidParameterError("mode", request.mode.name, problem, 'Use "plain", or one prompt.')
         if request.mode.kind == "draft_model" and self.models.draft is None:
             raise InvalidParameterError(
                 "mode", request.mode.name, "there is no draft model", "Name one in PeerModels.draft."
@@ -207,6 +243,12 @@ class Peer(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self._worker.close()
+
+
+def _deadline(request: PeerRequest) -> float:
+    """The seconds that a peer may take: a fixed time, and more for every token that it reads or writes."""
+    num_tokens = sum(map(len, request.prompts)) + request.batch * request.max_tokens
+    return ANSWER_SECONDS + TOKEN_SECONDS * num_tokens
 
 
 def missing_packages(packages: Sequence[str], extra: str) -> str | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
-from outrider.convert.gguf import write_gguf
-
 
 def converted_path(folder: Path, checkpoint: str, kind: str) -> Path:
     """The path in `folder` for `checkpoint`, converted to `kind`. The name changes when the files of the checkpoint change.
@@ -30,5 +28,7 @@ def gguf_file(folder: Path, checkpoint: str, dtype: str) -> str:
     Raises:
         UnsupportedModelError: GGUF cannot describe what this model computes.
     """
+    from outrider.convert.gguf import write_gguf  # imports torch, which a check of names does not need
+
     path = converted_path(folder, checkpoint, f"{dtype}.gguf")
     return str(path) if path.exists() else write_gguf(checkpoint, path, dtype)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from outrider.bench.peers.base import (
-    ANSWER_SECONDS,
     Peer,
     PeerEngine,
     PeerMode,
@@ -72,30 +72,44 @@ class LlamaCppEngine:
         self._models = models
         self._target = gguf_file(models.folder, models.target, models.dtype)
         self._servers: dict[PeerMode, Any] = {}
+        self._batch = 1
 
     def generate(self, request: PeerRequest) -> PeerRun:
         """See PeerEngine."""
-        if request.mode not in self._servers:
-            self._servers[request.mode] = self._native.Server(self._params(request.mode))
-        address = self._servers[request.mode].listening_address
-        start = perf_counter()
-        answer = _send(f"{address}/completion", _body(request))
-        seconds = perf_counter() - start
-        timings = answer["timings"]
+        address = self._server(request.mode, request.batch).listening_address
+        with ThreadPoolExecutor(request.batch) as threads:
+            start = perf_counter()
+            futures = [threads.submit(_timed, address, _body(request, number), start) for number in range(request.batch)]
+            answers = [future.result() for future in futures]
+        decoding = [answer["timings"]["predicted_ms"] / 1e3 for answer, _ in answers]
+        # A slot's clock starts at the first token, which follows the prompt.
+        first = tuple(end - seconds for (_, end), seconds in zip(answers, decoding, strict=True))
+        last, texts = max(end for _, end in answers), tuple(tuple(answer["tokens"]) for answer, _ in answers)
+        timings = [answer["timings"] for answer, _ in answers]
         return PeerRun(
-            tuple(answer["tokens"]),
-            seconds,
-            seconds - timings["predicted_ms"] / 1e3,  # its clock starts at the first token, which follows the prompt
-            timings["predicted_ms"] / 1e3,
-            timings.get("draft_n", 0),
-            timings.get("draft_n_accepted", 0),
+            texts=texts,
+            seconds=last,
+            first_token_seconds=first,
+            decode_tokens=sum(map(len, texts)) - 1,
+            decode_seconds=last - min(first),
+            num_draft_tokens=sum(told.get("draft_n", 0) for told in timings),
+            num_accepted_tokens=sum(told.get("draft_n_accepted", 0) for told in timings),
         )
+
+    def _server(self, mode: PeerMode, batch: int) -> Any:
+        """The server of a mode with a slot for each text. Servers for another number of texts are ended."""
+        if batch != self._batch:
+            self._servers.clear()
+            self._batch = batch
+        if mode not in self._servers:
+            self._servers[mode] = self._native.Server(self._params(mode))
+        return self._servers[mode]
 
     def _params(self, mode: PeerMode) -> Any:
         native, models = self._native, self._models
         params = native.CommonParams()
         params.model.path = self._target
-        params.n_ctx, params.n_parallel, params.port = _CONTEXT, 1, 0
+        params.n_ctx, params.n_parallel, params.port = _CONTEXT * self._batch, self._batch, 0
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = models.num_threads
         params.verbosity, params.fit_params, params.cache_ram_mib = 0, False, 0
         params.cache_type_k = params.cache_type_v = self._kv()
@@ -128,17 +142,25 @@ def _kv_type(dtype: str) -> str:
     return "float32" if dtype == "float32" else "float16"
 
 
-def _body(request: PeerRequest) -> dict[str, Any]:
+def _body(request: PeerRequest, number: int) -> dict[str, Any]:
+    """The question for one of the texts."""
     greedy = request.temperature == 0.0
-    body: dict[str, Any] = {**_REQUEST, "prompt": list(request.prompt_ids), "n_predict": request.max_tokens}
+    body: dict[str, Any] = {**_REQUEST, "prompt": list(request.prompts[number]), "n_predict": request.max_tokens}
     body |= {"temperature": request.temperature, "top_k": 1 if greedy else 0}
     return body if request.seed is None else {**body, "seed": request.seed}
 
 
+def _timed(address: str, body: dict[str, Any], start: float) -> tuple[Any, float]:
+    """The answer to a question, and the seconds since `start` at which it came."""
+    answer = _send(f"{address}/completion", body)
+    return answer, perf_counter() - start
+
+
 def _send(url: str, body: dict[str, Any]) -> Any:
+    """The answer of a server. There is no time limit, because the whole process is ended when it takes too long."""
     headers = {"Content-Type": "application/json"}
     try:
-        with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=ANSWER_SECONDS) as answer:
+        with urlopen(Request(url, json.dumps(body).encode(), headers)) as answer:
             return json.load(answer)
     except HTTPError as error:
         said = error.read(500).decode("utf-8", "replace").strip()

@@ -1,4 +1,4 @@
-"""The pipeline of OpenVINO GenAI: alone, with a draft model, or with prompt lookup.
+"""The continuous batching of OpenVINO GenAI: alone, with a draft model, or with prompt lookup.
 
 Its own GGUF reader makes its models from files that we write, since the exporter of optimum-intel needs an older
 transformers than this project. The reader knows neither float32 nor bfloat16. So weights are stored as float16, which
@@ -22,7 +22,6 @@ from outrider.bench.peers.base import (
     missing_packages,
 )
 from outrider.bench.peers.converted import converted_path
-from outrider.convert.gguf import write_gguf
 
 #: The longest n-gram that prompt lookup matches. It falls back to shorter ones.
 _NGRAM_MAX = 3
@@ -69,19 +68,22 @@ class OpenVinoEngine:
 
     def generate(self, request: PeerRequest) -> PeerRun:
         """See PeerEngine."""
-        import numpy as np
-        import openvino
-
         kind = request.mode.kind
         if kind not in self._pipelines:
             self._pipelines[kind] = self._pipeline(kind)
-        prompt = openvino.Tensor(np.array([request.prompt_ids], dtype=np.int64))
-        clock = _clock()
+        texts: list[list[int]] = [[] for _ in request.prompts]
+        times: list[list[float]] = [[] for _ in request.prompts]
+        pipeline, prompts, settings = self._pipelines[kind], _tensors(request), _generation(request)
         start = perf_counter()
-        result = self._pipelines[kind].generate(prompt, _generation(request), clock)
-        end = perf_counter()
-        drafted, accepted = _draft_counts(result, kind)
-        return PeerRun(tuple(result.tokens[0]), end - start, clock.first - start, end - clock.first, drafted, accepted)
+        handles = [pipeline.add_request(number, prompt, settings) for number, prompt in enumerate(prompts)]
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+            now = perf_counter() - start
+            for handle, text, came in zip(handles, texts, times, strict=True):
+                while handle.can_read():
+                    text += next(iter(handle.read().values())).generated_ids
+                    came.append(now)
+        return _run(texts, times, kind)
 
     def _pipeline(self, kind: str) -> Any:
         import openvino_genai
@@ -89,14 +91,14 @@ class OpenVinoEngine:
         models = self._models
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = False  # no text reuses what another one computed
-        more: dict[str, Any] = {}
+        properties = _properties(models)
         if kind == "draft_model":
             assert models.draft is not None
-            more["draft_model"] = openvino_genai.draft_model(self._converted(models.draft), "CPU", **_properties(models))
+            properties |= {"draft_model": openvino_genai.draft_model(self._converted(models.draft), "CPU", **properties)}
         elif kind == "ngram":
-            more["prompt_lookup"] = True
+            properties |= {"prompt_lookup": True}
         target = self._converted(models.target)
-        return openvino_genai.LLMPipeline(target, "CPU", scheduler_config=scheduler, **_properties(models), **more)
+        return openvino_genai.ContinuousBatchingPipeline(target, scheduler, "CPU", properties)
 
     def _converted(self, checkpoint: str) -> str:
         dtype = _STORED_AS[self._models.dtype]
@@ -113,6 +115,8 @@ def _convert(checkpoint: str, dtype: str, folder: Path) -> None:
     import openvino_genai
     from openvino_tokenizers import convert_tokenizer
     from transformers import AutoTokenizer
+
+    from outrider.convert.gguf import write_gguf
 
     folder.mkdir(parents=True, exist_ok=True)
     parts = convert_tokenizer(AutoTokenizer.from_pretrained(checkpoint), with_detokenizer=True)
@@ -152,26 +156,28 @@ def _generation(request: PeerRequest) -> Any:
     return config
 
 
-def _draft_counts(result: Any, kind: str) -> tuple[int | None, int | None]:
-    """The numbers of draft tokens and accepted ones. OpenVINO does not count those of prompt lookup."""
-    if kind == "plain":
-        return 0, 0
-    counted = result.extended_perf_metrics if kind == "draft_model" else None
-    return (None, None) if counted is None else (counted.get_num_draft_tokens(), counted.get_num_accepted_tokens())
+def _tensors(request: PeerRequest) -> list[Any]:
+    """The prompts, [1, length] each."""
+    import numpy as np
+    import openvino
+
+    return [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in request.prompts]
 
 
-def _clock() -> Any:
-    """A streamer that keeps the time of the first output. Its base class exists only where the package is installed."""
-    import openvino_genai
+def _run(texts: list[list[int]], times: list[list[float]], kind: str) -> PeerRun:
+    """The run of texts whose outputs came at these times. Every output of a text is a pass of the target.
 
-    class Clock(openvino_genai.StreamerBase):  # type: ignore[misc]
-        first = 0.0
-
-        def write(self, token: Any) -> Any:
-            self.first = self.first or perf_counter()
-            return openvino_genai.StreamingStatus.RUNNING
-
-        def end(self) -> None:
-            pass
-
-    return Clock()
+    OpenVINO does not tell the draft tokens of requests that it batches.
+    """
+    num_tokens, num_passes = sum(map(len, texts)), sum(map(len, times))
+    last, first = max(came[-1] for came in times), min(came[0] for came in times)
+    return PeerRun(
+        texts=tuple(map(tuple, texts)),
+        seconds=last,
+        first_token_seconds=tuple(came[0] for came in times),
+        decode_tokens=num_tokens
+        - sum(came[0] == first for came in times),  # one token of each text comes in its first pass
+        decode_seconds=last - first,
+        num_draft_tokens=0 if kind == "plain" else None,
+        num_accepted_tokens=num_tokens - num_passes,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -10,6 +10,8 @@ from outrider.bench.peers.base import Peer, PeerEngine, PeerModels, PeerRequest,
 
 #: The longest n-gram that prompt lookup matches. It falls back to shorter ones.
 _NGRAM_MAX = 3
+#: The token that fills up shorter prompts. It is masked, so any token would do.
+_PADDING = 0
 
 
 class TransformersPeer(Peer):
@@ -18,6 +20,7 @@ class TransformersPeer(Peer):
     name = "transformers"
     package = "transformers"
     dtypes = ("float32", "bfloat16")
+    drafts_in_batches = False
 
     @staticmethod
     def missing() -> str | None:
@@ -59,24 +62,27 @@ class TransformersEngine:
 
         arguments = self._speculation(request)  # this may load the draft model, which is not timed
         clock, passes = _Clock(), _Passes()
-        ids = torch.tensor([request.prompt_ids])
+        ids, mask = _padded(request.prompts)
         if request.seed is not None:
             torch.manual_seed(request.seed)
         with torch.inference_mode(), passes.watching(self._target):
             start = perf_counter()
-            text = self._target.generate(
+            found = self._target.generate(
                 ids,
-                attention_mask=torch.ones_like(ids),
+                attention_mask=mask,
                 max_new_tokens=request.max_tokens,
+                pad_token_id=_PADDING,
                 streamer=clock,
                 **_sampling(request.temperature),
                 **arguments,
             )
             end = perf_counter()
-        tokens = tuple(text[0, ids.shape[1] :].tolist())
+        texts = tuple(map(tuple, found[:, ids.shape[1] :].tolist()))
         assert clock.first is not None
-        drafted, accepted = passes.counts(ids.shape[1], len(tokens))
-        return PeerRun(tokens, end - start, clock.first - start, end - clock.first, drafted, accepted)
+        drafted, accepted = passes.counts(ids.shape[1], len(texts[0]))
+        later = sum(map(len, texts)) - request.batch  # the first output is assumed to be one token of each text
+        first = (clock.first - start,) * request.batch
+        return PeerRun(texts, end - start, first, later, end - clock.first, drafted, accepted)
 
     def _speculation(self, request: PeerRequest) -> dict[str, Any]:
         k = request.mode.num_draft_tokens
@@ -90,6 +96,16 @@ class TransformersEngine:
         if request.mode.kind == "ngram":
             return {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": _NGRAM_MAX}
         return {}
+
+
+def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Any, Any]:
+    """Token ids and attention mask, [batch, longest prompt] each. Shorter prompts are padded on the left."""
+    import torch
+
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[_PADDING] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return ids, mask
 
 
 def _load(checkpoint: str, dtype: str) -> Any:

@@ -7,6 +7,8 @@
 #define REAL_IS_DOUBLE 0
 #define REAL_NAME f32
 #include "linear.inc"
+#include "rows.inc"
+#include "product.inc"
 #include "attention.inc"
 #include "activation.inc"
 #include "decoder.inc"
@@ -18,6 +20,8 @@
 #define REAL_IS_DOUBLE 1
 #define REAL_NAME f64
 #include "linear.inc"
+#include "rows.inc"
+#include "product.inc"
 #include "attention.inc"
 #include "activation.inc"
 #include "decoder.inc"

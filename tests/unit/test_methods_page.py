@@ -1,0 +1,52 @@
+"""docs/methods.md says what the settings classes say."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from outrider.engine.stats import EngineStats
+from outrider.propose import methods
+from outrider.stats import RequestStats
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "methods.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def maker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_methods", DOCS / "make_methods.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_classes_say(maker: ModuleType) -> None:
+    assert maker.page() == PAGE, "run: python docs/make_methods.py"
+
+
+@pytest.mark.parametrize("name", sorted(methods._BUILT_IN))
+def test_every_setting_of_a_method_has_a_row_with_its_default(name: str) -> None:
+    section = PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
+    kind = methods.find(name)
+    for field, found in kind.model_fields.items():
+        (row,) = [line for line in section.split("\n") if line.startswith(f"| `{field}` |")]
+        cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+        assert len(cells) == 5
+        assert cells[2] == f"`{found.default!r}`"
+        assert all(cells)
+    assert f"unless given: {kind().usual_length()}\n" in section
+    assert ("no. " in section) is (not kind().allows_tree)
+
+
+@pytest.mark.parametrize("kind", [RequestStats, EngineStats])
+def test_every_count_has_a_meaning(kind: type) -> None:
+    section = PAGE.split(f"\n### {kind.__name__}\n")[1].split("\n### ")[0]
+    for field in fields(kind):
+        assert f"| `{field.name}` | " in section
