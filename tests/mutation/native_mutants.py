@@ -48,15 +48,15 @@ DESCRIPTION_MUTANTS = (
     _described("neighbours turn like halves", _DECODER, "if (interleaved) {", "if (0) {"),
     _described("positions are one too far", _DECODER, "position_table[position *", "position_table[(position + 1) *"),
     _described("embeddings are not scaled", _DECODER, "if (model->embed_scale != 1)", "if (0)"),
-    _described("logits are not scaled", _DECODER, "*logits *= scale;", ""),
+    _described("logits are not scaled", _DECODER, "*at *= scale;", ""),
     _described("logits are not capped", _DECODER, "if (cap != 0)", "if (0)"),
     _described(
         "a feed-forward beside attention reads its norm",
         _DECODER,
-        "own_norm ? buffers->mlp_normed : buffers->normed",
-        "buffers->normed",
+        "layer->mlp_norm.kind == NORM_NONE ? &layer->attention_norm : &layer->mlp_norm",
+        "&layer->attention_norm",
     ),
-    _described("scores are not capped", "kernels/native/attention.inc", "if (shape->softcap != 0)", "if (0)"),
+    _described("scores are not capped", "kernels/native/attention.inc", "softcap != 0 && i < seen.to", "0"),
     _described("the tail of a normal number is counted twice", _ACTIVATION, "x[i] = 0.5 * erfc(", "x[i] = erfc("),
 )
 
@@ -224,8 +224,8 @@ NATIVE_MUTANTS = (
     _mutant(
         "columns of the feed-forward are staged over one another",
         "decoder.inc",
-        "gate, column, end, n, r,",
-        "gate, 0, end - column, n, r,",
+        "x, column, end, n, r,",
+        "x, 0, end - column, n, r,",
         "kernels_decoder",
     ),
     _mutant(
