@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.kernels.decoder import DecoderKernel, DecoderLayer, DecoderShape, PassRows
+from outrider.kernels.decoder import DecoderKernel, DecoderLayer, DecoderShape, Norm, PassRows
+from outrider.kernels.layout import NormKind
 from outrider.kernels.library import kernels_for
 from outrider.kernels.packed import PackedWeights
 from outrider.kernels.weights import StoredWeight
@@ -60,18 +61,17 @@ class Layer:
         def packed(matrix: Tensor) -> PackedWeights:
             return PackedWeights(library, StoredWeight(matrix.to(attention.dtype), None), None)
 
-        ones, nothing = torch.ones(HIDDEN, dtype=attention.dtype), torch.zeros(HIDDEN, HIDDEN)
+        norm = Norm(NormKind.RMS, 0.0, torch.ones(HIDDEN, dtype=attention.dtype))
+        nothing = packed(torch.zeros(HIDDEN, HIDDEN))
         layer = DecoderLayer(
-            attention_norm=ones, mlp_norm=ones, query_norm=None, key_norm=None, qkv=packed(self.qkv), out=packed(self.out),
-            gate=packed(nothing), up=packed(nothing), down=packed(nothing), window=attention.window, chunk=attention.chunk,
-            softcap=attention.softcap, sinks=self.sinks,
+            attention_norm=norm, attention_post_norm=None, mlp_norm=norm, mlp_post_norm=None, query_norm=None,
+            key_norm=None, whole_norms=False, qkv=packed(self.qkv), out=packed(self.out), gate=nothing, up=nothing,
+            down=nothing, rotary=None, scale=attention.head_dim**-0.5, softcap=attention.softcap, residual_scale=1.0,
+            window=attention.window, chunk=attention.chunk, sinks=self.sinks,
         )  # fmt: skip
-        shape = DecoderShape(
-            HIDDEN, HIDDEN, attention.heads, attention.kv_heads, attention.head_dim, "silu", 0.0, attention.head_dim**-0.5
-        )
-        self._kernel = DecoderKernel(library, shape, [layer], None, ones, packed(torch.eye(HIDDEN)), attention.dtype)
-        still = torch.ones(2048, attention.head_dim // 2 * 2)
-        self._kernel.use_rotary([(still, torch.zeros_like(still))])
+        shape = DecoderShape(HIDDEN, HIDDEN, attention.heads, attention.kv_heads, attention.head_dim, "silu")
+        head = packed(torch.eye(HIDDEN))
+        self._kernel = DecoderKernel(library, shape, [layer], None, None, norm, head, attention.dtype)
         self.clear()
 
     def _matrix(self, generator: torch.Generator, rows: int, columns: int) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from outrider.model.families import FAMILIES as DESCRIBED_TYPES
+
 VOCAB_SIZE = 61
 WINDOW = 6
 
@@ -53,6 +55,7 @@ _LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": LONG_AFTER,
     "factor": 160 / LONG_AFTER,
 }
+_PLAIN_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
 _EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
@@ -60,12 +63,33 @@ _MORE: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {
             "head_dim": 8, "sliding_window": WINDOW, "layer_types": _MIXED, "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 5.0,  # not read by its attention
             "tie_word_embeddings": False,
         },
     ),
     "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
     "longrope": ("Phi3Config", {"original_max_position_embeddings": LONG_AFTER, "rope_parameters": _LONGROPE}),
-    "gpt_neox": ("GPTNeoXConfig", {}),
+    "gpt_neox": ("GPTNeoXConfig", {"rope_parameters": {**_PLAIN_ROPE, "partial_rotary_factor": 0.5}}),
+    "gpt_neox_behind": ("GPTNeoXConfig", {"use_parallel_residual": False, "hidden_act": "gelu_fast"}),
+    "gemma": ("GemmaConfig", {"head_dim": 8}),
+    "olmo": ("OlmoConfig", {}),
+    "olmo3": ("Olmo3Config", {"sliding_window": WINDOW}),
+    "phi": ("PhiConfig", {"qk_layernorm": True}),
+    "stablelm": ("StableLmConfig", {"qk_layernorm": True}),
+    "stablelm_beside": ("StableLmConfig", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "cohere": ("CohereConfig", {"use_qk_norm": True, "logit_scale": 0.25}),
+    "cohere2": ("Cohere2Config", {"sliding_window": WINDOW, "layer_types": _MIXED}),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 3.0, "attention_multiplier": 0.5, "residual_multiplier": 0.4, "logits_scaling": 2.0,
+            "attention_bias": True,
+        },
+    ),
+    "glm": ("GlmConfig", {"head_dim": 8}),
+    "glm4": ("Glm4Config", {"head_dim": 8}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 1, 0, 1]}),
+    "opt": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "falcon": ("FalconConfig", {"num_kv_heads": 2, "new_decoder_architecture": True}),
     "olmo2": ("Olmo2Config", {}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": WINDOW}),
@@ -86,6 +110,16 @@ FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gpt2", *_MORE)
 WINDOWED = ("mistral", "gemma2", "qwen2", "gemma3", "phi3", "starcoder2", "mixtral", "gpt_oss")
 
 
+def is_described(family: str) -> bool:
+    """Whether the kernels know this family."""
+    return model_type(family) in DESCRIBED_TYPES
+
+
+def model_type(family: str) -> str:
+    """The model type of these checkpoints."""
+    return str(_config(family).model_type)
+
+
 def save(family: str, folder: Path, *, seed: int = 0, layers: int | None = None) -> str:
     """Write a checkpoint of `family`; returns its path."""
     from transformers import AutoModelForCausalLM
@@ -101,6 +135,9 @@ def save(family: str, folder: Path, *, seed: int = 0, layers: int | None = None)
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5, generator=generator)
+        for parameter in model.parameters():  # norms and biases that differ from nothing
+            if parameter.dim() == 1:
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
     model.save_pretrained(folder)
     return str(folder)
 

@@ -23,12 +23,13 @@ from outrider.model.probe import probe_bits
 from tests.model import checkpoints
 
 DTYPES = ["bfloat16", "float32"]
+TESTED = ("mistral", "gemma2", "gemma3", "gpt2", "gpt_neox", "olmo2", "cohere", "granite", "mixtral", "gpt_oss")
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder: Path = tmp_path_factory.mktemp("models")
-    families = ("mistral", "gemma2", "gpt2", "mixtral", "gpt_oss")
+    families = (*TESTED, "falcon")
     return {name: checkpoints.save(name, folder / name, seed=1) for name in families}
 
 
@@ -52,7 +53,7 @@ def _logits_by_schedule(llm: LLM) -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt2", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", TESTED)
 def test_bits_are_a_function_of_the_text(paths: dict[str, str], family: str, dtype: Any) -> None:
     schedules, whole = _logits_by_schedule(LLM(paths[family], dtype=dtype, batch_invariant=True, kv_cache_tokens=512))
     for logits in schedules:
@@ -136,8 +137,8 @@ def test_the_kernels_may_be_asked_for_beside_it(paths: dict[str, str]) -> None:
     assert llm.engine.runner.backend.name == "fused"
     schedules, whole = _logits_by_schedule(llm)
     assert all(torch.equal(logits, whole) for logits in schedules)
-    with pytest.raises(UnsupportedModelError, match="gpt2"):
-        LLM(paths["gpt2"], dtype="float32", batch_invariant=True, attention_backend="fused")
+    with pytest.raises(UnsupportedModelError, match="falcon"):
+        LLM(paths["falcon"], dtype="float32", batch_invariant=True, attention_backend="fused")
 
 
 def test_bits_are_probed_in_a_backend_asked_for_too() -> None:

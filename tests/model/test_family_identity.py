@@ -1,4 +1,4 @@
-"""Every family through both attention backends writes what stock transformers writes, and a wrong mask is noticed."""
+"""Every family through every backend that drives it writes what stock transformers writes, and a wrong mask is noticed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from outrider import LLM, Ngram, SamplingParams, SpeculationConfig
+from outrider import LLM, Ngram, SamplingParams, SpeculationConfig, Suffix
 from outrider.errors import UnsupportedModelError
+from outrider.kernels.library import available_sets
 from outrider.model import context, hf
 from outrider.model.backends import paged
-from outrider.model.backends.fused import FAMILIES
 from outrider.model.batch import Segment
 from outrider.model.context import LayerReach
 from outrider.model.runner import ModelRunner
+from outrider.propose.early_exit import EarlyExit
 from tests.model import checkpoints
 
 PROMPT = [(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(23)]  # longer than window and chunk
 NGRAM = SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=4)
+EXIT = SpeculationConfig(method=EarlyExit(layers=2), num_draft_tokens=3)
+BRANCHES = SpeculationConfig(method=Suffix(min_match=1, branches=True), num_draft_tokens=4)
 TREE = (-1, 0, 0, 1, 2, 2, 4)  # two branches, with uncles
+BACKENDS = ("fused", "paged", "gather")
 
 
 @pytest.fixture(scope="module", params=checkpoints.FAMILIES)
@@ -32,7 +36,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 #: "paged_stock" is "paged" without our kernels, as on a GPU.
-BACKENDS = ["paged", "paged_stock", "gather"]
+BACKENDS = ["fused", "paged", "paged_stock", "gather"]
 
 
 def load(path: str, backend: str) -> LLM:
@@ -48,7 +52,9 @@ GATHER_ONLY = ("falcon",)
 
 
 def skip_what_does_not_fit(path: str, backend: str) -> None:
-    if backend != "gather" and Path(path).name in GATHER_ONLY:
+    if backend == "fused" and not (available_sets() and checkpoints.is_described(Path(path).name)):
+        pytest.skip("no description for the kernels, or no kernels")
+    if backend not in ("fused", "gather") and Path(path).name in GATHER_ONLY:
         with pytest.raises(UnsupportedModelError):
             load(path, backend)
         assert load(path, "auto").engine.runner.backend.name == "gather"
@@ -61,8 +67,17 @@ def test_writes_what_transformers_writes(path: str, backend: str) -> None:
     want = checkpoints.greedy_by_transformers(path, PROMPT, 20)
     llm = load(path, backend)
     params = SamplingParams(temperature=0, max_tokens=20)
-    for speculation in ("none", NGRAM):
+    for speculation in ("none", NGRAM, BRANCHES):
         assert llm.generate(PROMPT, params, speculation=speculation)[0].token_ids == want
+
+
+def test_seeded_drafts_write_the_plain_text(path: str) -> None:
+    """Chains, trees and layers of the target's own."""
+    llm, params = load(path, "auto"), SamplingParams(seed=7, max_tokens=20)
+    plain = llm.generate(PROMPT, params, speculation="none")[0].token_ids
+    for speculation in (NGRAM, BRANCHES, EXIT):
+        assert llm.generate(PROMPT, params, speculation=speculation)[0].token_ids == plain
+    assert llm.stats.finished.num_proposer_faults == 0
 
 
 @torch.inference_mode()
@@ -98,6 +113,9 @@ def tree_error(runner: ModelRunner) -> float:
 def test_tree_rows_equal_plain_paths(path: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_what_does_not_fit(path, backend)
     runner = load(path, backend).engine.runner
+    if backend == "fused":
+        assert tree_error(runner) == 0  # a row's bits are a function of its path
+        return
     assert tree_error(runner) < 1e-5  # float32 islands in norms and rotary factors
 
     def with_uncles(segment: Segment) -> np.ndarray:
@@ -126,7 +144,8 @@ def test_a_forgotten_window_is_noticed(path: str, backend: str, monkeypatch: pyt
 @pytest.mark.parametrize("path", ["gemma2", "gemma3", "qwen2", "gpt_oss"], indirect=True)
 def test_every_layer_type_is_present(path: str) -> None:
     llm = load(path, "auto")
-    assert llm.engine.runner.backend.name == ("fused" if Path(path).name in FAMILIES else "paged")
+    fused = available_sets() and checkpoints.is_described(Path(path).name)
+    assert llm.engine.runner.backend.name == ("fused" if fused else "paged")
     assert set(hf.layer_types(llm.engine.runner.loaded.model.config)) == {"sliding_attention", "full_attention"}
 
 

@@ -13,18 +13,20 @@ from transformers import AutoModelForCausalLM
 from outrider import LLM, SamplingParams
 from outrider.cache.blocks import BlockManager
 from outrider.config import CacheConfig, ModelConfig
+from outrider.errors import UnsupportedModelError
 from outrider.kernels.library import available_sets
-from outrider.model.backends.fused import FAMILIES
+from outrider.model import hf
 from outrider.model.batch import Segment
 from outrider.model.factory import make_runner
+from outrider.model.families import FAMILIES
 from outrider.model.loader import load_model
 from outrider.model.probe import reference
 from outrider.model.runner import ModelRunner
-from outrider.prove.tiny import raise_norms
 from tests.model import checkpoints
+from tests.model.double import Double
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
-NAMES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "longrope")
+NAMES = tuple(name for name in checkpoints.FAMILIES if checkpoints.is_described(name))
 TEXT = [(5 * i * i + 3 * i + 1) % checkpoints.VOCAB_SIZE for i in range(45)]
 
 
@@ -46,13 +48,13 @@ def runner_of(path: str, dtype: str, backend: str = "fused") -> ModelRunner:
 
 @torch.inference_mode()
 def stock(path: str, text: list[int], dtype: torch.dtype = torch.float64) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
-    raise_norms(model)
-    return model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    with Double():
+        return model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
 
 
 def test_every_family_is_tested() -> None:
-    assert set(NAMES) >= FAMILIES
+    assert {checkpoints.model_type(name) for name in NAMES} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,15 +70,31 @@ def test_logits_and_hidden_states_are_the_stock_ones(paths: dict[str, str], name
         torch.testing.assert_close(out.aux_hidden_states[layer], want.hidden_states[layer][0], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "granite"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_narrow_types_stay_close(paths: dict[str, str], dtype: str, instruction_set: str) -> None:
-    runner = runner_of(paths["llama"], dtype)
+def test_narrow_types_stay_close(paths: dict[str, str], name: str, dtype: str, instruction_set: str) -> None:
+    runner = runner_of(paths[name], dtype)
     table = runner.blocks.allocate(12)
-    got, want = runner.forward([Segment(TEXT, 0, table)]).logits, stock(paths["llama"], TEXT).logits[0]
+    got, want = runner.forward([Segment(TEXT, 0, table)]).logits, stock(paths[name], TEXT).logits[0]
     if dtype == "float32":
         assert (got - want).abs().max() < 1e-5 * want.abs().max()
     else:  # no farther than the stock model of the same type
-        assert (got - want).norm() <= (stock(paths["llama"], TEXT, torch.bfloat16).logits[0] - want).norm()
+        assert (got - want).norm() <= (stock(paths[name], TEXT, torch.bfloat16).logits[0] - want).norm()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2"])
+@pytest.mark.parametrize("name", ["llama", "phi"])
+def test_every_activation_with_and_without_a_gate(
+    paths: dict[str, str], name: str, activation: str, instruction_set: str, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(paths[name], dtype=torch.float64)
+    model.config.hidden_act = activation
+    model.save_pretrained(tmp_path)
+    want = stock(str(tmp_path), TEXT).logits[0]
+    for dtype, tolerance in (("float64", 1e-10), ("float32", 1e-5)):
+        runner = runner_of(str(tmp_path), dtype)
+        got = runner.forward([Segment(TEXT, 0, runner.blocks.allocate(12))]).logits
+        assert (got - want).abs().max() <= tolerance * want.abs().max()
 
 
 def in_pieces(runner: ModelRunner, cuts: list[int], beside: bool) -> Tensor:
@@ -97,7 +115,7 @@ def in_pieces(runner: ModelRunner, cuts: list[int], beside: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gemma2", "gpt_neox", "olmo2"])
 def test_bits_do_not_depend_on_the_chunk_or_the_batch(
     paths: dict[str, str], name: str, dtype: str, instruction_set: str
 ) -> None:
@@ -108,7 +126,7 @@ def test_bits_do_not_depend_on_the_chunk_or_the_batch(
             assert torch.equal(in_pieces(runner, cuts, beside=beside), whole)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
 def test_a_tree_computes_the_bits_of_its_paths(paths: dict[str, str], name: str, instruction_set: str) -> None:
     runner = runner_of(paths[name], "bfloat16")
     whole = in_pieces(runner, [], beside=False)
@@ -133,10 +151,12 @@ def test_without_kernels_the_paged_backend_serves(paths: dict[str, str], monkeyp
     assert texts[0] == texts[1]
 
 
-def test_a_model_that_only_looks_alike_is_left_to_others(paths: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = load_model(ModelConfig(model=paths["llama"], dtype="float32"))
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "gpt_neox"])
+def test_a_model_that_only_looks_alike_is_left_to_others(paths: dict[str, str], name: str) -> None:
+    """Its weights go back to where they were, whatever their layout was."""
+    loaded = load_model(ModelConfig(model=paths[name], dtype="float32"))
     before = reference(loaded).logits
-    layer = loaded.model.model.layers[1]
+    layer = hf.decoder_layers(loaded.model)[1]
     forward = layer.mlp.forward
     layer.mlp.forward = lambda x: forward(x) * 1.5  # what the kernels know nothing of
     want = reference(loaded).logits
@@ -146,6 +166,24 @@ def test_a_model_that_only_looks_alike_is_left_to_others(paths: dict[str, str], 
     table = runner.blocks.allocate(1)
     tokens = [(7 * i + 3) % checkpoints.VOCAB_SIZE for i in range(12)]
     torch.testing.assert_close(runner.forward([Segment(tokens, 0, table)]).logits, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "differing"),
+    [("olmo", {"clip_qkv": 3.0}), ("opt", {"do_layer_norm_before": False}), ("llama", {"hidden_act": "tanh"})],
+)
+def test_what_is_not_described_is_left_to_others(
+    paths: dict[str, str], name: str, differing: dict[str, Any], tmp_path: Path
+) -> None:
+    """Even where the tokens of the probe would not show it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(paths[name])
+    config.update(differing)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="the kernels do not know"):
+        runner_of(str(tmp_path), "float32")
+    assert runner_of(str(tmp_path), "float32", "auto").backend.name == "paged"
 
 
 def test_dynamic_factors_stay_those_of_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

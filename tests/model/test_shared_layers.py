@@ -106,9 +106,9 @@ def test_kv_is_that_of_a_fresh_prefill(llm: LLM) -> None:
     assert audit.worst <= 1e-5  # transformers keeps norms in float32
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "longrope", "mixtral"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_neox", "longrope", "mixtral", "olmo2"])
 def test_other_families(family: str, tmp_path: Path) -> None:
-    """Windows, scaled embeddings, added positions, and texts that come under other rotary factors."""
+    """Windows, scaled embeddings, added positions, parallel feed-forwards, norms behind attention, other rotary factors."""
     llm = load(checkpoints.save(family, tmp_path, seed=3), "auto")
     params = SEEDED.replace(max_tokens=24)
     plain = llm.generate([PROMPTS[0]] * 3, params, speculation="none")

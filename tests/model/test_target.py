@@ -21,6 +21,11 @@ from tests.model import checkpoints
 CASES = [
     *(("llama", backend) for backend in ("fused", "paged", "gather", "row_by_row")),
     ("qwen3", "fused"),
+    ("gemma2", "fused"),
+    ("gpt2", "fused"),
+    ("granite", "fused"),
+    ("granite", "paged"),
+    ("phi", "fused"),
     ("gemma2", "paged"),
     ("gemma2", "gather"),
     ("gpt2", "paged"),

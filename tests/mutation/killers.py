@@ -368,6 +368,25 @@ def kernels_attention_operator() -> None:
         test_attention_kernel.test_every_row_attends_to_what_it_sees(library.instruction_set, way, 2, 3, 5)
 
 
+def kernels_families() -> None:
+    """A fused pass of families that differ in norms, positions, activations, scales and order, against transformers."""
+    from transformers import AutoModelForCausalLM
+
+    from outrider.model.batch import Segment
+    from tests.model import checkpoints
+    from tests.model.double import Double
+
+    text = [(5 * i * i + 3 * i + 1) % checkpoints.VOCAB_SIZE for i in range(30)]
+    for family in ("gemma2", "gemma3", "gpt2", "gpt_neox", "cohere", "granite", "olmo2", "opt", "smollm3"):
+        path = checkpoints.save(family, Path(tempfile.mkdtemp()) / family, seed=3)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()
+        with torch.inference_mode(), Double():
+            want = model(torch.tensor([text]), use_cache=False).logits[0]
+        runner = LLM(path, dtype="float64", attention_backend="fused", block_size=4).engine.runner
+        got = runner.forward([Segment(text, 0, runner.blocks.allocate(8))]).logits
+        assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
+
+
 def kernels_linear() -> None:
     """Products of many shapes and kinds against float64, and every row's bits its own."""
     from torch import nn

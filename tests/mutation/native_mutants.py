@@ -9,6 +9,57 @@ def _mutant(name: str, file: str, old: str, new: str, killer: str, refused: Refu
     return Mutant(name, 0, f"kernels/native/{file}", old, new, killer, refused=refused)
 
 
+def _described(name: str, file: str, old: str, new: str) -> Mutant:
+    """A bug in what a layer is described to be, in the kernels or before them, which the probe notices at load."""
+    return Mutant(name, 0, file, old, new, "kernels_families", refused=PROBE_DIFFERS)
+
+
+_DECODER, _ACTIVATION = "kernels/native/decoder.inc", "kernels/native/activation.inc"
+_DESCRIBED = "model/backends/described.py"
+DESCRIPTION_MUTANTS = (
+    _described("a norm without its offset", _DESCRIBED, " + family.norm_offset", " + 0"),
+    _described(
+        "heads of a joined projection in another order",
+        "model/backends/parts.py",
+        "(3 * head + which)",
+        "(which * num_heads + head)",
+    ),
+    _described("learned positions begin at the first row", "model/backends/fused.py", "[family.first_position :]", "[:]"),
+    _described(
+        "local layers turn like the others",
+        "model/backends/rotary.py",
+        "(size, layer_type) for",
+        "(size, self._layer_types[-1]) for",
+    ),
+    _described("layers without positions have some", _DESCRIBED, "        rotary = None\n", "        pass\n"),
+    _described(
+        "the norm behind a part is forgotten", _DECODER, "NAME(apply_norm)(post_norm, 0, delta, hidden, delta);", ""
+    ),
+    _described("what a part adds is not scaled", _DECODER, "delta[i] * (REAL)layer->residual_scale", "delta[i]"),
+    _described("the mean stays in a layer norm", _DECODER, "mean /= (REAL)size;", "mean = 0;"),
+    _described("all heads have the factors of the first", _DECODER, "(norm, head * model->head_dim, x,", "(norm, 0, x,"),
+    _described("heads are normalised one by one", _DECODER, "if (!layer->whole_norms)", "if (1)"),
+    _described(
+        "another part of a head is turned",
+        _DECODER,
+        "NAME(rotate)(x, layer->rotary",
+        "NAME(rotate)(x + model->head_dim - model->rotary_dim, layer->rotary",
+    ),
+    _described("neighbours turn like halves", _DECODER, "if (interleaved) {", "if (0) {"),
+    _described("positions are one too far", _DECODER, "position_table[position *", "position_table[(position + 1) *"),
+    _described("embeddings are not scaled", _DECODER, "if (model->embed_scale != 1)", "if (0)"),
+    _described("logits are not scaled", _DECODER, "*at *= scale;", ""),
+    _described("logits are not capped", _DECODER, "if (cap != 0)", "if (0)"),
+    _described(
+        "a feed-forward beside attention reads its norm",
+        _DECODER,
+        "layer->mlp_norm.kind == NORM_NONE ? &layer->attention_norm : &layer->mlp_norm",
+        "&layer->attention_norm",
+    ),
+    _described("scores are not capped", "kernels/native/attention.inc", "softcap != 0 && i < seen.to", "0"),
+    _described("the tail of a normal number is counted twice", _ACTIVATION, "x[i] = 0.5 * erfc(", "x[i] = erfc("),
+)
+
 LAYOUT_DIFFERS = Refusal(
     "KernelMismatchError",
     "the compiled kernels come from other sources",
@@ -151,15 +202,15 @@ NATIVE_MUTANTS = (
     _mutant(
         "epsilon outside the root",
         "decoder.inc",
-        "(double)(sum / (REAL)size) + epsilon))",
-        "(double)(sum / (REAL)size)) + epsilon)",
+        "(double)(sum / (REAL)size) + norm->epsilon))",
+        "(double)(sum / (REAL)size)) + norm->epsilon)",
         "kernels_decoder",
     ),
     _mutant(
         "rotation the other way",
         "decoder.inc",
-        "a * cosines[i] - b * sines[i];",
-        "a * cosines[i] + b * sines[i];",
+        "x[i] = a * cosines[i] - b * sines[i];",
+        "x[i] = a * cosines[i] + b * sines[i];",
         "kernels_decoder",
         PROBE_DIFFERS,
     ),
@@ -208,8 +259,8 @@ NATIVE_MUTANTS = (
     _mutant(
         "columns of the feed-forward are staged over one another",
         "decoder.inc",
-        "gate, column, end, n, r,",
-        "gate, 0, end - column, n, r,",
+        "x, column, end, n, r,",
+        "x, 0, end - column, n, r,",
         "kernels_decoder",
     ),
     _mutant(
@@ -220,10 +271,10 @@ NATIVE_MUTANTS = (
         "kernels_linear",
     ),
     _mutant(
-        "activations of the gate by other numbers",
+        "activations by other numbers",
         "simd.h",
-        "GATE_SILU = 0, GATE_GELU_TANH = 1",
-        "GATE_SILU = 1, GATE_GELU_TANH = 0",
+        "ACTIVATION_SILU = 0,\n    ACTIVATION_GELU_TANH = 1,",
+        "ACTIVATION_SILU = 1,\n    ACTIVATION_GELU_TANH = 0,",
         "kernels_linear",
         LAYOUT_DIFFERS,
     ),
@@ -319,4 +370,5 @@ NATIVE_MUTANTS = (
         "",
         "kernels_laws",
     ),
+    *DESCRIPTION_MUTANTS,
 )

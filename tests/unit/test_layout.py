@@ -21,6 +21,17 @@ class OtherKinds(IntEnum):
     INT8 = 1
 
 
+class OtherNorms(IntEnum):
+    NONE = 0
+    RMS = 1
+    LAYER = 3
+
+
+class OtherFeedForwards(IntEnum):
+    PLAIN = 0
+    GATED = 2
+
+
 class LongerLinear(ctypes.Structure):
     _fields_ = [*layout.LinearStruct._fields_[:-1], ("added", ctypes.c_int64), layout.LinearStruct._fields_[-1]]
 
@@ -35,9 +46,11 @@ class WiderDraw(ctypes.Structure):
 
 PLANTED = {
     "weight kind BF16": ("WeightKind", OtherKinds),
-    "gate gelu_tanh": ("GATES", {"silu": 0, "gelu_tanh": 2}),
-    "gate relu": ("GATES", {**layout.GATES, "relu": 2}),
-    "gate silu": ("GATES", {"gelu_tanh": 1}),
+    "activation gelu_tanh": ("ACTIVATIONS", {**layout.ACTIVATIONS, "gelu_tanh": 2}),
+    "activation mish": ("ACTIVATIONS", {**layout.ACTIVATIONS, "mish": 6}),
+    "activation silu": ("ACTIVATIONS", {k: v for k, v in layout.ACTIVATIONS.items() if k != "silu"}),
+    "norm LAYER": ("NormKind", OtherNorms),
+    "feed-forward GATED": ("FeedForward", OtherFeedForwards),
     "panel width": ("INSTRUCTION_SETS", {**layout.INSTRUCTION_SETS, "generic": 32}),
     "instruction set avx2": ("INSTRUCTION_SETS", {"generic": 16, "avx512": 64, "avx2": 32, "avx512bf16": 64}),
     "offset of linear.bias": ("STRUCTS", {**layout.STRUCTS, "linear": LongerLinear}),

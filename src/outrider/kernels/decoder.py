@@ -1,10 +1,11 @@
-"""A whole forward pass of a Llama-like decoder in one call of the compiled kernels.
+"""A whole forward pass of a decoder in one call of the compiled kernels.
 
 Small models spend most of their time between operators, since a pass dispatches some hundred of them. Here a pass is one
-parallel region over packed weights (native/decoder.inc), and attention reads the KV memory through the block table.
-Activations are float64 for float64 weights, and float32 for all others. Where the processor has products of bf16, they are
-rounded as they enter such a product. Rows are independent of each other: the bits of a token depend neither on the batch,
-nor on the chunk, nor on the draft that it is computed in.
+parallel region over packed weights (native/decoder.inc), and attention reads the KV memory through the block table. What a
+decoder is made of is described here, and the kernels follow the description. Activations are float64 for float64 weights,
+and float32 for all others. Where the processor has products of bf16, they are rounded as they enter such a product. Rows
+are independent of each other: the bits of a token depend neither on the batch, nor on the chunk, nor on the draft that it
+is computed in.
 """
 
 from __future__ import annotations
@@ -18,7 +19,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.kernels.layout import GATES, PASS_LISTS, DecoderStruct, LayerStruct, PassStruct, WeightKind
+from outrider.kernels.layout import (
+    ACTIVATIONS,
+    LAYER_MATRICES,
+    LAYER_NORMS,
+    PASS_LISTS,
+    DecoderStruct,
+    FeedForward,
+    LayerStruct,
+    LinearStruct,
+    NormKind,
+    NormStruct,
+    PassStruct,
+    RotaryStruct,
+    WeightKind,
+)
 from outrider.kernels.library import KernelLibrary
 from outrider.kernels.packed import PackedWeights, kind_of, product
 
@@ -26,13 +41,34 @@ _I64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 @dataclass(frozen=True)
-class DecoderShape:
-    """The sizes of a decoder.
+class Norm:
+    """A norm.
 
     Attributes:
-        gate: The activation of the feed-forward's gate, a key of GATES.
-        epsilon: The epsilon of every RMSNorm.
-        scale: The factor of attention scores.
+        kind: What it does.
+        epsilon: What is added to the mean square.
+        weight: Its factors, one for each number. Norms of heads have factors for every head.
+        bias: What is added, in the shape of `weight`, or None.
+    """
+
+    kind: NormKind
+    epsilon: float
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """The sizes of a decoder, and what holds for all of its layers.
+
+    Attributes:
+        activation: The activation of the feed-forward, a key of ACTIVATIONS.
+        parallel: Whether the feed-forward stands beside attention, so that both read the input of the layer.
+        interleaved: Whether rotary embeddings turn pairs of neighbours, and not of numbers that lie half a head apart.
+        embedding_scale: The factor of the rows of the embedding table.
+        input_scale: Another factor, of what the first layer reads.
+        logit_scale: The factor of logits.
+        logit_cap: The bound that logits come near to, by a hyperbolic tangent. 0 is none.
     """
 
     hidden_size: int
@@ -40,9 +76,13 @@ class DecoderShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    gate: str
-    epsilon: float
-    scale: float
+    activation: str
+    parallel: bool = False
+    interleaved: bool = False
+    embedding_scale: float = 1.0
+    input_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,35 +90,49 @@ class DecoderLayer:
     """The weights of one layer. Norms are not packed, and matrices are.
 
     Attributes:
-        attention_norm, mlp_norm: [hidden_size]
-        query_norm, key_norm: [head_dim], or None where heads are not normalised.
+        attention_norm, attention_post_norm: The norms before and after attention, or None.
+        mlp_norm, mlp_post_norm: The norms before and after the feed-forward, or None. Without the first one, a feed-forward
+            beside attention reads what attention reads.
+        query_norm, key_norm: The norms of the heads, or None.
+        whole_norms: Whether these take all heads together, and not each alone.
         qkv: The query, key and value projections, stacked.
         out: The projection from the heads to the hidden state.
-        gate, up: The projections into the feed-forward. The activation is applied to the gate.
+        gate: The projection into the feed-forward to which the activation is applied, or None where there is only `up`.
+        up: The projection that is multiplied with it, or that the activation is applied to.
         down: The projection from the feed-forward to the hidden state.
-        window, chunk: How far rows look back. 0 means that they see everything.
+        rotary: Which rotary tables it uses, or None where positions do not enter.
+        scale: The factor of attention scores.
         softcap: A score s of attention becomes softcap * tanh(s / softcap). 0 leaves scores as they are.
+        residual_scale: The factor of what attention and the feed-forward add to the hidden state.
+        window, chunk: How far rows look back. 0 means that they see everything.
         sinks: [num_heads], for each query head a score that all rows see and that has no value. None where there are none.
     """
 
-    attention_norm: Tensor
-    mlp_norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    attention_norm: Norm | None
+    attention_post_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp_post_norm: Norm | None
+    query_norm: Norm | None
+    key_norm: Norm | None
+    whole_norms: bool
     qkv: PackedWeights
     out: PackedWeights
-    gate: PackedWeights
+    gate: PackedWeights | None
     up: PackedWeights
     down: PackedWeights
+    rotary: int | None
+    scale: float
+    softcap: float
+    residual_scale: float
     window: int
     chunk: int
-    softcap: float = 0.0
     sinks: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """The bytes of its matrices."""
-        return sum(weights.nbytes for weights in (self.qkv, self.out, self.gate, self.up, self.down))
+        matrices = (getattr(self, name) for name in LAYER_MATRICES)
+        return sum(weights.nbytes for weights in matrices if weights is not None)
 
 
 @dataclass(frozen=True)
@@ -120,7 +174,8 @@ class DecoderKernel:
         shape: The sizes of the decoder.
         layers: The layers in order.
         embedding: [vocab_size, hidden_size], or None where the head's packed weights are read instead (tied weights).
-        final_norm: [hidden_size]
+        positions: [num_positions, hidden_size] learned embeddings of positions, or None.
+        final_norm: The norm behind the last layer, or None.
         head: The weights from the hidden state to the logits.
         kv_dtype: The dtype of the KV memory.
     """
@@ -131,7 +186,8 @@ class DecoderKernel:
         shape: DecoderShape,
         layers: Sequence[DecoderLayer],
         embedding: Tensor | None,
-        final_norm: Tensor,
+        positions: Tensor | None,
+        final_norm: Norm | None,
         head: PackedWeights,
         kv_dtype: torch.dtype,
     ) -> None:
@@ -140,6 +196,9 @@ class DecoderKernel:
         self.shape, self.head = shape, head
         self._packed, self._embedding = list(layers), embedding
         self._vectors: list[Tensor] = []  # the structures point into these tensors too, so they must stay alive
+        used = [layer.rotary for layer in layers if layer.rotary is not None]
+        self._rotary = (RotaryStruct * (1 + max(used, default=0)))()
+        self._tables: list[Tensor] = []
         self._layers = (LayerStruct * len(layers))(*(self._layer(layer) for layer in layers))
         self._decoder = DecoderStruct(
             num_layers=len(layers),
@@ -149,15 +208,19 @@ class DecoderKernel:
             kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             kv_bf16=kv_dtype == torch.bfloat16,
-            gate=GATES[shape.gate],
+            interleaved=shape.interleaved,
+            activation=ACTIVATIONS[shape.activation],
+            parallel=shape.parallel,
             embed_kind=head.kind if embedding is None else kind_of(embedding.dtype),
             embed_packed=embedding is None,
-            epsilon=shape.epsilon,
-            scale=shape.scale,
+            embed_scale=shape.embedding_scale * shape.input_scale,
+            logit_scale=shape.logit_scale,
+            logit_cap=shape.logit_cap,
             layers=ctypes.addressof(self._layers),
             embedding=head.struct.data if embedding is None else embedding.data_ptr(),
-            final_norm=self._vector(final_norm),
+            position_table=self._vector(positions),
             head=head.struct,
+            final_norm=self._norm(final_norm),
         )
         assert embedding is not None or head.kind != WeightKind.INT8, "int8 heads have no embeddings to read"
         self._scratch = torch.empty(0, dtype=self.real)
@@ -169,14 +232,22 @@ class DecoderKernel:
         """The bytes of weights that a pass reads."""
         return self.head.nbytes + sum(layer.nbytes for layer in self._packed)
 
-    def use_rotary(self, tables: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Take cosines and sines [num_positions, rotary_dim], and a second pair where long texts have other ones."""
-        near, far = tables[0], tables[-1]
-        self._rotary = [t.to(self.real).contiguous() for t in (*near, *far)]
-        self._decoder.rotary_dim = self._rotary[0].shape[-1]
-        pointers = [t.data_ptr() for t in self._rotary]
-        self._decoder.cosines[:] = pointers[0::2]
-        self._decoder.sines[:] = pointers[1::2]
+    def use_rotary(self, tables: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
+        """Take rotary tables.
+
+        Args:
+            tables: For each number that layers name, cosines and sines [num_positions, rotary_dim / 2], and a second pair
+                where long texts have other ones.
+        """
+        taken: list[Tensor] = []
+        for struct, pairs in zip(self._rotary, tables, strict=True):
+            near, far = pairs[0], pairs[-1]
+            kept = [t.to(self.real).contiguous() for t in (*near, *far)]
+            pointers = [t.data_ptr() for t in kept]
+            struct.cosines[:], struct.sines[:] = pointers[0::2], pointers[1::2]
+            self._decoder.rotary_dim = 2 * kept[0].shape[-1]
+            taken += kept
+        self._tables = taken
 
     def use_memory(self, pools: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Use the keys and values [num_slots, num_kv_heads, head_dim] of every layer as KV memory."""
@@ -225,9 +296,13 @@ class DecoderKernel:
         return logits, aux, left
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The rows [n, hidden_size] of the embedding table."""
+        """The rows [n, hidden_size] of the embedding table, without what positions add to them."""
+        decoder = DecoderStruct.from_buffer_copy(self._decoder)
+        decoder.num_layers, decoder.embed_scale, decoder.position_table = 0, self.shape.embedding_scale, None
         rows = _rows_without_context(token_ids.tolist())
-        return self.forward_part(rows, (), (), None)[2]
+        found = self._states_like(len(token_ids))
+        self._pass(decoder, rows, [], None, found)
+        return found
 
     def norm(self, hidden: Tensor) -> Tensor:
         """The final norm of hidden states [n, hidden_size]."""
@@ -235,9 +310,11 @@ class DecoderKernel:
         return self.forward_part(rows, (last,), (), hidden)[1][last]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits [n, vocab_size] of normed hidden states [n, hidden_size]."""
+        """The logits [n, vocab_size] of normed hidden states [n, hidden_size], scaled and capped."""
         rows = hidden.to(self.real).contiguous()
         out = product(self._library, self.head.struct, rows)
+        scale = self._library.function("scale_logits", self.real)
+        scale(ctypes.byref(self._decoder), _POINTER(out.data_ptr()), _I64(0), _I64(out.numel()))
         return out[:, : self.head.out_features]
 
     def _states_like(self, num_rows: int) -> Tensor:
@@ -291,23 +368,26 @@ class DecoderKernel:
         return out[:, : self.head.out_features]
 
     def _layer(self, layer: DecoderLayer) -> LayerStruct:
+        matrices = {name: getattr(layer, name) for name in LAYER_MATRICES}
+        rotary = None if layer.rotary is None else ctypes.addressof(self._rotary[layer.rotary])
         return LayerStruct(
-            self._vector(layer.attention_norm),
-            self._vector(layer.mlp_norm),
-            self._vector(layer.query_norm),
-            self._vector(layer.key_norm),
-            layer.qkv.struct,
-            layer.out.struct,
-            layer.gate.struct,
-            layer.up.struct,
-            layer.down.struct,
-            None,
-            None,
-            layer.window,
-            layer.chunk,
-            layer.softcap,
-            self._vector(layer.sinks),
+            **{name: self._norm(getattr(layer, name)) for name in LAYER_NORMS},
+            **{name: LinearStruct() if weights is None else weights.struct for name, weights in matrices.items()},
+            rotary=rotary,
+            sinks=self._vector(layer.sinks),
+            window=layer.window,
+            chunk=layer.chunk,
+            whole_norms=layer.whole_norms,
+            feed_forward=FeedForward.PLAIN if layer.gate is None else FeedForward.GATED,
+            scale=layer.scale,
+            softcap=layer.softcap,
+            residual_scale=layer.residual_scale,
         )
+
+    def _norm(self, norm: Norm | None) -> NormStruct:
+        if norm is None:
+            return NormStruct(NormKind.NONE)
+        return NormStruct(norm.kind, norm.epsilon, self._vector(norm.weight), self._vector(norm.bias))
 
     def _vector(self, values: Tensor | None) -> int | None:
         if values is None:

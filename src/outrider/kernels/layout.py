@@ -19,8 +19,8 @@ _I64, _F64, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 INSTRUCTION_SETS = {"generic": 16, "avx2": 32, "avx512": 64, "avx512bf16": 64}
 #: The dtypes that kernels compute in, by their names in C.
 REALS = {torch.float32: "f32", torch.float64: "f64"}
-#: The activations of a feed-forward's gate.
-GATES = {"silu": 0, "gelu_tanh": 1}
+#: The activations of a feed-forward.
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "quick_gelu": 3, "relu": 4, "relu_squared": 5}
 
 
 class WeightKind(IntEnum):
@@ -29,6 +29,21 @@ class WeightKind(IntEnum):
     REAL = 0
     BF16 = 1
     INT8 = 2
+
+
+class NormKind(IntEnum):
+    """What a norm does: nothing, divide by the root of the mean square, or subtract the mean before that."""
+
+    NONE = 0
+    RMS = 1
+    LAYER = 2
+
+
+class FeedForward(IntEnum):
+    """What a feed-forward does between its products: an activation, or an activation times another product."""
+
+    PLAIN = 0
+    GATED = 1
 
 
 class LinearStruct(ctypes.Structure):
@@ -44,25 +59,43 @@ class LinearStruct(ctypes.Structure):
     ]
 
 
+class NormStruct(ctypes.Structure):
+    """A norm."""
+
+    _fields_ = [
+        ("kind", _I64),
+        ("epsilon", _F64),
+        ("weight", _POINTER),
+        ("bias", _POINTER),
+    ]
+
+
+class RotaryStruct(ctypes.Structure):
+    """Rotary tables. The second pair is for long texts."""
+
+    _fields_ = [
+        ("cosines", _POINTER * 2),
+        ("sines", _POINTER * 2),
+    ]
+
+
+#: The norms and the matrices of a layer.
+LAYER_NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "query_norm", "key_norm")
+LAYER_MATRICES = ("qkv", "out", "gate", "up", "down")
+
+
 class LayerStruct(ctypes.Structure):
     """A layer of a decoder."""
 
     _fields_ = [
-        ("attention_norm", _POINTER),
-        ("mlp_norm", _POINTER),
-        ("query_norm", _POINTER),
-        ("key_norm", _POINTER),
-        ("qkv", LinearStruct),
-        ("out", LinearStruct),
-        ("gate", LinearStruct),
-        ("up", LinearStruct),
-        ("down", LinearStruct),
+        *((name, NormStruct) for name in LAYER_NORMS),
+        *((name, LinearStruct) for name in LAYER_MATRICES),
         ("keys", _POINTER),
         ("values", _POINTER),
-        ("window", _I64),
-        ("chunk", _I64),
-        ("softcap", _F64),
+        ("rotary", _POINTER),
         ("sinks", _POINTER),
+        *((name, _I64) for name in ("window", "chunk", "whole_norms", "feed_forward")),
+        *((name, _F64) for name in ("scale", "softcap", "residual_scale")),
     ]
 
 
@@ -71,15 +104,13 @@ class DecoderStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _I64) for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "rotary_dim")),
-        *((name, _I64) for name in ("kv_bf16", "gate", "embed_kind", "embed_packed")),
-        ("epsilon", _F64),
-        ("scale", _F64),
+        *((name, _I64) for name in ("interleaved", "kv_bf16", "activation", "parallel", "embed_kind", "embed_packed")),
+        *((name, _F64) for name in ("embed_scale", "logit_scale", "logit_cap")),
         ("layers", _POINTER),
         ("embedding", _POINTER),
-        ("final_norm", _POINTER),
+        ("position_table", _POINTER),
         ("head", LinearStruct),
-        ("cosines", _POINTER * 2),
-        ("sines", _POINTER * 2),
+        ("final_norm", NormStruct),
     ]
 
 
@@ -160,6 +191,8 @@ class ResidualCall(ctypes.Structure):
 #: The structures by their names in C.
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "linear": LinearStruct,
+    "norm": NormStruct,
+    "rotary": RotaryStruct,
     "layer": LayerStruct,
     "decoder": DecoderStruct,
     "pass": PassStruct,
@@ -196,7 +229,9 @@ def check_layout(library: ctypes.CDLL) -> None:
 
 def _constants(instruction_set: str, real: torch.dtype) -> dict[str, int]:
     constants = {f"weight kind {kind.name}": kind.value for kind in WeightKind}
-    constants |= {f"gate {name}": value for name, value in GATES.items()}
+    constants |= {f"norm {kind.name}": kind.value for kind in NormKind}
+    constants |= {f"feed-forward {kind.name}": kind.value for kind in FeedForward}
+    constants |= {f"activation {name}": value for name, value in ACTIVATIONS.items()}
     constants["panel width"] = panel_width(instruction_set, real)
     for name, struct in STRUCTS.items():
         last = struct._fields_[-1][0]

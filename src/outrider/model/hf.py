@@ -236,11 +236,31 @@ def decoder_layers(model: Any) -> Any:
     Raises:
         ValueError: They are not one list, so that they cannot be chosen from.
     """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.base_model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            return module
-    raise ValueError(f"{type(model).__name__} has no list of its {count} layers")
+    return _stack_and_layers(model)[1]
+
+
+def decoder_stack(model: Any) -> Any:
+    """The module that holds the decoder layers of a model, and what comes before and after them.
+
+    Raises:
+        ValueError: They are not one list.
+    """
+    return _stack_and_layers(model)[0]
+
+
+def _stack_and_layers(model: Any) -> tuple[Any, Any]:
+    config = model.config.get_text_config(decoder=True)
+    count = config.num_hidden_layers
+    found = [
+        (module, child)
+        for module in model.base_model.modules()
+        for child in module.children()
+        if isinstance(child, torch.nn.ModuleList) and len(child) == count
+    ]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no list of its {count} layers")
+    # An encoder of images may have as many layers, and another configuration.
+    return next((pair for pair in found if getattr(pair[0], "config", None) is config), found[0])
 
 
 @contextmanager

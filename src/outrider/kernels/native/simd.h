@@ -57,7 +57,17 @@ enum { WEIGHTS_REAL = 0, WEIGHTS_BF16 = 1, WEIGHTS_INT8 = 2 };
 #define DIGIT_BITS 11 /* A radix selection looks at so many bits at a time. */
 #define DIGITS (1 << DIGIT_BITS)
 
-enum { GATE_SILU = 0, GATE_GELU_TANH = 1 };
+/* How a layer of a decoder is described; see kernels/layout.py. */
+enum { NORM_NONE = 0, NORM_RMS = 1, NORM_LAYER = 2 };
+enum { FEED_FORWARD_PLAIN = 0, FEED_FORWARD_GATED = 1 };
+enum {
+    ACTIVATION_SILU = 0,
+    ACTIVATION_GELU_TANH = 1,
+    ACTIVATION_GELU = 2,
+    ACTIVATION_QUICK_GELU = 3,
+    ACTIVATION_RELU = 4,
+    ACTIVATION_RELU_SQUARED = 5
+};
 
 INLINE uint16_t bf16_from_float(float value) {
     uint32_t bits;

@@ -1,35 +1,34 @@
-"""The fastest backend on CPUs: a whole pass of a Llama-like decoder in one call of our own kernels.
+"""The fastest backend on CPUs: a whole pass of a decoder in one call of our own kernels.
 
-The families below are known to be this decoder; whether the model at hand is, is found as for every backend: by comparing a
-pass with the stock model's. Weights move over to the kernels: the modules keep shapes and nothing else, filled with "not a
-number", so that whoever still multiplied with them would be noticed.
+The kernels run what is described in `model/families.py`. Whether the model at hand is what its description says is found as
+for every backend: by comparing a pass with the stock model's. Weights move over to the kernels: the modules keep shapes and
+nothing else, filled with "not a number", so that whoever still multiplied with them would be noticed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from outrider.cache.pool import KVPool
-from outrider.kernels.decoder import DecoderKernel, DecoderLayer, DecoderShape
+from outrider.kernels.decoder import DecoderKernel
 from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.kernels.packed import PackedWeights
-from outrider.kernels.weights import StoredWeight, empty_weight, restore_weight, stored_weight
+from outrider.kernels.weights import StoredWeight, empty_weight
 from outrider.model import hf
 from outrider.model.backends.base import AttentionBackend, PartialPass, PassOutput
+from outrider.model.backends.described import decoder_layer, decoder_shape, described, norm_of
+from outrider.model.backends.parts import Part, restore, stored, whole
 from outrider.model.backends.pass_rows import pass_rows
+from outrider.model.backends.rotary import RotaryTables
 from outrider.model.batch import RaggedBatch
-from outrider.model.context import ForwardContext, LayerReach
+from outrider.model.context import ForwardContext
+from outrider.model.family import Family
 from outrider.model.loader import LoadedModel
 
-#: Model types whose forward pass is the kernels' own.
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3"})
-_GATES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _FIRST_POSITIONS = 4096
 
 
@@ -48,11 +47,11 @@ class FusedDecoder(AttentionBackend):
         if library is None:
             raise ValueError("the kernels are not compiled, or OUTRIDER_KERNELS is off")
         self.uninstall()
-        _check(model)
+        config, family = described(model)
         self._memory, self._positions = None, 0
-        self._rotary = _RotaryTables(model)
+        self._rotary = RotaryTables(model, family)
         self._matrices = _Matrices(library)
-        self._kernel = _kernel(model, self._matrices, library)
+        self._kernel = _kernel(model, config, family, self._rotary, self._matrices, library)
 
     def uninstall(self) -> None:
         if self._matrices is not None:
@@ -103,52 +102,9 @@ class FusedDecoder(AttentionBackend):
         module with "dynamic" factors changes them as soon as it is asked for a position beyond."""
         if needed > self._positions:
             self._positions = max(needed, min(max(_FIRST_POSITIONS, 2 * needed), loaded.max_model_len))
-            self._kernel.use_rotary(self._rotary.build(self._positions))
-
-
-def _check(model: Any) -> None:
-    """Raise ValueError where the kernels cannot be this model."""
-    config = model.config
-    if config.model_type not in FAMILIES:
-        raise ValueError(f"the kernels do not know {config.model_type}")
-    if model.device.type != "cpu" or model.dtype not in _DTYPES:
-        raise ValueError(f"the kernels do not compute {model.dtype} on {model.device.type}")
-    if config.hidden_act not in _GATES:
-        raise ValueError(f"the kernels do not know the activation {config.hidden_act}")
-
-
-class _RotaryTables:
-    """Cosines and sines by position, from the model's own module."""
-
-    def __init__(self, model: Any) -> None:
-        self._module = model.model.rotary_emb
-        self.long_after = hf.long_rope_after(model.config)
-        self._dtype = torch.promote_types(model.dtype, torch.float32)
-
-    @torch.inference_mode()
-    def build(self, num_positions: int) -> list[tuple[Tensor, Tensor]]:
-        """One pair of tables [num_positions, rotary_dim], or two where long texts have factors of their own."""
-        if self.long_after is None:
-            return [self._table(num_positions)]
-        # The module takes the long factors for everybody as soon as it sees one position beyond the short ones.
-        return [self._table(self.long_after), self._table(max(num_positions, self.long_after + 1))]
-
-    def _table(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        cosines, sines = self._module(torch.empty(1, dtype=self._dtype), torch.arange(num_positions)[None])
-        return cosines[0], sines[0]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Output features `begin` to `end` of a linear layer."""
-
-    module: nn.Linear
-    begin: int
-    end: int
-
-
-def _whole(module: nn.Linear) -> _Part:
-    return _Part(module, 0, module.out_features)
+            tables = self._rotary.build(self._positions)
+            if tables:
+                self._kernel.use_rotary(tables)
 
 
 class _Matrices:
@@ -156,7 +112,7 @@ class _Matrices:
 
     def __init__(self, library: KernelLibrary) -> None:
         self._library = library
-        self._taken: list[tuple[list[_Part], PackedWeights]] = []
+        self._taken: list[tuple[list[Part], PackedWeights]] = []
         self._num_emptied = 0
         self._tied: tuple[nn.Embedding, nn.Linear] | None = None
 
@@ -165,11 +121,11 @@ class _Matrices:
         embeddings.weight = head.weight
         self._tied = embeddings, head
 
-    def take(self, *parts: _Part) -> PackedWeights:
+    def take(self, *parts: Part) -> PackedWeights:
         """Pack parts of linear layers as one matrix, stacked."""
-        stored = [(stored_weight(p.module), p) for p in parts]
+        weights = [(stored(p.module), p) for p in parts]
         pieces = [
-            StoredWeight(w.data[p.begin : p.end], None if w.scale is None else w.scale[p.begin : p.end]) for w, p in stored
+            StoredWeight(w.data[p.begin : p.end], None if w.scale is None else w.scale[p.begin : p.end]) for w, p in weights
         ]
         biases = [p.module.bias.detach()[p.begin : p.end] for p in parts if p.module.bias is not None]
         packed = PackedWeights(self._library, pieces, torch.cat(biases) if biases else None)
@@ -184,68 +140,46 @@ class _Matrices:
 
     def give_back(self) -> None:
         """Every weight to its module."""
-        found: dict[nn.Linear, list[StoredWeight]] = {}
+        found: dict[Any, dict[int, StoredWeight]] = {}
         for parts, packed in self._taken:
             data, scale = packed.unpacked()
             end = 0
             for part in parts:
                 start, end = end, end + part.end - part.begin
                 piece = StoredWeight(data[start:end], None if scale is None else scale[start:end])
-                found.setdefault(part.module, []).append(piece)
-        for module, pieces in found.items():  # parts of one layer were taken in order
+                found.setdefault(part.module, {})[part.begin] = piece
+        for module, by_begin in found.items():
+            pieces = [by_begin[begin] for begin in sorted(by_begin)]
             scales = [p.scale for p in pieces if p.scale is not None]
-            restore_weight(module, StoredWeight(torch.cat([p.data for p in pieces]), torch.cat(scales) if scales else None))
+            restore(module, StoredWeight(torch.cat([p.data for p in pieces]), torch.cat(scales) if scales else None))
         self._taken.clear()
         if self._tied:
             self.tie(*self._tied)
 
 
-def _kernel(model: Any, matrices: _Matrices, library: KernelLibrary) -> DecoderKernel:
+def _kernel(
+    model: Any, config: Any, family: Family, rotary: RotaryTables, matrices: _Matrices, library: KernelLibrary
+) -> DecoderKernel:
     """Pack the model layer by layer, freeing what is packed: both forms of all weights might not fit in memory."""
-    config, first = model.config, model.model.layers[0].self_attn
-    embeddings = model.model.embed_tokens
-    tied = embeddings.weight is model.lm_head.weight
-    head = matrices.take(_whole(model.lm_head))
+    stack, embeddings, lm_head = hf.decoder_stack(model), model.get_input_embeddings(), model.get_output_embeddings()
+    tied = embeddings.weight is lm_head.weight
+    head = matrices.take(whole(lm_head))
     matrices.empty()
     if tied:  # the kernels read embeddings from the head
-        matrices.tie(embeddings, model.lm_head)
+        matrices.tie(embeddings, lm_head)
     layers = []
-    for layer, reach in zip(model.model.layers, hf.layer_reaches(config), strict=True):
-        layers.append(_layer(layer, reach, config, matrices))
+    kinds = hf.layer_types(config)
+    for layer, kind, reach in zip(hf.decoder_layers(model), kinds, hf.layer_reaches(config), strict=True):
+        layers.append(decoder_layer(layer, reach, rotary.number(kind), config, family, matrices.take))
         matrices.empty()
-    shape = DecoderShape(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=first.head_dim,
-        gate=_GATES[config.hidden_act],
-        epsilon=config.rms_norm_eps,
-        scale=first.scaling,
-    )
-    embedding = None if tied else embeddings.weight.data
-    return DecoderKernel(library, shape, layers, embedding, model.model.norm.weight.data, head, model.dtype)
-
-
-def _layer(layer: Any, reach: LayerReach, config: Any, matrices: _Matrices) -> DecoderLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    if hasattr(attention, "qkv_proj"):
-        qkv, size = [_whole(attention.qkv_proj)], config.intermediate_size
-        gate, up = _Part(mlp.gate_up_proj, 0, size), _Part(mlp.gate_up_proj, size, 2 * size)
-    else:
-        qkv = [_whole(m) for m in (attention.q_proj, attention.k_proj, attention.v_proj)]
-        gate, up = _whole(mlp.gate_proj), _whole(mlp.up_proj)
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    return DecoderLayer(
-        attention_norm=layer.input_layernorm.weight.data,
-        mlp_norm=layer.post_attention_layernorm.weight.data,
-        query_norm=None if norms[0] is None else norms[0].weight.data,
-        key_norm=None if norms[1] is None else norms[1].weight.data,
-        qkv=matrices.take(*qkv),
-        out=matrices.take(_whole(attention.o_proj)),
-        gate=matrices.take(gate),
-        up=matrices.take(up),
-        down=matrices.take(_whole(mlp.down_proj)),
-        window=reach.window or 0,
-        chunk=reach.chunk or 0,
+    table = None if family.positions is None else getattr(stack, family.positions).weight.data[family.first_position :]
+    return DecoderKernel(
+        library,
+        decoder_shape(config, family, embeddings, layers[0]),
+        layers,
+        embedding=None if tied else embeddings.weight.data,
+        positions=table,
+        final_norm=norm_of(getattr(stack, family.final_norm), family),
+        head=head,
+        kv_dtype=model.dtype,
     )

@@ -1,0 +1,192 @@
+"""Families of models at one size: what a pass costs beside its bytes, and how fast texts are written beside transformers.
+
+    python -m benchmarks.families                 all families, half a minute each; writes benchmarks/results/
+    python -m benchmarks.families gemma2 gpt2     measures these anew, and keeps the figures of the others
+
+Every model is random, in bfloat16, with a hidden size of 1,024, 12 to 16 layers and 32,000 tokens. Its weights are about
+0.22 billion numbers, which is far more than any cache holds. The figures are:
+
+- the least time of a pass of one row behind 128 and 1,000 tokens, and that of four rows over that of one;
+- the time that the bytes of the weights take alone, at the rate at which this machine reads memory;
+- tokens a second behind the first token, and the time to the first token, ours and those of `generate` of transformers.
+  These are medians of rounds in which the two take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from outrider import LLM, SamplingParams
+from outrider.bench.machine import describe, read_bandwidth, weight_bytes
+from outrider.model.batch import Segment
+from outrider.model.runner import ModelRunner
+
+RESULTS = Path(__file__).parent / "results" / "families.json"
+CONTEXTS = (128, 1000)
+ROWS = (1, 4)
+NEW_TOKENS = 24
+_NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_SIZES: dict[str, Any] = {
+    "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False, **_NO_ENDS,
+}  # fmt: skip
+#: Feed-forwards without a gate have a third fewer weights.
+_PLAIN: dict[str, Any] = {"num_hidden_layers": 15}
+_HEADS: dict[str, Any] = {"head_dim": 64}
+_WINDOWS: dict[str, Any] = {**_HEADS, "sliding_window": 512, "query_pre_attn_scalar": 64}
+#: The configurations by name: their class, and what differs from the sizes above.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", _HEADS),
+    "gemma": ("GemmaConfig", _HEADS),
+    "gemma2": ("Gemma2Config", _WINDOWS),
+    "gemma3": ("Gemma3TextConfig", _WINDOWS),
+    "olmo": ("OlmoConfig", {}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 512}),
+    "gpt2": ("GPT2Config", _PLAIN),
+    "gpt_neox": ("GPTNeoXConfig", _PLAIN),
+    "phi": ("PhiConfig", _PLAIN),
+    "opt": ("OPTConfig", {**_PLAIN, "ffn_dim": 4096, "word_embed_proj_dim": 1024}),
+    "starcoder2": ("Starcoder2Config", {**_PLAIN, "sliding_window": None}),
+    "stablelm": ("StableLmConfig", {}),
+    "cohere": ("CohereConfig", {}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 512}),
+    "granite": ("GraniteConfig", {}),
+    "glm": ("GlmConfig", _HEADS),
+    "glm4": ("Glm4Config", _HEADS),
+    "smollm3": ("SmolLM3Config", {}),
+}
+
+
+def random_model(name: str) -> Any:
+    """A model of the family with random weights."""
+    import transformers
+
+    kind, differing = FAMILIES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**{**_SIZES, **differing})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.generation_config = transformers.GenerationConfig()  # so no token ends a text
+    return model
+
+
+def passes(runner: ModelRunner, rounds: int) -> dict[int, dict[int, float]]:
+    """The least milliseconds of a pass by its context and its number of rows."""
+    table = runner.blocks.allocate(runner.blocks.blocks_for(max(CONTEXTS) + max(ROWS)))
+    runner.forward([Segment([1] * max(CONTEXTS), 0, table)])
+    found: dict[int, dict[int, float]] = {context: dict.fromkeys(ROWS, float("inf")) for context in CONTEXTS}
+    for _ in range(rounds):
+        for context in CONTEXTS:
+            for rows in ROWS:
+                segment = Segment([1] * rows, context, table)
+                seconds = _timed(partial(runner.forward, [segment]))
+                found[context][rows] = min(found[context][rows], 1e3 * seconds)
+    runner.blocks.free(table)
+    return found
+
+
+def writing(llm: LLM, model: Any, rounds: int) -> dict[str, dict[int, dict[str, float]]]:
+    """Tokens a second behind the first token and milliseconds to it, by engine and length of the prompt."""
+    engines = {"outrider": partial(_ours, llm), "transformers": partial(_theirs, model)}
+    found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in engines}
+    for context in CONTEXTS:
+        prompt = [(37 * i + 11) % _SIZES["vocab_size"] for i in range(context)]
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+        for turn in range(rounds + 1):
+            for name, write in engines.items():
+                spent = _timed(partial(write, prompt, 1)), _timed(partial(write, prompt, 1 + NEW_TOKENS))
+                if turn:  # the first round warms up
+                    seconds[name].append(spent)
+        for name, runs in seconds.items():
+            rate = median(NEW_TOKENS / (whole - first) for first, whole in runs)
+            found[name][context] = {"tokens_per_second": rate, "first_token_ms": 1e3 * median(first for first, _ in runs)}
+    return found
+
+
+def _ours(llm: LLM, prompt: list[int], count: int) -> None:
+    llm.generate(prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+
+
+@torch.inference_mode()
+def _theirs(model: Any, prompt: list[int], count: int) -> None:
+    ids = torch.tensor([prompt])
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0)
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    start = perf_counter()
+    work()
+    return perf_counter() - start
+
+
+def measure(name: str, rounds: int) -> dict[str, Any]:
+    """All figures of a family."""
+    model = random_model(name)
+    llm = LLM(model, speculation="none", prefix_caching=False, kv_cache_tokens=4096)
+    runner = llm.engine.runner
+    num_bytes = runner.backend.weight_bytes(runner.loaded.model) or weight_bytes(model)
+    bandwidth = read_bandwidth(torch.device("cpu"))
+    spent = passes(runner, 8 * rounds)
+    bytes_alone = None if num_bytes is None else 1e3 * num_bytes / max(bandwidth, read_bandwidth(torch.device("cpu")))
+    return {
+        "backend": runner.backend.name,
+        "weight_bytes": num_bytes,
+        "bytes_alone_ms": bytes_alone,
+        "pass_ms": spent,
+        "share_of_bandwidth": None if bytes_alone is None else bytes_alone / spent[CONTEXTS[0]][1],
+        "writing": writing(llm, model, rounds),
+    }
+
+
+def shown(found: dict[str, Any]) -> Table:
+    """The figures as a table."""
+    table = Table(
+        "family", "backend", "bytes, ms", "T(1), ms", "of bandwidth", "behind 1,000", "C(4)", "tokens/s", "theirs"
+    )
+    for name, entry in found.items():
+        near, far = entry["pass_ms"].values()
+        near, far = list(near.values()), list(far.values())
+        rates = [
+            "/".join(f"{each['tokens_per_second']:.0f}" for each in entry["writing"][engine].values())
+            for engine in ("outrider", "transformers")
+        ]
+        figures = [
+            f"{entry['bytes_alone_ms']:.1f}", f"{near[0]:.1f}", f"{entry['share_of_bandwidth']:.0%}", f"{far[0]:.1f}",
+            f"{near[1] / near[0]:.2f}/{far[1] / far[0]:.2f}",
+        ]  # fmt: skip
+        table.add_row(name, entry["backend"], *figures, *rates)
+    return table
+
+
+def main() -> None:
+    """Measure, print the figures, and write them to a file."""
+    parser = argparse.ArgumentParser(description="Passes and texts of families of models at one size.")
+    parser.add_argument("family", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    kept = json.loads(arguments.out.read_text("utf-8"))["families"] if arguments.out.exists() else {}
+    for name in arguments.family or FAMILIES:
+        kept[name] = json.loads(json.dumps(measure(name, arguments.rounds)))
+        Console().print(shown({name: kept[name]}))
+        ordered = {family: kept[family] for family in FAMILIES if family in kept}
+        facts = {"environment": describe(torch.device("cpu")), "rounds": arguments.rounds, "new_tokens": NEW_TOKENS}
+        arguments.out.write_text(json.dumps({**facts, "families": ordered}, indent=1) + "\n", "utf-8")
+    Console().print(shown(ordered))
+
+
+if __name__ == "__main__":
+    main()

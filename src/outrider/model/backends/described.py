@@ -1,0 +1,170 @@
+"""From a model and the description of its family to what the kernels' decoder is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from outrider.kernels.decoder import DecoderLayer, DecoderShape, Norm
+from outrider.kernels.packed import PackedWeights
+from outrider.model.backends.parts import Part, halves, heads_in_turn, whole
+from outrider.model.context import LayerReach
+from outrider.model.families import FAMILIES
+from outrider.model.family import Family
+
+#: The activations of transformers by their names in the kernels.
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_python": "gelu",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu_squared",
+    "silu": "silu",
+    "swish": "silu",
+}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+#: The epsilon of norms that do not say theirs, which is that of PyTorch's layer norm.
+_USUAL_EPSILON = 1e-5
+
+
+def described(model: Any) -> tuple[Any, Family]:
+    """The configuration of a model's decoder, and the description of its family.
+
+    Raises:
+        ValueError: The kernels cannot be this model.
+    """
+    config = model.config.get_text_config(decoder=True)
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise ValueError(f"the kernels do not know {config.model_type}")
+    if model.device.type != "cpu" or model.dtype not in _DTYPES:
+        raise ValueError(f"the kernels do not compute {model.dtype} on {model.device.type}")
+    activation = getattr(config, family.activation)
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"the kernels do not know the activation {activation}")
+    for name, value in family.only.items():
+        if getattr(config, name, value) != value:
+            raise ValueError(f"the kernels do not know {name}={getattr(config, name)}")
+    if model.get_input_embeddings().weight.shape[1] != config.hidden_size:
+        raise ValueError("the kernels do not know embeddings of another width")
+    return config, family
+
+
+def decoder_shape(config: Any, family: Family, embeddings: nn.Embedding, layer: DecoderLayer) -> DecoderShape:
+    """The sizes of a decoder, one of whose layers is packed already."""
+    num_heads = config.num_attention_heads
+    scale = getattr(embeddings, "embed_scale", None)
+    return DecoderShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=layer.down.in_features,
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(config, layer.qkv, layer.out),
+        head_dim=layer.out.in_features // num_heads,
+        activation=_ACTIVATIONS[getattr(config, family.activation)],
+        parallel=bool(getattr(config, family.parallel)) if isinstance(family.parallel, str) else family.parallel,
+        interleaved=family.interleaved,
+        embedding_scale=1.0 if scale is None else float(scale.to(embeddings.weight.dtype)),
+        input_scale=_number(config, family.input_scale, 1.0),
+        logit_scale=_number(config, family.logit_scale, 1.0) / _number(config, family.logit_divisor, 1.0),
+        logit_cap=_number(config, family.logit_cap, 0.0),
+    )
+
+
+def decoder_layer(
+    layer: Any, reach: LayerReach, rotary: int | None, config: Any, family: Family, take: Callable[..., PackedWeights]
+) -> DecoderLayer:
+    """A layer for the kernels. `take` packs parts of linear layers as one matrix."""
+    attention = getattr(layer, family.attention)
+    mlp = getattr(layer, family.mlp) if family.mlp else layer
+    num_heads = config.num_attention_heads
+    if family.rotary_where is not None and not getattr(attention, family.rotary_where):
+        rotary = None
+    out = take(whole(getattr(attention, family.out)))
+    projections = [getattr(attention, name) for name in family.qkv]
+    parts = [whole(module) for module in projections]
+    if family.heads_in_turn:
+        parts = heads_in_turn(projections[0], num_heads, out.in_features // num_heads)
+    qkv = take(*parts)
+    gate, up, down = _feed_forward(mlp, family)
+    query_norm, key_norm = (getattr(attention, name, None) for name in family.head_norms)
+    return DecoderLayer(
+        attention_norm=_layer_norm(layer, family.attention_norm, family),
+        attention_post_norm=_layer_norm(layer, family.attention_post_norm, family),
+        mlp_norm=_layer_norm(layer, family.mlp_norm, family),
+        mlp_post_norm=_layer_norm(layer, family.mlp_post_norm, family),
+        query_norm=_head_norm(query_norm, num_heads, family),
+        key_norm=_head_norm(key_norm, _num_kv_heads(config, qkv, out), family),
+        whole_norms=family.whole_norms,
+        qkv=qkv,
+        out=out,
+        gate=None if gate is None else take(gate),
+        up=take(up),
+        down=take(down),
+        rotary=rotary,
+        scale=attention.scaling,
+        softcap=_number(config, family.score_cap, 0.0),
+        residual_scale=_number(config, family.residual_scale, 1.0),
+        window=reach.window or 0,
+        chunk=reach.chunk or 0,
+    )
+
+
+def _feed_forward(mlp: Any, family: Family) -> tuple[Part | None, Part, Part]:
+    """Where the matrices of a feed-forward lie: gate, if there is one, up and down."""
+    modules = [getattr(mlp, name) for name in family.matrices]
+    if not family.gated:
+        return None, whole(modules[0]), whole(modules[1])
+    gate, up = halves(modules[0]) if len(modules) == 2 else (whole(modules[0]), whole(modules[1]))
+    return gate, up, whole(modules[-1])
+
+
+def _layer_norm(layer: Any, name: str | None, family: Family) -> Norm | None:
+    module = None if name is None else getattr(layer, name)  # some layers have a norm only where they need it
+    return None if module is None else norm_of(module, family)
+
+
+def _head_norm(module: Any | None, num_heads: int, family: Family) -> Norm | None:
+    """The norm of queries or keys, with weights for every head."""
+    if module is None:
+        return None
+    if family.whole_norms:
+        return norm_of(module, family)
+    norms = [norm_of(each, family) for each in getattr(module, "norms", [module])]
+    weights = torch.cat([norm.weight.reshape(-1, norm.weight.shape[-1]) for norm in norms])
+    biases = [norm.bias for norm in norms if norm.bias is not None]
+    return Norm(
+        norms[0].kind,
+        norms[0].epsilon,
+        weights.expand(num_heads, -1).flatten(),
+        torch.stack(biases).expand(num_heads, -1).flatten() if biases else None,
+    )
+
+
+def norm_of(module: Any, family: Family) -> Norm:
+    """A norm for the kernels, which know no offset of its weights."""
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if weight is None:  # a norm without factors
+        weight = torch.ones(module.normalized_shape)
+    wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)) + family.norm_offset
+    epsilon: float = getattr(module, "eps" if hasattr(module, "eps") else "variance_epsilon", _USUAL_EPSILON)
+    return Norm(family.norm, epsilon, wide, None if bias is None else bias.detach())
+
+
+def _num_kv_heads(config: Any, qkv: PackedWeights, out: PackedWeights) -> int:
+    """From the sizes of the matrices, since not every configuration tells the truth."""
+    head_dim: int = out.in_features // config.num_attention_heads
+    return int(qkv.out_features // head_dim - config.num_attention_heads) // 2
+
+
+def _number(config: Any, name: str | None, default: float) -> float:
+    """The number that the configuration keeps under a name, or `default` where it keeps none."""
+    value = None if name is None else getattr(config, name)
+    return default if value is None else float(value)

@@ -1,0 +1,122 @@
+"""The families whose forward pass is the kernels' own.
+
+A description makes a model type a candidate. Whether the model at hand is what the description says is found as for every
+backend: its pass is compared with the stock model's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from outrider.kernels.layout import NormKind
+from outrider.model.family import Family
+
+_LLAMA = Family()
+_JOINED = ("gate_up_proj", "down_proj")
+_PHI3 = Family(qkv=("qkv_proj",), matrices=_JOINED)
+_GEMMA = Family(norm_offset=1.0)
+_GEMMA2 = replace(
+    _GEMMA,
+    activation="hidden_activation",
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+    score_cap="attn_logit_softcapping",
+    logit_cap="final_logit_softcapping",
+)
+_OLMO2 = Family(
+    attention_norm=None,
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm=None,
+    mlp_post_norm="post_feedforward_layernorm",
+    whole_norms=True,
+)
+_GPT2 = Family(
+    final_norm="ln_f",
+    positions="wpe",
+    attention="attn",
+    qkv=("c_attn",),
+    out="c_proj",
+    matrices=("c_fc", "c_proj"),
+    gated=False,
+    activation="activation_function",
+    norm=NormKind.LAYER,
+    attention_norm="ln_1",
+    mlp_norm="ln_2",
+)
+_GPT_NEOX = Family(
+    final_norm="final_layer_norm",
+    attention="attention",
+    qkv=("query_key_value",),
+    heads_in_turn=True,
+    out="dense",
+    matrices=("dense_h_to_4h", "dense_4h_to_h"),
+    gated=False,
+    norm=NormKind.LAYER,
+    parallel="use_parallel_residual",
+)
+_PHI = Family(
+    final_norm="final_layernorm",
+    out="dense",
+    matrices=("fc1", "fc2"),
+    gated=False,
+    norm=NormKind.LAYER,
+    mlp_norm=None,
+    head_norms=("q_layernorm", "k_layernorm"),
+    parallel=True,
+)
+_STARCODER2 = Family(matrices=("c_fc", "c_proj"), gated=False, norm=NormKind.LAYER)
+_STABLELM = Family(norm=NormKind.LAYER, head_norms=("q_layernorm", "k_layernorm"), parallel="use_parallel_residual")
+_COHERE = Family(
+    norm=NormKind.LAYER,
+    mlp_norm=None,
+    parallel=True,
+    interleaved=True,
+    interleaved_tables=True,
+    logit_scale="logit_scale",
+)
+_GRANITE = Family(input_scale="embedding_multiplier", residual_scale="residual_multiplier", logit_divisor="logits_scaling")
+_GLM = Family(matrices=_JOINED, interleaved=True)
+_GLM4 = replace(_GLM, attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm")
+_OLMO = Family(norm=NormKind.LAYER, only={"clip_qkv": None})
+_OPT = Family(
+    final_norm="final_layer_norm",
+    positions="embed_positions",
+    first_position=2,
+    mlp="",
+    out="out_proj",
+    matrices=("fc1", "fc2"),
+    gated=False,
+    activation="activation_function",
+    norm=NormKind.LAYER,
+    attention_norm="self_attn_layer_norm",
+    mlp_norm="final_layer_norm",
+    only={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
+)
+
+#: By the model type of their configuration.
+FAMILIES: dict[str, Family] = {
+    "cohere": _COHERE,
+    "cohere2": replace(_COHERE, rotary_where="sliding_window"),
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(_GEMMA2, score_cap=None),  # its configuration has one, and its attention does not read it
+    "glm": _GLM,
+    "glm4": _GLM4,
+    "gpt2": _GPT2,
+    "gpt_neox": _GPT_NEOX,
+    "granite": _GRANITE,
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "olmo": _OLMO,
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO2,
+    "opt": _OPT,
+    "phi": _PHI,
+    "phi3": _PHI3,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "smollm3": replace(_LLAMA, rotary_where="use_rope"),
+    "stablelm": _STABLELM,
+    "starcoder2": _STARCODER2,
+}

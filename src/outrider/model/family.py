@@ -1,0 +1,77 @@
+"""How a family of models is described, so that the kernels' decoder can be this family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.kernels.layout import NormKind
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a decoder of this family is made of, and under which names transformers keeps it.
+
+    The defaults describe Llama. Where a value depends on the checkpoint, the description names the attribute of its
+    configuration.
+
+    Attributes:
+        final_norm: The norm behind the last layer.
+        positions: The table of learned position embeddings, or None.
+        first_position: The row of this table that belongs to the first token.
+        attention, mlp: The two parts of a layer. An empty name is the layer itself.
+        qkv: The projections to queries, keys and values, or one that holds all of them.
+        heads_in_turn: Whether this one holds query, key and value of one head after another.
+        out: The projection behind attention.
+        matrices: The projections of the feed-forward in their order. In a gated one of two, the first holds gate and up.
+        gated: Whether the activation is multiplied with a second projection.
+        activation: The attribute that names the activation.
+        norm: What the norms of a layer and the final one do.
+        norm_offset: What is added to the weights of the norms.
+        attention_norm, attention_post_norm: The norms before and after attention, or None.
+        mlp_norm, mlp_post_norm: The norms before and after the feed-forward, or None.
+        head_norms: The norms of queries and keys, where the model has them.
+        whole_norms: Whether these take all heads together, and not each alone.
+        parallel: Whether the feed-forward stands beside attention, or the attribute that says so.
+        interleaved: Whether rotary embeddings turn pairs of neighbours, and not of numbers that lie half a head apart.
+        interleaved_tables: Whether the rotary module's tables are in that order, too.
+        rotary_where: The attribute of an attention module that is true where positions enter. None where they always do.
+        input_scale: The attribute that holds a factor of what the first layer reads.
+        residual_scale: The attribute that holds a factor of what both parts add.
+        score_cap: The attribute that holds the bound that attention scores come near to.
+        logit_scale, logit_divisor: The attribute that holds a factor or a divisor of logits.
+        logit_cap: The attribute that holds the bound that logits come near to.
+        only: What the configuration must say for this description to hold.
+    """
+
+    final_norm: str = "norm"
+    positions: str | None = None
+    first_position: int = 0
+    attention: str = "self_attn"
+    mlp: str = "mlp"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    heads_in_turn: bool = False
+    out: str = "o_proj"
+    matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    gated: bool = True
+    activation: str = "hidden_act"
+    norm: NormKind = NormKind.RMS
+    norm_offset: float = 0.0
+    attention_norm: str | None = "input_layernorm"
+    attention_post_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_post_norm: str | None = None
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    whole_norms: bool = False
+    parallel: bool | str = False
+    interleaved: bool = False
+    interleaved_tables: bool = False
+    rotary_where: str | None = None
+    input_scale: str | None = None
+    residual_scale: str | None = None
+    score_cap: str | None = None
+    logit_scale: str | None = None
+    logit_divisor: str | None = None
+    logit_cap: str | None = None
+    only: Mapping[str, Any] = field(default_factory=dict)
