@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.startup import light_imports
 from outrider.errors import ContradictionError, InvalidParameterError
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def speculation(
 ) -> Any:
     """A SpeculationConfig from what was given; where only its own fields were, these as changes to LLM's choice; None where
     nothing was."""
-    from outrider.propose.speculation import SpeculationConfig
+    with light_imports():
+        from outrider.propose.speculation import SpeculationConfig
 
     widths = None if tree is None else _widths(tree)
     changes = {"num_draft_tokens": num_draft_tokens, "rule": rule, "tree": widths}
@@ -174,7 +176,7 @@ def load(console: Console, model: str | None, settings: Any, **options: Any) -> 
     if changes and model is not None:
         name, value = next(iter(changes.items()))
         raise ContradictionError(name, value, "nothing drafts for this model", "Add --method or --draft-model.")
-    with _spinner(console, f"loading {model or 'the embedded pair'}"):
+    with _spinner(console, f"loading {model or 'the embedded pair'}"), light_imports():
         from outrider.llm import LLM
 
         llm = LLM(model, speculation=None if changes else settings, **options)
