@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+from contextlib import suppress
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +15,7 @@ from outrider.kernels.library import KernelLibrary
 from outrider.kernels.weights import StoredWeight
 
 _I64 = ctypes.c_int64
+_LARGE_PAGE = 2**21
 
 
 class PackedWeights:
@@ -19,7 +23,8 @@ class PackedWeights:
 
     Args:
         library: The kernels of this processor.
-        stored: [out_features, in_features] in float32, float64 or bfloat16, or in int8 with a scale for each row.
+        stored: [out_features, in_features] in float32, float64 or bfloat16, or in int8 with a scale for each row. Several
+            are stacked, without a copy of them.
         bias: [out_features] or None.
 
     Attributes:
@@ -29,15 +34,19 @@ class PackedWeights:
         scale, bias: [width] of dtype `real`, or None.
     """
 
-    def __init__(self, library: KernelLibrary, stored: StoredWeight, bias: Tensor | None = None) -> None:
-        weight = stored.data
-        self.out_features, self.in_features = weight.shape
-        self.real = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        self.kind = kind_of(weight.dtype)
+    def __init__(
+        self, library: KernelLibrary, stored: StoredWeight | list[StoredWeight], bias: Tensor | None = None
+    ) -> None:
+        parts = [stored] if isinstance(stored, StoredWeight) else stored
+        first = parts[0].data
+        self.out_features, self.in_features = sum(len(part.data) for part in parts), first.shape[1]
+        self.real = torch.float64 if first.dtype == torch.float64 else torch.float32
+        self.kind = kind_of(first.dtype)
         panel = library.panel(self.real)
         self.width = -(-self.out_features // panel) * panel
-        self.data = _packed(library, weight.contiguous(), self.real, self.kind)
-        self.scale, self.bias = self._column(stored.scale), self._column(bias)
+        self.data = _packed(library, [part.data for part in parts], self.real, self.kind)
+        scales = [part.scale for part in parts if part.scale is not None]
+        self.scale, self.bias = self._column(torch.cat(scales) if scales else None), self._column(bias)
         self.struct = LinearStruct(
             self.kind,
             self.out_features,
@@ -61,9 +70,7 @@ class PackedWeights:
     def unpacked(self) -> StoredWeight:
         """The weights in their original order."""
         data = self.data.new_empty(self.out_features, self.in_features)
-        sizes = [_I64(value) for value in (self.out_features, self.in_features)]
-        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.data, data)]
-        self._library.function("unpack", self.real)(_I64(self.kind), pointers[0], *sizes, pointers[1])
+        _move("unpack", self._library, self.real, self.kind, [data], self.data)
         return StoredWeight(data, None if self.scale is None else self.scale[: self.out_features].clone())
 
     def _column(self, values: Tensor | None) -> Tensor | None:
@@ -101,14 +108,37 @@ def product(library: KernelLibrary, weights: LinearStruct, rows: Tensor) -> Tens
     return out
 
 
-def _packed(library: KernelLibrary, weight: Tensor, real: torch.dtype, kind: WeightKind) -> Tensor:
-    rows, cols = weight.shape
-    num_bytes = packed_bytes(library, kind, rows, cols, real)
-    data = torch.empty(num_bytes + 64, dtype=torch.uint8)  # kernels read a little ahead, but never past this
-    data = data[-data.data_ptr() % 64 :][:num_bytes].view(weight.dtype)
-    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, data)]
-    library.function("pack", real)(_I64(kind), pointers[0], _I64(rows), _I64(cols), pointers[1])
+def _packed(library: KernelLibrary, weights: list[Tensor], real: torch.dtype, kind: WeightKind) -> Tensor:
+    rows, cols = sum(map(len, weights)), weights[0].shape[1]
+    data = _memory(packed_bytes(library, kind, rows, cols, real)).view(weights[0].dtype)
+    _move("pack", library, real, kind, [w if w.stride(1) == 1 else w.contiguous() for w in weights], data)
     return data
+
+
+def _move(
+    way: str, library: KernelLibrary, real: torch.dtype, kind: WeightKind, weights: list[Tensor], data: Tensor
+) -> None:
+    """Pack stacked weights, whose rows are contiguous, into `data`, or unpack them from there."""
+    addresses = np.concatenate([w.data_ptr() + np.arange(len(w)) * (w.stride(0) * w.itemsize) for w in weights])
+    library.function(way, real)(
+        _I64(kind),
+        ctypes.c_void_p(addresses.ctypes.data),
+        _I64(len(addresses)),
+        _I64(weights[0].shape[1]),
+        ctypes.c_void_p(data.data_ptr()),
+        _I64(library.num_threads),
+    )
+
+
+def _memory(num_bytes: int) -> Tensor:
+    """Bytes at the beginning of a cache line, in large pages where they are many: these are filled, and read, faster."""
+    if num_bytes < _LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        data = torch.empty(num_bytes + 64, dtype=torch.uint8)  # kernels read a little ahead, but never past this
+        return data[-data.data_ptr() % 64 :][:num_bytes]
+    pages = mmap.mmap(-1, num_bytes + 64, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system without large pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
 
 
 def _address(values: Tensor | None) -> int | None:

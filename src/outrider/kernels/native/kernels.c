@@ -2,11 +2,13 @@
 #include "constant.h"
 #include "simd.h"
 #include "team.h"
+#include "words.h"
 
 #define REAL float
 #define REAL_IS_DOUBLE 0
 #define REAL_NAME f32
 #include "linear.inc"
+#include "pack.inc"
 #include "rows.inc"
 #include "product.inc"
 #include "attention.inc"
@@ -19,6 +21,7 @@
 #define REAL_IS_DOUBLE 1
 #define REAL_NAME f64
 #include "linear.inc"
+#include "pack.inc"
 #include "rows.inc"
 #include "product.inc"
 #include "attention.inc"

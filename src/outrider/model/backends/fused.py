@@ -168,15 +168,12 @@ class _Matrices:
 
     def take(self, *parts: _Part) -> PackedWeights:
         """Pack parts of linear layers as one matrix, stacked."""
-        stored = [stored_weight(p.module) for p in parts]
-        data = torch.cat([w.data[p.begin : p.end] for w, p in zip(stored, parts, strict=True)])
-        scales = [w.scale[p.begin : p.end] for w, p in zip(stored, parts, strict=True) if w.scale is not None]
+        stored = [(stored_weight(p.module), p) for p in parts]
+        pieces = [
+            StoredWeight(w.data[p.begin : p.end], None if w.scale is None else w.scale[p.begin : p.end]) for w, p in stored
+        ]
         biases = [p.module.bias.detach()[p.begin : p.end] for p in parts if p.module.bias is not None]
-        packed = PackedWeights(
-            self._library,
-            StoredWeight(data, torch.cat(scales) if scales else None),
-            torch.cat(biases) if biases else None,
-        )
+        packed = PackedWeights(self._library, pieces, torch.cat(biases) if biases else None)
         self._taken.append((list(parts), packed))
         return packed
 
