@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from outrider.kernels.layout import LinearStruct, WeightKind
 from outrider.kernels.library import KernelLibrary, kernels_for
 from outrider.kernels.packed import PackedWeights, kind_of, packed_bytes, product
+from outrider.kernels.pages import release
 from outrider.kernels.weights import StoredWeight, empty_weight, restore_weight, stored_weight
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -136,6 +137,7 @@ def _pack_transposed(model: nn.Module, library: KernelLibrary, types: tuple[type
             continue
         bias = getattr(module, "bias", None)
         packed = PackedWeights(library, StoredWeight(weight.data.t(), None), None if bias is None else bias.detach())
+        release(weight.data)
         nothing = torch.full((), float("nan"), dtype=weight.dtype).expand(weight.shape)
         module.weight = nn.Parameter(nothing, requires_grad=False)
         module.stock = type(module)  # type: ignore[assignment]

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from outrider.kernels.pages import release
+
 
 class StoredWeight(NamedTuple):
     """The numbers that a product with a layer's weight reads.
@@ -35,6 +37,7 @@ def quantise_linears(model: nn.Module) -> None:
         if type(module) is nn.Linear:
             dtype = module.weight.dtype
             stored = _rounded(module.weight.data)
+            release(module.weight.data)
             # The layer gets a parameter of its own, so that a head is quantised without the embeddings that are tied to it.
             module.weight = nn.Parameter(_product(stored, dtype), requires_grad=False)
             if dtype in (torch.float32, torch.bfloat16):  # other dtypes are computed in their own precision
@@ -47,6 +50,7 @@ def empty_weight(module: nn.Linear) -> None:
     The shape and the dtype stay. There are no numbers left, so that a use of them is noticed.
     """
     nothing = torch.full((), float("nan"), dtype=module.weight.dtype).expand(module.weight.shape)
+    release(module.weight.data)
     module.weight = nn.Parameter(nothing, requires_grad=False)
     if hasattr(module, "quantised_weight"):
         del module.quantised_weight

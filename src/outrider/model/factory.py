@@ -19,7 +19,7 @@ from outrider.model.backends.paged import PagedAttention
 from outrider.model.backends.row_by_row import RowByRowAttention
 from outrider.model.loader import LoadedModel
 from outrider.model.memory import num_blocks
-from outrider.model.probe import is_causal, probe, probe_bits, reference
+from outrider.model.probe import probe, probe_bits, reference
 from outrider.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -60,17 +60,17 @@ def make_runner(
             f"it has layers with a running state ({', '.join(kinds)}), which rejected draft tokens would corrupt",
             "Use a model whose layers all attend.",
         )
-    if not is_causal(loaded):
+    stock = reference(loaded)
+    if not stock.is_causal:
         raise UnsupportedModelError(
             loaded.name,
             "its tokens see those that come after them, so it is an encoder",
             "Use a causal decoder; for masked models there is nothing to speculate on.",
         )
-    want = reference(loaded)
     failures = {}
     for name, packed in _ways(attention_backend, batch_invariant=batch_invariant):
         try:
-            backend, bytes_per_token = _install(loaded, name, want, packed=packed, bits=batch_invariant)
+            backend, bytes_per_token = _install(loaded, name, stock.logits, packed=packed, bits=batch_invariant)
         except Exception as error:  # whatever the model's own code raises decides against this backend
             logger.info("attention backend %s (packed: %s) does not fit %s: %s", name, packed, loaded.name, error)
             failures[name] = str(error).splitlines()[0] if str(error) else type(error).__name__

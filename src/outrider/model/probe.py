@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,20 +21,35 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 2e-2, torc
 _PROBE_LEN, _PROBE_CUT, _PROBE_BLOCK = 12, 7, 4
 
 
-def is_causal(loaded: LoadedModel) -> bool:
-    """Whether what a token's row says is untouched by the tokens after it; found by changing the last one."""
+@dataclass(frozen=True)
+class Reference:
+    """What the stock model says to the tokens of the probe.
+
+    Attributes:
+        logits: [num_tokens, vocab_size]
+        is_causal: Whether what a token's row says is untouched by the tokens after it; found by changing the last one.
+    """
+
+    logits: Tensor
+    is_causal: bool
+
+
+def reference(loaded: LoadedModel) -> Reference:
+    """One pass of the stock model over the tokens of the probe, and over the same with another last token beside them: a
+    model is read from its file once."""
+    hf.set_attention(loaded.model, hf.stock_attention(loaded.model))
     tokens = _probe_tokens(loaded)
     changed = [*tokens[:-1], (tokens[-1] + 1) % loaded.vocab_size]
-    rows, others = _plain_logits(loaded, tokens)[:-1], _plain_logits(loaded, changed)[:-1]
-    scale = rows.abs().max().item()
-    return (rows - others).abs().max().item() <= TOLERANCE[loaded.dtype] * scale
-
-
-def reference(loaded: LoadedModel) -> Tensor:
-    """What the stock model says to the tokens of the probe: [num_tokens, vocab_size]."""
-    hf.set_attention(loaded.model, hf.stock_attention(loaded.model))
     with hf.noting_layers(loaded.model):
-        return _plain_logits(loaded, _probe_tokens(loaded))
+        logits, others = _plain_logits(loaded, [tokens, changed])
+    return Reference(logits, _error(others[:-1], logits[:-1], logits, loaded.dtype) <= TOLERANCE[loaded.dtype])
+
+
+def _error(got: Tensor, want: Tensor, logits: Tensor, dtype: torch.dtype) -> float:
+    """How far rows of logits lie apart, as a share of the largest of all logits."""
+    by_row = (got - want).abs().amax(-1) / logits.abs().max()
+    # In narrow types a router's near tie may send a single row to another expert; a wrong mask spares hardly any row.
+    return float(by_row.max() if dtype in (torch.float64, torch.float32) else by_row.median())
 
 
 def _probe_tokens(loaded: LoadedModel) -> list[int]:
@@ -58,9 +74,7 @@ def probe(loaded: LoadedModel, backend: AttentionBackend, want: Tensor) -> int:
     rows = [tokens[_PROBE_CUT], tokens[0], *tokens[_PROBE_CUT + 1 :]]
     tree = (-1, 0, 0, 2, 3, 4)  # row 1 is a rejected sibling that nobody on the true path may see
     got = runner.forward([Segment(rows, _PROBE_CUT, table, tree, long_rope=long)]).logits[[0, 2, 3, 4, 5]]
-    by_row = (got - want[_PROBE_CUT:]).abs().amax(-1) / want.abs().max()
-    # In narrow types a router's near tie may send a single row to another expert; a wrong mask spares hardly any row.
-    error = float(by_row.max() if loaded.dtype in (torch.float64, torch.float32) else by_row.median())
+    error = _error(got, want[_PROBE_CUT:], want, loaded.dtype)
     if not error <= TOLERANCE[loaded.dtype]:
         raise ValueError(f"logits differ from a plain forward pass by {error:.1e} of their size")
     return runner.pool.bytes_per_slot()
@@ -80,6 +94,7 @@ def probe_bits(loaded: LoadedModel, backend: AttentionBackend) -> None:
 
 
 @torch.inference_mode()
-def _plain_logits(loaded: LoadedModel, tokens: list[int]) -> Tensor:
-    logits: Tensor = loaded.model(torch.tensor([tokens], device=loaded.device), use_cache=False).logits[0]
+def _plain_logits(loaded: LoadedModel, texts: list[list[int]]) -> Tensor:
+    """[num_texts, num_tokens, vocab_size] for texts of one length."""
+    logits: Tensor = loaded.model(torch.tensor(texts, device=loaded.device), use_cache=False).logits
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
