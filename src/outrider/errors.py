@@ -8,6 +8,7 @@ OutriderError
 │   └── InvalidPromptError           empty, too long, out of the vocabulary, not encodable
 ├── ModelError                       a checkpoint or architecture; carries the model's name and a remedy
 │   ├── ModelLoadError               not on the hub, unreadable or corrupt
+│   ├── ModelTooLargeError           takes more memory than there is; carries the numbers
 │   ├── UnsupportedModelError        loads, but cannot be driven exactly; says why
 │   └── VocabularyMismatchError      a draft model that speaks other tokens than its target
 ├── RequestError                     one request failed; its neighbours did not
@@ -114,6 +115,27 @@ class ModelError(OutriderError):
 
 class ModelLoadError(ModelError):
     """The checkpoint is not on the hub, unreadable or corrupt; a folder that is not there is an InvalidParameterError."""
+
+
+class ModelTooLargeError(ModelError):
+    """The checkpoint takes more memory than there is.
+
+    Args:
+        model: Path or hub id.
+        dtype: What its weights would be loaded in.
+        weight_bytes: What they would take.
+        kv_bytes: What the keys and values that were asked for would take.
+        available_bytes: What there is.
+        remedy: What would help, as a sentence.
+    """
+
+    def __init__(self, model: str, dtype: str, weight_bytes: int, kv_bytes: int, available_bytes: int, remedy: str) -> None:
+        self.weight_bytes = weight_bytes
+        self.kv_bytes = kv_bytes
+        self.available_bytes = available_bytes
+        keys = f" and {kv_bytes / 1e9:.1f} GB for keys and values" if kv_bytes else ""
+        need = f"it needs {weight_bytes / 1e9:.1f} GB for its weights in {dtype}{keys}"
+        super().__init__(model, f"{need}, and {available_bytes / 1e9:.1f} GB of memory are available", remedy)
 
 
 class UnsupportedModelError(ModelError):

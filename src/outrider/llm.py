@@ -160,7 +160,7 @@ class LLM:
         self.speculation = self.resolve(_chosen(speculation, draft_model, embedded=self._embedded))
         method = self.speculation.method
         check_sources(draft_model=method.model if isinstance(method, DraftModel) else None)
-        loaded = _load(model, self._model_config, tokenizer, consume=consume)
+        loaded = _load(model, self._model_config, tokenizer, consume=consume, kv_tokens=kv_cache_tokens)
         runner = make_runner(loaded, attention_backend, self._cache_config, max_num_seqs, batch_invariant=batch_invariant)
         self.tokenizer = loaded.tokenizer
         self.default_params = _default_params(loaded)
@@ -471,7 +471,7 @@ def _name_of(model: Any) -> Any:
     return fspath(source) if isinstance(source, PathLike) else source
 
 
-def _load(model: Any, config: ModelConfig, tokenizer: Any | None, *, consume: bool) -> LoadedModel:
+def _load(model: Any, config: ModelConfig, tokenizer: Any | None, *, consume: bool, kv_tokens: int | None) -> LoadedModel:
     if isinstance(model, torch.nn.Module):
         return adopt_model(model, config, tokenizer, consume=consume)
     if consume:
@@ -479,7 +479,7 @@ def _load(model: Any, config: ModelConfig, tokenizer: Any | None, *, consume: bo
             "consume", consume, "there is no loaded model whose weights could be taken", "Leave it out, or give a model."
         )
     check_sources(model=config.model)
-    return load_model(config, tokenizer)
+    return load_model(config, tokenizer, kv_tokens=kv_tokens)
 
 
 def _default_params(loaded: LoadedModel) -> SamplingParams:

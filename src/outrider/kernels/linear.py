@@ -15,7 +15,7 @@ from outrider.kernels.layout import LinearStruct, WeightKind
 from outrider.kernels.library import KernelLibrary, kernels_for
 from outrider.kernels.packed import PackedWeights, kind_of, packed_bytes, product
 from outrider.kernels.pages import release
-from outrider.kernels.weights import StoredWeight, empty_weight, restore_weight, stored_weight
+from outrider.kernels.weights import QuantisedLinear, StoredWeight, empty_weight, restore_weight, stored_weight
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -123,7 +123,8 @@ def use_stock_linear(model: nn.Module) -> None:
             if module.tied is not None:
                 module.weight = module.tied
             del module.packed, module.__dict__["tied"]
-            module.__class__ = nn.Linear  # type: ignore[assignment]
+            stock: type[nn.Module] = QuantisedLinear if hasattr(module, "quantised_weight") else nn.Linear
+            module.__class__ = stock  # type: ignore[assignment]
         elif type(module) is PackedTransposed:
             module.weight = nn.Parameter(module.packed.unpacked().data.t().contiguous(), requires_grad=False)
             del module.packed
@@ -149,5 +150,7 @@ def _stock_linears(model: nn.Module, dtypes: tuple[torch.dtype, ...]) -> list[nn
     return [
         module
         for module in model.modules()
-        if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype in dtypes
+        if type(module) in (nn.Linear, QuantisedLinear)
+        and module.weight.device.type == "cpu"
+        and module.weight.dtype in dtypes
     ]

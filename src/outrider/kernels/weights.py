@@ -31,16 +31,32 @@ def stored_weight(module: nn.Linear) -> StoredWeight:
     return getattr(module, "quantised_weight", None) or StoredWeight(module.weight.data, None)
 
 
+class QuantisedLinear(nn.Linear):
+    """nn.Linear with rounded weights, for where no kernels read these: every pass computes the product anew.
+
+    So a model is never in memory both as it was and rounded. `weight` keeps its shape and dtype, but holds no numbers.
+    """
+
+    quantised_weight: StoredWeight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]."""
+        return nn.functional.linear(input, _product(self.quantised_weight, self.weight.dtype), self.bias)
+
+
 def quantise_linears(model: nn.Module) -> None:
     """Round the weights of every linear layer to int8, those of the head too. Embeddings stay as they are."""
     for module in model.modules():
         if type(module) is nn.Linear:
             dtype = module.weight.dtype
             stored = _rounded(module.weight.data)
-            release(module.weight.data)
             # The layer gets a parameter of its own, so that a head is quantised without the embeddings that are tied to it.
-            module.weight = nn.Parameter(_product(stored, dtype), requires_grad=False)
-            if dtype in (torch.float32, torch.bfloat16):  # other dtypes are computed in their own precision
+            if dtype not in (torch.float32, torch.bfloat16) or module.weight.device.type != "cpu":
+                # These are computed in their own precision, or without our kernels.
+                module.weight = nn.Parameter(_product(stored, dtype), requires_grad=False)
+            else:
+                empty_weight(module)
+                module.__class__ = QuantisedLinear
                 module.quantised_weight = stored  # type: ignore[assignment]
 
 
@@ -61,7 +77,6 @@ def restore_weight(module: nn.Linear, stored: StoredWeight) -> None:
     if stored.scale is None:
         module.weight = nn.Parameter(stored.data, requires_grad=False)
     else:
-        module.weight = nn.Parameter(_product(stored, module.weight.dtype), requires_grad=False)
         module.quantised_weight = stored  # type: ignore[assignment]
 
 

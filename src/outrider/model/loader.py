@@ -18,6 +18,7 @@ from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, ModelLoadError, UnsupportedModelError
 from outrider.kernels.weights import quantise_linears
 from outrider.model import hf
+from outrider.model.fit import check_fit
 from outrider.model.given import check_given, make_own
 
 logger = logging.getLogger(__name__)
@@ -101,15 +102,17 @@ def _may_be_hub_id(source: str) -> bool:
     return True
 
 
-def load_model(config: ModelConfig, tokenizer: Any | None = None) -> LoadedModel:
+def load_model(config: ModelConfig, tokenizer: Any | None = None, *, kv_tokens: int | None = None) -> LoadedModel:
     """Load weights and tokenizer through transformers.
 
     Args:
         config: Which checkpoint, and how.
         tokenizer: Used in place of the checkpoint's own: a folder, a hub id, or a tokenizer of transformers (copied).
+        kv_tokens: Tokens of keys and values that are to fit beside the weights; None for whatever fits.
 
     Raises:
         ModelLoadError: Not on the hub, unreadable or corrupt.
+        ModelTooLargeError: It takes more memory than there is. No weight has been read.
         InvalidParameterError: The device cannot be used, max_model_len exceeds the context, or the tokenizer is none.
         UnsupportedModelError: Not a causal decoder.
     """
@@ -117,6 +120,7 @@ def load_model(config: ModelConfig, tokenizer: Any | None = None) -> LoadedModel
     source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     hf_config = _read_config(config, source)
     longest = _max_model_len(config, hf_config)
+    check_fit(config, hf_config, device, kv_tokens)
     own_tokenizer = _load_tokenizer(config, source) if tokenizer is None else given_tokenizer(tokenizer)
     return _loaded(config, _load_weights(config, hf_config, source).to(device), own_tokenizer, device, longest)
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
-
 from outrider.config import CacheConfig
+from outrider.model.available import available_bytes
 from outrider.model.loader import LoadedModel
 
 
@@ -14,10 +11,8 @@ def num_blocks(loaded: LoadedModel, cache: CacheConfig, max_num_seqs: int, bytes
     """Capacity: as asked, or what every running sequence could fill, within a share of the free memory."""
     if cache.num_tokens is not None:
         tokens = cache.num_tokens
-    elif loaded.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(loaded.device)
-        tokens = min(max_num_seqs * loaded.max_model_len, int(0.8 * free) // bytes_per_token)
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**31
-        tokens = min(max_num_seqs * loaded.max_model_len, free // 4 // bytes_per_token)
+        free, share = available_bytes(loaded.device), 0.8 if loaded.device.type == "cuda" else 0.25
+        room = int(share * (2**31 if free is None else free)) // bytes_per_token
+        tokens = min(max_num_seqs * loaded.max_model_len, room)
     return max(1, tokens // cache.block_size)

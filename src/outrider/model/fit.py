@@ -1,0 +1,147 @@
+"""Does a checkpoint fit into memory? Told from the headers of its files, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.config import ModelConfig
+from outrider.errors import ModelTooLargeError
+from outrider.model.available import available_bytes
+
+_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+#: Floating dtypes in the headers, which loading converts. Others stay as they are.
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
+_LONGEST_HEADER = 100_000_000  # what the format allows
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in the header of a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def nbytes(self, dtype: torch.dtype | None, *, int8: bool = False) -> int:
+        """What it takes, loaded in `dtype`, or as it is stored for None; matrices but for embeddings rounded to int8."""
+        if int8 and len(self.shape) == 2 and not any(part in self.name for part in ("embed", "wte", "wpe")):
+            return prod(self.shape) + 4 * self.shape[0]
+        stored = _FLOATS.get(self.dtype)
+        size = _BYTES.get(self.dtype, 1) if stored is None else (dtype or stored).itemsize
+        return prod(self.shape) * size
+
+
+def check_fit(config: ModelConfig, hf_config: Any, device: torch.device, kv_tokens: int | None) -> None:
+    """Refuse a checkpoint that does not fit, with the numbers.
+
+    Args:
+        config: What is asked for. Where its model is no folder with safetensors files, nothing is known or refused.
+        hf_config: transformers' configuration of the model.
+        device: Where it is to lie.
+        kv_tokens: How many tokens of keys and values are asked for; None for as many as there is room for.
+
+    Raises:
+        ModelTooLargeError: Weights, and keys and values, take more than there is.
+    """
+    available = available_bytes(device)
+    tensors = stored_tensors(Path(config.model))
+    if available is None or not tensors:
+        return
+    dtype = _asked_dtype(config, hf_config)
+    per_token = _kv_bytes_per_token(hf_config, dtype or torch.float32)
+    weights = _weight_bytes(tensors, hf_config, dtype, int8=config.quantization is not None)
+    kv = (kv_tokens or 0) * per_token
+    if weights + kv > available:
+        remedy = _remedy(config, hf_config, tensors, dtype, available, kv_tokens)
+        name = str(dtype).removeprefix("torch.") if dtype is not None else "the dtypes of its files"
+        raise ModelTooLargeError(config.model, config.quantization or name, weights, kv, available, remedy)
+
+
+def stored_tensors(folder: Path) -> list[StoredTensor]:
+    """The tensors of a checkpoint by the headers of its safetensors files; none where there are no such files.
+
+    What is malformed is left to loading, which says what is wrong.
+    """
+    try:
+        if (folder / _INDEX).is_file():
+            names = sorted(set(json.loads((folder / _INDEX).read_text("utf-8"))["weight_map"].values()))
+        else:
+            names = [_WHOLE] if (folder / _WHOLE).is_file() else []
+        return [tensor for name in names for tensor in _header(folder / name)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _header(path: Path) -> list[StoredTensor]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > _LONGEST_HEADER:
+            raise ValueError(f"a header of {size} bytes")
+        entries = json.loads(file.read(size))
+    return [
+        StoredTensor(name, entry["dtype"], tuple(entry["shape"]))
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    ]
+
+
+def _asked_dtype(config: ModelConfig, hf_config: Any) -> torch.dtype | None:
+    """The dtype that weights are loaded in; None for that of the files."""
+    if config.dtype != "auto":
+        asked: torch.dtype = getattr(torch, config.dtype)
+        return asked
+    written = getattr(hf_config, "dtype", None)
+    return written if isinstance(written, torch.dtype) else None
+
+
+def _weight_bytes(tensors: list[StoredTensor], hf_config: Any, dtype: torch.dtype | None, *, int8: bool) -> int:
+    size = sum(tensor.nbytes(dtype, int8=int8) for tensor in tensors)
+    if int8 and hf_config.get_text_config(decoder=True).tie_word_embeddings:  # the rounded head is a matrix of its own
+        text = hf_config.get_text_config(decoder=True)
+        size += text.vocab_size * (text.hidden_size + 4)
+    return size
+
+
+def _kv_bytes_per_token(hf_config: Any, dtype: torch.dtype) -> int:
+    """Keys and values of a token in all layers, as usual attention keeps them; 0 where the configuration does not say."""
+    text = hf_config.get_text_config(decoder=True)
+    try:
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return int(2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize)
+    except (AttributeError, TypeError):
+        return 0
+
+
+def _remedy(
+    config: ModelConfig,
+    hf_config: Any,
+    tensors: list[StoredTensor],
+    dtype: torch.dtype | None,
+    available: int,
+    kv_tokens: int | None,
+) -> str:
+    """What would fit."""
+    ways = []
+    tokens = kv_tokens or 0
+    per_token = _kv_bytes_per_token(hf_config, dtype or torch.float32)
+    weights = _weight_bytes(tensors, hf_config, dtype, int8=config.quantization is not None)
+    if tokens and per_token and weights + per_token <= available:
+        ways.append(f"kv_cache_tokens={(available - weights) // per_token} or less")
+    if dtype not in (torch.bfloat16, torch.float16):
+        narrow = torch.bfloat16
+        size = _weight_bytes(tensors, hf_config, narrow, int8=config.quantization is not None)
+        if size + tokens * _kv_bytes_per_token(hf_config, narrow) <= available:
+            ways.append(f"dtype='bfloat16' ({size / 1e9:.1f} GB of weights)")
+    if config.quantization is None:
+        size = _weight_bytes(tensors, hf_config, dtype, int8=True)
+        if size + tokens * per_token <= available:
+            ways.append(f"quantization='int8' ({size / 1e9:.1f} GB of weights)")
+    return f"Use {', or '.join(ways)}." if ways else "Use a smaller model, or a machine with more memory."
