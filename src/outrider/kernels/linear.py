@@ -150,7 +150,7 @@ def _stock_linears(model: nn.Module, dtypes: tuple[torch.dtype, ...]) -> list[nn
     return [
         module
         for module in model.modules()
-        if type(module) in (nn.Linear, QuantisedLinear)
+        if (type(module) is nn.Linear or type(module) is QuantisedLinear)
         and module.weight.device.type == "cpu"
         and module.weight.dtype in dtypes
     ]
