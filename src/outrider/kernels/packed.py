@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
-from contextlib import suppress
 
 import numpy as np
 import torch
@@ -110,7 +108,9 @@ def product(library: KernelLibrary, weights: LinearStruct, rows: Tensor) -> Tens
 
 def _packed(library: KernelLibrary, weights: list[Tensor], real: torch.dtype, kind: WeightKind) -> Tensor:
     rows, cols = sum(map(len, weights)), weights[0].shape[1]
-    data = _memory(packed_bytes(library, kind, rows, cols, real)).view(weights[0].dtype)
+    num_bytes = packed_bytes(library, kind, rows, cols, real)
+    data = torch.empty(num_bytes + 64, dtype=torch.uint8)  # kernels read a little ahead, but never past this
+    data = data[-data.data_ptr() % 64 :][:num_bytes].view(weights[0].dtype)
     _move("pack", library, real, kind, [w if w.stride(1) == 1 else w.contiguous() for w in weights], data)
     return data
 
@@ -128,17 +128,6 @@ def _move(
         ctypes.c_void_p(data.data_ptr()),
         _I64(library.num_threads),
     )
-
-
-def _memory(num_bytes: int) -> Tensor:
-    """Bytes at the beginning of a cache line, in large pages where they are many: these are filled, and read, faster."""
-    if num_bytes < _LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        data = torch.empty(num_bytes + 64, dtype=torch.uint8)  # kernels read a little ahead, but never past this
-        return data[-data.data_ptr() % 64 :][:num_bytes]
-    pages = mmap.mmap(-1, num_bytes + 64, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a system without large pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
 
 
 def _address(values: Tensor | None) -> int | None:

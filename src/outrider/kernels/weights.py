@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from outrider.kernels.pages import release
 
+#: Rows of a matrix that are converted at a time.
+_ROWS_AT_ONCE = 512
+
 
 class StoredWeight(NamedTuple):
     """The numbers that a product with a layer's weight reads.
@@ -81,11 +84,19 @@ def restore_weight(module: nn.Linear, stored: StoredWeight) -> None:
 
 
 def _rounded(weight: Tensor) -> StoredWeight:
-    wide = weight.to(torch.float32)
-    scale = wide.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-    return StoredWeight((wide / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale)
+    data, scale = torch.empty_like(weight, dtype=torch.int8), torch.empty(len(weight), device=weight.device)
+    for begin in range(0, len(weight), _ROWS_AT_ONCE):  # float32 copies of all rows might not fit
+        rows = slice(begin, begin + _ROWS_AT_ONCE)
+        wide = weight[rows].to(torch.float32)
+        scale[rows] = wide.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny) / 127
+        data[rows] = wide.div_(scale[rows, None]).round_().clamp_(-127, 127)
+    return StoredWeight(data, scale)
 
 
 def _product(stored: StoredWeight, dtype: torch.dtype) -> Tensor:
     assert stored.scale is not None, "quantised weights have scales"
-    return (stored.data.to(torch.float32) * stored.scale[:, None]).to(dtype)
+    product = torch.empty_like(stored.data, dtype=dtype)
+    for begin in range(0, len(product), _ROWS_AT_ONCE):
+        rows = slice(begin, begin + _ROWS_AT_ONCE)
+        product[rows] = stored.data[rows].to(torch.float32).mul_(stored.scale[rows, None])
+    return product
