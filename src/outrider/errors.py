@@ -122,20 +122,26 @@ class ModelTooLargeError(ModelError):
 
     Args:
         model: Path or hub id.
-        dtype: What its weights would be loaded in.
-        weight_bytes: What they would take.
+        problem: What is wrong, as a clause.
+        remedy: What would help, as a sentence.
+        weight_bytes: What its weights would take.
         kv_bytes: What the keys and values that were asked for would take.
         available_bytes: What there is.
-        remedy: What would help, as a sentence.
     """
 
-    def __init__(self, model: str, dtype: str, weight_bytes: int, kv_bytes: int, available_bytes: int, remedy: str) -> None:
+    def __init__(
+        self,
+        model: str,
+        problem: str,
+        remedy: str,
+        weight_bytes: int = 0,
+        kv_bytes: int = 0,
+        available_bytes: int = 0,
+    ) -> None:
         self.weight_bytes = weight_bytes
         self.kv_bytes = kv_bytes
         self.available_bytes = available_bytes
-        keys = f" and {kv_bytes / 1e9:.1f} GB for keys and values" if kv_bytes else ""
-        need = f"it needs {weight_bytes / 1e9:.1f} GB for its weights in {dtype}{keys}"
-        super().__init__(model, f"{need}, and {available_bytes / 1e9:.1f} GB of memory are available", remedy)
+        super().__init__(model, problem, remedy)
 
 
 class UnsupportedModelError(ModelError):

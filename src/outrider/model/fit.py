@@ -61,7 +61,10 @@ def check_fit(config: ModelConfig, hf_config: Any, device: torch.device, kv_toke
     if weights + kv > available:
         remedy = _remedy(config, hf_config, tensors, dtype, available, kv_tokens)
         name = str(dtype).removeprefix("torch.") if dtype is not None else "the dtypes of its files"
-        raise ModelTooLargeError(config.model, config.quantization or name, weights, kv, available, remedy)
+        keys = f" and {kv / 1e9:.1f} GB for keys and values" if kv else ""
+        need = f"it needs {weights / 1e9:.1f} GB for its weights in {config.quantization or name}{keys}"
+        problem = f"{need}, and {available / 1e9:.1f} GB of memory are available"
+        raise ModelTooLargeError(config.model, problem, remedy, weights, kv, available)
 
 
 def stored_tensors(folder: Path) -> list[StoredTensor]:
