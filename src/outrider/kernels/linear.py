@@ -6,8 +6,6 @@ rows, and the bits of a row do not depend on the other rows.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor, nn
 
