@@ -89,7 +89,7 @@ def _rounded(weight: Tensor) -> StoredWeight:
         rows = slice(begin, begin + _ROWS_AT_ONCE)
         wide = weight[rows].to(torch.float32)
         scale[rows] = wide.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny) / 127
-        data[rows] = wide.div_(scale[rows, None]).round_().clamp_(-127, 127)
+        data[rows] = (wide / scale[rows, None]).round_().clamp_(-127, 127)
     return StoredWeight(data, scale)
 
 
