@@ -139,7 +139,8 @@ def test_consume_takes_the_module_itself(paths: dict[str, str], family: str) -> 
     matrix = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
     llm = LLM(model, consume=True, kv_cache_tokens=512)
     assert llm.engine.runner.loaded.model is model
-    assert model.get_input_embeddings().weight.data_ptr() == embeddings
+    if family == "llama":  # where they are the head's too, they are packed with it
+        assert model.get_input_embeddings().weight.data_ptr() == embeddings
     assert (matrix() is None) is bool(available_sets())  # packed for the kernels, and freed here
     with LLM(paths[family], dtype="float32", kv_cache_tokens=512) as by_path:
         assert llm.generate(IDS, PARAMS)[0].token_ids == by_path.generate(IDS, PARAMS)[0].token_ids

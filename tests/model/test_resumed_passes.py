@@ -206,7 +206,8 @@ class MisleadingProposer(shared_layers.SharedLayersProposer):
         return draft
 
     def other_rows_over_them(self, request: ProposeRequest, draft: Draft) -> Draft:
-        self._run(request, [9] * len(draft))
+        true = [request.last_token_id, *draft.token_ids[:-1]]
+        self._run(request, [(token + 1) % checkpoints.VOCAB_SIZE for token in true])
         return draft
 
     def other_rows_over_the_last(self, request: ProposeRequest, draft: Draft) -> Draft:
