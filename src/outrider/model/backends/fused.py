@@ -25,6 +25,7 @@ from outrider.model.backends.base import AttentionBackend, PartialPass, PassOutp
 from outrider.model.backends.described import decoder_layer, decoder_shape, described, norm_of
 from outrider.model.backends.parts import Part, restore, stored, whole
 from outrider.model.backends.rotary import RotaryTables
+from outrider.model.backends.taken_experts import TakenExperts
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import ForwardContext
 from outrider.model.family import Family
@@ -114,7 +115,8 @@ class _Matrices:
     def __init__(self, library: KernelLibrary) -> None:
         self._library = library
         self._taken: list[tuple[list[Part], PackedWeights]] = []
-        self._num_emptied = 0
+        self._experts: list[TakenExperts] = []
+        self._num_emptied = self._num_emptied_experts = 0
         self._tied: tuple[nn.Embedding, nn.Linear] | None = None
 
     def tie(self, embeddings: nn.Embedding, head: nn.Linear) -> None:
@@ -127,7 +129,7 @@ class _Matrices:
         weights = [stored(p.module) for p in parts]
         data = torch.cat([w.data[p.begin : p.end] for w, p in zip(weights, parts, strict=True)])
         scales = [w.scale[p.begin : p.end] for w, p in zip(weights, parts, strict=True) if w.scale is not None]
-        biases = [p.module.bias.detach()[p.begin : p.end] for p in parts if p.module.bias is not None]
+        biases = [b.detach()[p.begin : p.end] for p in parts if (b := getattr(p.module, "bias", None)) is not None]
         packed = PackedWeights(
             self._library,
             StoredWeight(data, torch.cat(scales) if scales else None),
@@ -136,11 +138,19 @@ class _Matrices:
         self._taken.append((list(parts), packed))
         return packed
 
+    def take_experts(self, module: Any) -> tuple[list[PackedWeights], list[PackedWeights]]:
+        """Pack the experts of a layer: gates and values, and the projections back."""
+        taken = TakenExperts(module, self._library)
+        self._experts.append(taken)
+        return taken.gate_up, taken.down
+
     def empty(self) -> None:
         """Free the weights taken since the last time, where they came from."""
         for module in {part.module for parts, _ in self._taken[self._num_emptied :] for part in parts}:
             empty_weight(module)
-        self._num_emptied = len(self._taken)
+        for experts in self._experts[self._num_emptied_experts :]:
+            experts.empty()
+        self._num_emptied, self._num_emptied_experts = len(self._taken), len(self._experts)
 
     def give_back(self) -> None:
         """Every weight to its module."""
@@ -157,6 +167,9 @@ class _Matrices:
             scales = [p.scale for p in pieces if p.scale is not None]
             restore(module, StoredWeight(torch.cat([p.data for p in pieces]), torch.cat(scales) if scales else None))
         self._taken.clear()
+        for experts in self._experts:
+            experts.give_back()
+        self._experts.clear()
         if self._tied:
             self.tie(*self._tied)
 
@@ -174,12 +187,12 @@ def _kernel(
     layers = []
     kinds = hf.layer_types(config)
     for layer, kind, reach in zip(hf.decoder_layers(model), kinds, hf.layer_reaches(config), strict=True):
-        layers.append(decoder_layer(layer, reach, rotary.number(kind), config, family, matrices.take))
+        layers.append(decoder_layer(layer, reach, rotary.number(kind), config, family, matrices))
         matrices.empty()
     table = None if family.positions is None else getattr(stack, family.positions).weight.data[family.first_position :]
     return DecoderKernel(
         library,
-        decoder_shape(config, family, embeddings, layers[0]),
+        decoder_shape(config, family, embeddings, layers),
         layers,
         embedding=None if tied else embeddings.weight.data,
         positions=table,
