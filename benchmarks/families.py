@@ -7,7 +7,7 @@ Every model is random, in bfloat16, with a hidden size of 1,024, 12 to 16 layers
 0.22 billion numbers, which is far more than any cache holds. The figures are:
 
 - the least time of a pass of one row behind 128 and 1,000 tokens, and that of four rows over that of one;
-- the time that the bytes of the weights take alone, at the rate at which this machine reads memory;
+- the time that the bytes of the weights that a row reads take alone, of experts those that it has, at the rate at which this machine reads memory;
 - tokens a second behind the first token, and the time to the first token, ours and those of `generate` of transformers.
   These are medians of rounds in which the two take turns.
 """
@@ -46,6 +46,7 @@ _SIZES: dict[str, Any] = {
 _PLAIN: dict[str, Any] = {"num_hidden_layers": 15}
 _HEADS: dict[str, Any] = {"head_dim": 64}
 _WINDOWS: dict[str, Any] = {**_HEADS, "sliding_window": 512, "query_pre_attn_scalar": 64}
+_EXPERTS: dict[str, Any] = {"num_experts": 32, "num_experts_per_tok": 8, "norm_topk_prob": True}
 #: The configurations by name: their class, and what differs from the sizes above.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -68,6 +69,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("GlmConfig", _HEADS),
     "glm4": ("Glm4Config", _HEADS),
     "smollm3": ("SmolLM3Config", {}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 512}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_HEADS, **_EXPERTS, "moe_intermediate_size": 128}),
+    "olmoe": ("OlmoeConfig", {**_EXPERTS, "intermediate_size": 128}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {**_HEADS, "num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 128, "sliding_window": 512},
+    ),
 }
 
 

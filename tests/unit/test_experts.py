@@ -65,7 +65,8 @@ class Experts:
         """What is added to rows [n, hidden] of float64: the feed-forward of their norm."""
         normed = rows / (rows.square().mean(-1, keepdim=True) + EPSILON).sqrt()
         router, *biases = self.biases or (None, None, None, None)
-        shares = linear(normed, self.router, router).softmax(-1)
+        logits = (normed[:, None] * self.router).sum(-1)  # equal for equal experts, as a matrix product need not be
+        shares = (logits if router is None else logits + router).softmax(-1)
         chosen = shares.sort(dim=-1, descending=True, stable=True).indices[:, : self.shape.num_chosen]
         out = torch.zeros_like(rows)
         for row, experts in enumerate(chosen.tolist()):
