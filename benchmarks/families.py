@@ -7,7 +7,8 @@ Every model is random, in bfloat16, with a hidden size of 1,024, 12 to 16 layers
 0.22 billion numbers, which is far more than any cache holds. The figures are:
 
 - the least time of a pass of one row behind 128 and 1,000 tokens, and that of four rows over that of one;
-- the time that the bytes of the weights that a row reads take alone, of experts those that it has, at the rate at which this machine reads memory;
+- the time that the bytes of weights that a row reads take alone, at the rate at which this machine reads memory. Of experts
+  these are the ones that a row has;
 - tokens a second behind the first token, and the time to the first token, ours and those of `generate` of transformers.
   These are medians of rounds in which the two take turns.
 """

@@ -68,14 +68,16 @@ def _of_experts(name: str, old: str, new: str) -> Mutant:
 
 EXPERT_MUTANTS = (
     _of_experts(
-        "rows of an expert are its first row", "x + lists->row[first + r] * x_stride", "x + lists->row[first] * x_stride"
+        "rows of an expert are its first row",
+        "buffers->normed + lists->row[first + r] *",
+        "buffers->normed + lists->row[first] *",
     ),
     _of_experts("weights of a row's experts are shares", "if (experts->normalised) for", "if (0) for"),
     _of_experts("weights of a row's experts are normalised", "if (experts->normalised) for", "if (1) for"),
     _of_experts(
         "an expert is forgotten where two rows share it",
-        "const int64_t last = lists->first[expert + 1], both_stride",
-        "const int64_t last = lists->first[expert] + 1, both_stride",
+        "    const LINEAR *down = experts->down + expert;\n    const int64_t last = lists->first[expert + 1];",
+        "    const LINEAR *down = experts->down + expert;\n    const int64_t last = lists->first[expert] + 1;",
     ),
     _of_experts(
         "the order of a row's sum is that of the batch",
@@ -85,7 +87,9 @@ EXPERT_MUTANTS = (
     ),
     _of_experts("the last of equal experts is chosen", "return a > b || (", "return a >= b || ("),
     _of_experts(
-        "many rows of an expert overwrite each other", "gated + (first + r) *", "gated + (lists->first[expert] + r) *"
+        "many rows of an expert overwrite each other",
+        "buffers->out + (first + r) *",
+        "buffers->out + (lists->first[expert] + r) *",
     ),
     _of_experts(
         "a gate is not bounded", "NAME(bounded_above)(*(const VEC *)(gate + c), limit)", "*(const VEC *)(gate + c)"
@@ -96,9 +100,9 @@ EXPERT_MUTANTS = (
         "NAME(bounded_above)(NAME(bounded_above)",
     ),
     _of_experts(
-        "the gate of a panel meets the values of another",
-        "NAME(gate_panel)(experts, gate, pair + PANEL);",
-        "NAME(gate_panel)(experts, gate, both + PANEL);",
+        "all gates of a block meet the same values",
+        "panels > 1 ? gate + PANEL : values + r * PANEL",
+        "panels > 1 ? gates + PANEL : values",
     ),
 )
 
