@@ -95,16 +95,22 @@ def random_model(name: str) -> Any:
 def passes(runner: ModelRunner, rounds: int) -> dict[int, dict[int, float]]:
     """The least milliseconds of a pass by its context and its number of rows."""
     table = runner.blocks.allocate(runner.blocks.blocks_for(max(CONTEXTS) + max(ROWS)))
-    runner.forward([Segment([1] * max(CONTEXTS), 0, table)])
+    tokens = _tokens(max(CONTEXTS) + max(ROWS))
+    runner.forward([Segment(tokens[: max(CONTEXTS)], 0, table)])
     found: dict[int, dict[int, float]] = {context: dict.fromkeys(ROWS, float("inf")) for context in CONTEXTS}
     for _ in range(rounds):
         for context in CONTEXTS:
             for rows in ROWS:
-                segment = Segment([1] * rows, context, table)
+                segment = Segment(tokens[context : context + rows], context, table)
                 seconds = _timed(partial(runner.forward, [segment]))
                 found[context][rows] = min(found[context][rows], 1e3 * seconds)
     runner.blocks.free(table)
     return found
+
+
+def _tokens(count: int) -> list[int]:
+    """Tokens that differ, as the rows of a text do: equal ones would share their experts."""
+    return [(37 * i + 11) % _SIZES["vocab_size"] for i in range(count)]
 
 
 def writing(llm: LLM, model: Any, rounds: int) -> dict[str, dict[int, dict[str, float]]]:
@@ -112,7 +118,7 @@ def writing(llm: LLM, model: Any, rounds: int) -> dict[str, dict[int, dict[str, 
     engines = {"outrider": partial(_ours, llm), "transformers": partial(_theirs, model)}
     found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in engines}
     for context in CONTEXTS:
-        prompt = [(37 * i + 11) % _SIZES["vocab_size"] for i in range(context)]
+        prompt = _tokens(context)
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
         for turn in range(rounds + 1):
             for name, write in engines.items():
