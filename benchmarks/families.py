@@ -7,7 +7,8 @@ Every model is random, in bfloat16, with a hidden size of 1,024, 12 to 16 layers
 0.22 billion numbers, which is far more than any cache holds. The figures are:
 
 - the least time of a pass of one row behind 128 and 1,000 tokens, and that of four rows over that of one;
-- the time that the bytes of the weights take alone, at the rate at which this machine reads memory;
+- the time that the bytes of weights that a row reads take alone, at the rate at which this machine reads memory. Of experts
+  these are the ones that a row has;
 - tokens a second behind the first token, and the time to the first token, ours and those of `generate` of transformers.
   These are medians of rounds in which the two take turns.
 """
@@ -46,6 +47,7 @@ _SIZES: dict[str, Any] = {
 _PLAIN: dict[str, Any] = {"num_hidden_layers": 15}
 _HEADS: dict[str, Any] = {"head_dim": 64}
 _WINDOWS: dict[str, Any] = {**_HEADS, "sliding_window": 512, "query_pre_attn_scalar": 64}
+_EXPERTS: dict[str, Any] = {"num_experts": 32, "num_experts_per_tok": 8, "norm_topk_prob": True}
 #: The configurations by name: their class, and what differs from the sizes above.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -68,6 +70,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("GlmConfig", _HEADS),
     "glm4": ("Glm4Config", _HEADS),
     "smollm3": ("SmolLM3Config", {}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 512}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_HEADS, **_EXPERTS, "moe_intermediate_size": 128}),
+    "olmoe": ("OlmoeConfig", {**_EXPERTS, "intermediate_size": 128}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {**_HEADS, "num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 128, "sliding_window": 512},
+    ),
 }
 
 
@@ -86,16 +95,22 @@ def random_model(name: str) -> Any:
 def passes(runner: ModelRunner, rounds: int) -> dict[int, dict[int, float]]:
     """The least milliseconds of a pass by its context and its number of rows."""
     table = runner.blocks.allocate(runner.blocks.blocks_for(max(CONTEXTS) + max(ROWS)))
-    runner.forward([Segment([1] * max(CONTEXTS), 0, table)])
+    tokens = _tokens(max(CONTEXTS) + max(ROWS))
+    runner.forward([Segment(tokens[: max(CONTEXTS)], 0, table)])
     found: dict[int, dict[int, float]] = {context: dict.fromkeys(ROWS, float("inf")) for context in CONTEXTS}
     for _ in range(rounds):
         for context in CONTEXTS:
             for rows in ROWS:
-                segment = Segment([1] * rows, context, table)
+                segment = Segment(tokens[context : context + rows], context, table)
                 seconds = _timed(partial(runner.forward, [segment]))
                 found[context][rows] = min(found[context][rows], 1e3 * seconds)
     runner.blocks.free(table)
     return found
+
+
+def _tokens(count: int) -> list[int]:
+    """Tokens that differ, as the rows of a text do: equal ones would share their experts."""
+    return [(37 * i + 11) % _SIZES["vocab_size"] for i in range(count)]
 
 
 def writing(llm: LLM, model: Any, rounds: int) -> dict[str, dict[int, dict[str, float]]]:
@@ -103,7 +118,7 @@ def writing(llm: LLM, model: Any, rounds: int) -> dict[str, dict[int, dict[str, 
     engines = {"outrider": partial(_ours, llm), "transformers": partial(_theirs, model)}
     found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in engines}
     for context in CONTEXTS:
-        prompt = [(37 * i + 11) % _SIZES["vocab_size"] for i in range(context)]
+        prompt = _tokens(context)
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
         for turn in range(rounds + 1):
             for name, write in engines.items():

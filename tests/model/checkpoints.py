@@ -94,6 +94,18 @@ _MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": WINDOW}),
     "mixtral": ("MixtralConfig", {**_EXPERTS, "sliding_window": WINDOW}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True,
+            "mlp_only_layers": [2],
+        },
+    ),
+    "qwen3_moe_shares": (
+        "Qwen3MoeConfig",
+        {"num_experts": 40, "num_experts_per_tok": 8, "moe_intermediate_size": 24, "norm_topk_prob": False},
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2}),
     "gpt_oss": ("GptOssConfig", {**_EXPERTS, "head_dim": 8, "sliding_window": WINDOW}),
     "deepseek_v3": (
         "DeepseekV3Config",

@@ -16,6 +16,7 @@ from outrider.config import CacheConfig, ModelConfig
 from outrider.errors import UnsupportedModelError
 from outrider.kernels.library import available_sets
 from outrider.model import hf
+from outrider.model.backends.fused import FusedDecoder
 from outrider.model.batch import Segment
 from outrider.model.factory import make_runner
 from outrider.model.families import FAMILIES
@@ -49,6 +50,7 @@ def runner_of(path: str, dtype: str, backend: str = "fused") -> ModelRunner:
 @torch.inference_mode()
 def stock(path: str, text: list[int], dtype: torch.dtype = torch.float64) -> Any:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    hf.use_plain_experts(model)
     with Double():
         return model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
 
@@ -115,7 +117,9 @@ def in_pieces(runner: ModelRunner, cuts: list[int], beside: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gemma2", "gpt_neox", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "phi3", "gemma2", "gpt_neox", "olmo2", "mixtral", "qwen3_moe_shares", "gpt_oss"]
+)
 def test_bits_do_not_depend_on_the_chunk_or_the_batch(
     paths: dict[str, str], name: str, dtype: str, instruction_set: str
 ) -> None:
@@ -126,7 +130,7 @@ def test_bits_do_not_depend_on_the_chunk_or_the_batch(
             assert torch.equal(in_pieces(runner, cuts, beside=beside), whole)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2", "qwen3_moe", "gpt_oss"])
 def test_a_tree_computes_the_bits_of_its_paths(paths: dict[str, str], name: str, instruction_set: str) -> None:
     runner = runner_of(paths[name], "bfloat16")
     whole = in_pieces(runner, [], beside=False)
@@ -151,15 +155,15 @@ def test_without_kernels_the_paged_backend_serves(paths: dict[str, str], monkeyp
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "gpt_neox", "mixtral"])
 def test_a_model_that_only_looks_alike_is_left_to_others(paths: dict[str, str], name: str) -> None:
     """Its weights go back to where they were, whatever their layout was."""
     loaded = load_model(ModelConfig(model=paths[name], dtype="float32"))
-    before = reference(loaded).logits
+    before = reference(loaded).logits[0]
     layer = hf.decoder_layers(loaded.model)[1]
     forward = layer.mlp.forward
     layer.mlp.forward = lambda x: forward(x) * 1.5  # what the kernels know nothing of
-    want = reference(loaded).logits
+    want = reference(loaded).logits[0]
     assert not torch.allclose(before, want, rtol=1e-2)
     runner = make_runner(loaded, "auto", CacheConfig(), 2)
     assert runner.backend.name == "paged"
@@ -170,7 +174,12 @@ def test_a_model_that_only_looks_alike_is_left_to_others(paths: dict[str, str], 
 
 @pytest.mark.parametrize(
     ("name", "differing"),
-    [("olmo", {"clip_qkv": 3.0}), ("opt", {"do_layer_norm_before": False}), ("llama", {"hidden_act": "tanh"})],
+    [
+        ("olmo", {"clip_qkv": 3.0}),
+        ("olmoe", {"clip_qkv": 3.0}),
+        ("opt", {"do_layer_norm_before": False}),
+        ("llama", {"hidden_act": "tanh"}),
+    ],
 )
 def test_what_is_not_described_is_left_to_others(
     paths: dict[str, str], name: str, differing: dict[str, Any], tmp_path: Path
@@ -258,8 +267,22 @@ def test_wide_groups_need_no_stack(tmp_path: Path) -> None:
     torch.testing.assert_close(found[0], stock(str(tmp_path), text).logits[0], rtol=1e-9, atol=1e-9)
 
 
-def test_weights_lie_in_memory_once(paths: dict[str, str]) -> None:
-    runner = runner_of(paths["llama"], "float32")
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_experts_get_their_weights_back(paths: dict[str, str], name: str, quantization: Any) -> None:
+    loaded = load_model(ModelConfig(model=paths[name], dtype="bfloat16", quantization=quantization))
+    before = {key: value.clone() for key, value in loaded.model.state_dict().items()}
+    backend = FusedDecoder()
+    backend.install(loaded.model)
+    assert all(value.isnan().all() for key, value in loaded.model.state_dict().items() if key.endswith(".down_proj"))
+    backend.uninstall()
+    after = loaded.model.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_weights_lie_in_memory_once(paths: dict[str, str], name: str) -> None:
+    runner = runner_of(paths[name], "float32")
     held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in runner.loaded.model.parameters()}
     embeddings = runner.loaded.model.model.embed_tokens.weight
     norms = [p for name, p in runner.loaded.model.named_parameters() if "norm" in name]

@@ -22,7 +22,7 @@ def logits(llm: LLM) -> torch.Tensor:
     return runner.forward([Segment(TEXT, 0, runner.blocks.allocate(8))]).logits
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_neox"])
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_neox", "mixtral", "gpt_oss"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return checkpoints.save(request.param, tmp_path_factory.mktemp("int8") / request.param, seed=2)
 
@@ -33,14 +33,18 @@ def test_kernels_compute_the_rounded_model(path: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("OUTRIDER_KERNELS", "off")
     torch.testing.assert_close(fast, logits(LLM(path, **settings)), rtol=1e-4, atol=1e-4)
     whole = logits(LLM(path, dtype="float32"))
-    distance = (fast - whole).abs().max() / whole.abs().max()
-    assert 1e-4 < distance < 0.1, "rounded, and not by much"
+    assert 1e-4 < _distance(fast, whole) < 0.1, "rounded, and not by much"
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float64", 1e-4), ("bfloat16", 0.1)])  # rounded once, or twice
 def test_other_types_hold_the_rounded_weights(path: str, dtype: Any, most: float) -> None:
     rounded, near = (logits(LLM(path, dtype=d, quantization="int8")) for d in (dtype, "float32"))
-    assert (rounded - near).abs().max() / near.abs().max() < most
+    assert _distance(rounded, near) < most
+
+
+def _distance(logits: torch.Tensor, others: torch.Tensor) -> float:
+    """Of most rows. Where a router is nearly undecided, what is rounded may send a row to another expert."""
+    return float((logits - others).abs().amax(-1).median() / others.abs().max())
 
 
 def test_speculation_writes_what_the_rounded_model_writes() -> None:

@@ -29,6 +29,7 @@ CASES = [
     ("gemma2", "paged"),
     ("gemma2", "gather"),
     ("gpt2", "paged"),
+    ("mixtral", "fused"),
     ("mixtral", "paged"),
     ("falcon", "gather"),
 ]

@@ -387,6 +387,29 @@ def kernels_families() -> None:
         assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
 
 
+def kernels_experts() -> None:
+    """Experts against float64, with ties and with many rows of one expert, and every row's bits its own."""
+    from dataclasses import replace
+
+    from outrider.kernels.library import kernel_library
+    from tests.unit.test_experts import PLAIN, SHAPES, Experts, Layer, some_rows
+
+    library = kernel_library()
+    assert library is not None
+    for name, shape in SHAPES.items():
+        experts = Experts.random(shape, 7, 40, 24, torch.float64, biased=name == "bounded")
+        experts.router[5] = experts.router[2]
+        rows = some_rows(61, 40, torch.float64)
+        layer = Layer(library, experts, torch.float64)
+        whole = layer(rows)
+        assert torch.allclose(whole, experts.expected(rows), rtol=1e-10, atol=1e-10)
+        for begin, end in ((0, 1), (7, 9), (20, 50)):
+            assert torch.equal(layer(rows[begin:end]), whole[begin:end])
+    experts = Experts.random(replace(PLAIN, num_chosen=2), 3, 16, 24, torch.float64)
+    rows = some_rows(600, 16, torch.float64)
+    assert torch.allclose(Layer(library, experts, torch.float64)(rows), experts.expected(rows), rtol=1e-10, atol=1e-10)
+
+
 def kernels_linear() -> None:
     """Products of many shapes and kinds against float64, and every row's bits its own."""
     from torch import nn

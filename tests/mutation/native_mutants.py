@@ -60,6 +60,52 @@ DESCRIPTION_MUTANTS = (
     _described("the tail of a normal number is counted twice", _ACTIVATION, "x[i] = 0.5 * erfc(", "x[i] = erfc("),
 )
 
+
+def _of_experts(name: str, old: str, new: str) -> Mutant:
+    """A bug in the feed-forward of experts, which is called here without a probe."""
+    return _mutant(name, "experts.inc", old, new, "kernels_experts")
+
+
+EXPERT_MUTANTS = (
+    _of_experts(
+        "rows of an expert are its first row",
+        "buffers->normed + lists->row[first + r] *",
+        "buffers->normed + lists->row[first] *",
+    ),
+    _of_experts("weights of a row's experts are shares", "if (experts->normalised) for", "if (0) for"),
+    _of_experts("weights of a row's experts are normalised", "if (experts->normalised) for", "if (1) for"),
+    _of_experts(
+        "an expert is forgotten where two rows share it",
+        "    const LINEAR *down = experts->down + expert;\n    const int64_t last = lists->first[expert + 1];",
+        "    const LINEAR *down = experts->down + expert;\n    const int64_t last = lists->first[expert] + 1;",
+    ),
+    _of_experts(
+        "the order of a row's sum is that of the batch",
+        "(buffers->out + place[i] * buffers->out_stride + c) * weights[i];",
+        "(buffers->out + place[(i + place[0]) % experts->chosen] * buffers->out_stride + c) * "
+        "weights[(i + place[0]) % experts->chosen];",
+    ),
+    _of_experts("the last of equal experts is chosen", "return a > b || (", "return a >= b || ("),
+    _of_experts(
+        "many rows of an expert overwrite each other",
+        "buffers->out + (first + r) *",
+        "buffers->out + (lists->first[expert] + r) *",
+    ),
+    _of_experts(
+        "a gate is not bounded", "NAME(bounded_above)(*(const VEC *)(gate + c), limit)", "*(const VEC *)(gate + c)"
+    ),
+    _of_experts(
+        "values are bounded above alone",
+        "-NAME(bounded_above)(-NAME(bounded_above)",
+        "NAME(bounded_above)(NAME(bounded_above)",
+    ),
+    _of_experts(
+        "all gates of a block meet the same values",
+        "panels > 1 ? gate + PANEL : values + r * PANEL",
+        "panels > 1 ? gates + PANEL : values",
+    ),
+)
+
 LAYOUT_DIFFERS = Refusal(
     "KernelMismatchError",
     "the compiled kernels come from other sources",
@@ -371,4 +417,5 @@ NATIVE_MUTANTS = (
         "kernels_laws",
     ),
     *DESCRIPTION_MUTANTS,
+    *EXPERT_MUTANTS,
 )

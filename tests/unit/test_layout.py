@@ -29,7 +29,8 @@ class OtherNorms(IntEnum):
 
 class OtherFeedForwards(IntEnum):
     PLAIN = 0
-    GATED = 2
+    GATED = 3
+    EXPERTS = 2
 
 
 class LongerLinear(ctypes.Structure):

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.kernels.experts import PackedExperts
 from outrider.kernels.layout import (
     ACTIVATIONS,
     LAYER_MATRICES,
@@ -100,6 +101,7 @@ class DecoderLayer:
         gate: The projection into the feed-forward to which the activation is applied, or None where there is only `up`.
         up: The projection that is multiplied with it, or that the activation is applied to.
         down: The projection from the feed-forward to the hidden state.
+        experts: The experts that the feed-forward is made of, instead of the last three, or None.
         rotary: Which rotary tables it uses, or None where positions do not enter.
         scale: The factor of attention scores.
         softcap: A score s of attention becomes softcap * tanh(s / softcap). 0 leaves scores as they are.
@@ -118,8 +120,9 @@ class DecoderLayer:
     qkv: PackedWeights
     out: PackedWeights
     gate: PackedWeights | None
-    up: PackedWeights
-    down: PackedWeights
+    up: PackedWeights | None
+    down: PackedWeights | None
+    experts: PackedExperts | None
     rotary: int | None
     scale: float
     softcap: float
@@ -129,9 +132,16 @@ class DecoderLayer:
     sinks: Tensor | None = None
 
     @property
+    def feed_forward(self) -> FeedForward:
+        """What its feed-forward is made of."""
+        if self.experts is not None:
+            return FeedForward.EXPERTS
+        return FeedForward.PLAIN if self.gate is None else FeedForward.GATED
+
+    @property
     def nbytes(self) -> int:
-        """The bytes of its matrices."""
-        matrices = (getattr(self, name) for name in LAYER_MATRICES)
+        """The bytes of weights that one row reads."""
+        matrices = (getattr(self, name) for name in (*LAYER_MATRICES, "experts"))
         return sum(weights.nbytes for weights in matrices if weights is not None)
 
 
@@ -229,7 +239,7 @@ class DecoderKernel:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of weights that a pass reads."""
+        """The bytes of weights that a pass of one row reads."""
         return self.head.nbytes + sum(layer.nbytes for layer in self._packed)
 
     def use_rotary(self, tables: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
@@ -373,12 +383,13 @@ class DecoderKernel:
         return LayerStruct(
             **{name: self._norm(getattr(layer, name)) for name in LAYER_NORMS},
             **{name: LinearStruct() if weights is None else weights.struct for name, weights in matrices.items()},
+            experts=None if layer.experts is None else ctypes.addressof(layer.experts.struct),
             rotary=rotary,
             sinks=self._vector(layer.sinks),
             window=layer.window,
             chunk=layer.chunk,
             whole_norms=layer.whole_norms,
-            feed_forward=FeedForward.PLAIN if layer.gate is None else FeedForward.GATED,
+            feed_forward=layer.feed_forward,
             scale=layer.scale,
             softcap=layer.softcap,
             residual_scale=layer.residual_scale,

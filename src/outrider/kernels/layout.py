@@ -44,6 +44,7 @@ class FeedForward(IntEnum):
 
     PLAIN = 0
     GATED = 1
+    EXPERTS = 2
 
 
 class LinearStruct(ctypes.Structure):
@@ -84,18 +85,34 @@ LAYER_NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_no
 LAYER_MATRICES = ("qkv", "out", "gate", "up", "down")
 
 
+class ExpertsStruct(ctypes.Structure):
+    """A feed-forward of experts."""
+
+    _fields_ = [
+        *((name, _I64) for name in ("count", "chosen", "normalised", "activation")),
+        ("slope", _F64),
+        ("limit", _F64),
+        ("router", LinearStruct),
+        ("gate_up", _POINTER),
+        ("down", _POINTER),
+    ]
+
+
 class LayerStruct(ctypes.Structure):
     """A layer of a decoder."""
 
     _fields_ = [
         *((name, NormStruct) for name in LAYER_NORMS),
         *((name, LinearStruct) for name in LAYER_MATRICES),
+        ("experts", _POINTER),
         ("keys", _POINTER),
         ("values", _POINTER),
         ("rotary", _POINTER),
         ("sinks", _POINTER),
         *((name, _I64) for name in ("window", "chunk", "whole_norms", "feed_forward")),
-        *((name, _F64) for name in ("scale", "softcap", "residual_scale")),
+        ("scale", _F64),
+        ("softcap", _F64),
+        ("residual_scale", _F64),
     ]
 
 
@@ -193,6 +210,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "linear": LinearStruct,
     "norm": NormStruct,
     "rotary": RotaryStruct,
+    "experts": ExpertsStruct,
     "layer": LayerStruct,
     "decoder": DecoderStruct,
     "pass": PassStruct,

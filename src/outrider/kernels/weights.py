@@ -6,7 +6,8 @@ quantised layer *is* that product, and the model that is decoded losslessly is t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ class StoredWeight(NamedTuple):
     """The numbers that a product with a layer's weight reads.
 
     Attributes:
-        data: [out_features, in_features], int8 where there is a scale.
-        scale: [out_features] or None.
+        data: [out_features, in_features], int8 where there is a scale. Weights of experts have [num_experts] before that.
+        scale: [out_features] or None. [num_experts, out_features] for experts.
     """
 
     data: Tensor
@@ -32,6 +33,56 @@ class StoredWeight(NamedTuple):
 def stored_weight(module: nn.Linear) -> StoredWeight:
     """The weight of a layer as it is stored."""
     return getattr(module, "quantised_weight", None) or StoredWeight(module.weight.data, None)
+
+
+class ExpertStack(NamedTuple):
+    """One projection of all experts of a layer.
+
+    Attributes:
+        module: The module that holds it.
+        name: The name of the parameter, [num_experts, out_features, in_features].
+        transposed: Whether the last two dimensions are the other way round.
+    """
+
+    module: Any
+    name: str
+    transposed: bool
+
+    def stored(self) -> StoredWeight:
+        """Its weights as they are stored."""
+        kept = getattr(self.module, "quantised_stacks", {})
+        return kept.get(self.name) or StoredWeight(self._turned(getattr(self.module, self.name).data), None)
+
+    def quantise(self) -> None:
+        """Round its weights to int8, with a scale for each output feature of each expert."""
+        weight = self._turned(getattr(self.module, self.name).data)
+        rounded = [_rounded(expert) for expert in weight]  # one after another, since float32 copies of all might not fit
+        for expert, stored in zip(weight, rounded, strict=True):
+            expert.copy_(_product(stored, weight.dtype))
+        if weight.dtype in (torch.float32, torch.bfloat16):
+            self._keep(StoredWeight(*(torch.stack(list(parts)) for parts in zip(*rounded, strict=True))))
+
+    def empty(self) -> None:
+        """Free its weights, and keep the shape and the dtype."""
+        weight = getattr(self.module, self.name)
+        nothing = torch.full((), float("nan"), dtype=weight.dtype).expand(weight.shape)
+        release(weight.data)
+        setattr(self.module, self.name, nn.Parameter(nothing, requires_grad=False))
+        getattr(self.module, "quantised_stacks", {}).pop(self.name, None)
+
+    def restore(self, stored: StoredWeight) -> None:
+        """Give it its weights back."""
+        dtype = getattr(self.module, self.name).dtype
+        data = stored.data if stored.scale is None else _product(stored, dtype)
+        setattr(self.module, self.name, nn.Parameter(self._turned(data).contiguous(), requires_grad=False))
+        if stored.scale is not None:
+            self._keep(stored)
+
+    def _turned(self, weight: Tensor) -> Tensor:
+        return weight.transpose(1, 2) if self.transposed else weight
+
+    def _keep(self, stored: StoredWeight) -> None:
+        self.module.__dict__.setdefault("quantised_stacks", {})[self.name] = stored
 
 
 class QuantisedLinear(nn.Linear):
@@ -47,8 +98,15 @@ class QuantisedLinear(nn.Linear):
         return nn.functional.linear(input, _product(self.quantised_weight, self.weight.dtype), self.bias)
 
 
-def quantise_linears(model: nn.Module) -> None:
-    """Round the weights of every linear layer to int8, those of the head too. Embeddings stay as they are."""
+def quantise_linears(model: nn.Module, stacks: Iterable[ExpertStack] = ()) -> None:
+    """Round the weights of every linear layer to int8, those of the head too. Embeddings stay as they are.
+
+    Args:
+        model: The model, which is changed in place.
+        stacks: The projections of its experts, which are no layers of their own. They are rounded, too.
+    """
+    for stack in stacks:
+        stack.quantise()
     for module in model.modules():
         if type(module) is nn.Linear:
             dtype = module.weight.dtype
@@ -98,5 +156,5 @@ def _product(stored: StoredWeight, dtype: torch.dtype) -> Tensor:
     product = torch.empty_like(stored.data, dtype=dtype)
     for begin in range(0, len(product), _ROWS_AT_ONCE):
         rows = slice(begin, begin + _ROWS_AT_ONCE)
-        product[rows] = stored.data[rows].to(torch.float32).mul_(stored.scale[rows, None])
+        product[rows] = stored.data[rows].to(torch.float32).mul_(stored.scale[rows, ..., None])
     return product

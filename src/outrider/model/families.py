@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.kernels.layout import NormKind
-from outrider.model.family import Family
+from outrider.model.family import Family, FamilyExperts
 
 _LLAMA = Family()
 _JOINED = ("gate_up_proj", "down_proj")
@@ -93,6 +93,14 @@ _OPT = Family(
     mlp_norm="final_layer_norm",
     only={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
 )
+_GPT_OSS = Family(
+    experts=FamilyExperts(router="router", bounded=("alpha", "limit")),
+    sinks="sinks",
+    halved_tables=True,
+)
+_MIXTRAL = Family(experts=FamilyExperts())
+_QWEN3_MOE = Family(experts=FamilyExperts(normalised="norm_topk_prob"))
+_OLMOE = replace(_QWEN3_MOE, whole_norms=True, only={"clip_qkv": None})
 
 #: By the model type of their configuration.
 FAMILIES: dict[str, Family] = {
@@ -105,17 +113,21 @@ FAMILIES: dict[str, Family] = {
     "glm4": _GLM4,
     "gpt2": _GPT2,
     "gpt_neox": _GPT_NEOX,
+    "gpt_oss": _GPT_OSS,
     "granite": _GRANITE,
     "llama": _LLAMA,
     "mistral": _LLAMA,
+    "mixtral": _MIXTRAL,
     "olmo": _OLMO,
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
+    "olmoe": _OLMOE,
     "opt": _OPT,
     "phi": _PHI,
     "phi3": _PHI3,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "qwen3_moe": _QWEN3_MOE,
     "smollm3": replace(_LLAMA, rotary_where="use_rope"),
     "stablelm": _STABLELM,
     "starcoder2": _STARCODER2,

@@ -10,6 +10,25 @@ from outrider.kernels.layout import NormKind
 
 
 @dataclass(frozen=True)
+class FamilyExperts:
+    """How the feed-forward of experts of a family is described. Layers without experts have an ordinary one.
+
+    Attributes:
+        module: The module that holds the weights of all experts.
+        router: The module that holds the weights of the router.
+        num_chosen: The attribute of the configuration that says how many experts a row has.
+        normalised: Whether the weights of a row's experts add up to 1, or the attribute that says so.
+        bounded: The attributes of `module` with the slope and the limit of a gate that is bounded, or None.
+    """
+
+    module: str = "experts"
+    router: str = "gate"
+    num_chosen: str = "num_experts_per_tok"
+    normalised: bool | str = True
+    bounded: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
 class Family:
     """What a decoder of this family is made of, and under which names transformers keeps it.
 
@@ -27,6 +46,7 @@ class Family:
         matrices: The projections of the feed-forward in their order. In a gated one of two, the first holds gate and up.
         gated: Whether the activation is multiplied with a second projection.
         activation: The attribute that names the activation.
+        experts: How its feed-forward of experts is described, or None where it has none.
         norm: What the norms of a layer and the final one do.
         norm_offset: What is added to the weights of the norms.
         attention_norm, attention_post_norm: The norms before and after attention, or None.
@@ -36,6 +56,8 @@ class Family:
         parallel: Whether the feed-forward stands beside attention, or the attribute that says so.
         interleaved: Whether rotary embeddings turn pairs of neighbours, and not of numbers that lie half a head apart.
         interleaved_tables: Whether the rotary module's tables are in that order, too.
+        halved_tables: Whether these tables have each number once.
+        sinks: The attribute of an attention module with a score for each head that has no value, or None.
         rotary_where: The attribute of an attention module that is true where positions enter. None where they always do.
         input_scale: The attribute that holds a factor of what the first layer reads.
         residual_scale: The attribute that holds a factor of what both parts add.
@@ -56,6 +78,7 @@ class Family:
     matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     gated: bool = True
     activation: str = "hidden_act"
+    experts: FamilyExperts | None = None
     norm: NormKind = NormKind.RMS
     norm_offset: float = 0.0
     attention_norm: str | None = "input_layernorm"
@@ -67,6 +90,8 @@ class Family:
     parallel: bool | str = False
     interleaved: bool = False
     interleaved_tables: bool = False
+    halved_tables: bool = False
+    sinks: str | None = None
     rotary_where: str | None = None
     input_scale: str | None = None
     residual_scale: str | None = None

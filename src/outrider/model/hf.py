@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as hf_logging
 
 from outrider.cache.pool import KVPool, Slots
+from outrider.kernels.weights import ExpertStack
 from outrider.model.context import LayerReach, ongoing_context
 
 #: Linear layers that keep their weight as [in_features, out_features].
@@ -53,6 +54,16 @@ def use_plain_experts(model: Any) -> None:
     """Let a mixture of experts compute one expert after another: the fused product takes no float64."""
     if hasattr(model, "set_experts_implementation") and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
+
+
+def expert_stacks(model: Any) -> list[ExpertStack]:
+    """The projections of all experts of a model, or of one of its modules."""
+    found = []
+    for module in model.modules():
+        if hasattr(module, "is_transposed"):  # Modules that hold all experts of a layer say how.
+            weights = module.named_parameters(recurse=False)
+            found += [ExpertStack(module, name, module.is_transposed) for name, weight in weights if weight.dim() == 3]
+    return found
 
 
 def stock_attention(model: Any) -> str:

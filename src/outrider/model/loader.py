@@ -210,7 +210,7 @@ def _loaded(
     """Prepare a model that is ours, and find out about it."""
     model.eval().requires_grad_(False)
     if config.quantization is not None:
-        quantise_linears(model)
+        quantise_linears(model, hf.expert_stacks(model))
     if model.dtype == torch.float64:
         hf.use_plain_experts(model)
     text_config = model.config.get_text_config(decoder=True)

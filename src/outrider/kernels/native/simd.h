@@ -59,7 +59,7 @@ enum { WEIGHTS_REAL = 0, WEIGHTS_BF16 = 1, WEIGHTS_INT8 = 2 };
 
 /* How a layer of a decoder is described; see kernels/layout.py. */
 enum { NORM_NONE = 0, NORM_RMS = 1, NORM_LAYER = 2 };
-enum { FEED_FORWARD_PLAIN = 0, FEED_FORWARD_GATED = 1 };
+enum { FEED_FORWARD_PLAIN = 0, FEED_FORWARD_GATED = 1, FEED_FORWARD_EXPERTS = 2 };
 enum {
     ACTIVATION_SILU = 0,
     ACTIVATION_GELU_TANH = 1,

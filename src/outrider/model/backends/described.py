@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from outrider.kernels.decoder import DecoderLayer, DecoderShape, Norm
+from outrider.kernels.experts import ExpertsShape, PackedExperts
 from outrider.kernels.packed import PackedWeights
-from outrider.model.backends.parts import Part, halves, heads_in_turn, whole
+from outrider.model.backends.parts import Packer, halves, heads_in_turn, whole
 from outrider.model.context import LayerReach
 from outrider.model.families import FAMILIES
 from outrider.model.family import Family
@@ -58,18 +59,18 @@ def described(model: Any) -> tuple[Any, Family]:
     return config, family
 
 
-def decoder_shape(config: Any, family: Family, embeddings: nn.Embedding, layer: DecoderLayer) -> DecoderShape:
-    """The sizes of a decoder, one of whose layers is packed already."""
+def decoder_shape(config: Any, family: Family, embeddings: nn.Embedding, layers: Sequence[DecoderLayer]) -> DecoderShape:
+    """The sizes of a decoder whose layers are packed already."""
     num_heads = config.num_attention_heads
     scale = getattr(embeddings, "embed_scale", None)
     return DecoderShape(
         hidden_size=config.hidden_size,
-        intermediate_size=layer.down.in_features,
+        intermediate_size=max((layer.down.in_features for layer in layers if layer.down is not None), default=0),
         num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(config, layer.qkv, layer.out),
-        head_dim=layer.out.in_features // num_heads,
+        num_kv_heads=_num_kv_heads(config, layers[0].qkv, layers[0].out),
+        head_dim=layers[0].out.in_features // num_heads,
         activation=_ACTIVATIONS[getattr(config, family.activation)],
-        parallel=bool(getattr(config, family.parallel)) if isinstance(family.parallel, str) else family.parallel,
+        parallel=_switch(config, family.parallel),
         interleaved=family.interleaved,
         embedding_scale=1.0 if scale is None else float(scale.to(embeddings.weight.dtype)),
         input_scale=_number(config, family.input_scale, 1.0),
@@ -79,21 +80,22 @@ def decoder_shape(config: Any, family: Family, embeddings: nn.Embedding, layer: 
 
 
 def decoder_layer(
-    layer: Any, reach: LayerReach, rotary: int | None, config: Any, family: Family, take: Callable[..., PackedWeights]
+    layer: Any, reach: LayerReach, rotary: int | None, config: Any, family: Family, packer: Packer
 ) -> DecoderLayer:
-    """A layer for the kernels. `take` packs parts of linear layers as one matrix."""
+    """A layer for the kernels. Its weights are taken out of their modules by `packer`."""
     attention = getattr(layer, family.attention)
     mlp = getattr(layer, family.mlp) if family.mlp else layer
     num_heads = config.num_attention_heads
     if family.rotary_where is not None and not getattr(attention, family.rotary_where):
         rotary = None
-    out = take(whole(getattr(attention, family.out)))
+    out = packer.take(whole(getattr(attention, family.out)))
     projections = [getattr(attention, name) for name in family.qkv]
     parts = [whole(module) for module in projections]
     if family.heads_in_turn:
         parts = heads_in_turn(projections[0], num_heads, out.in_features // num_heads)
-    qkv = take(*parts)
-    gate, up, down = _feed_forward(mlp, family)
+    qkv = packer.take(*parts)
+    experts = _experts(mlp, config, family, packer)
+    gate, up, down = (None, None, None) if experts is not None else _feed_forward(mlp, family, packer)
     query_norm, key_norm = (getattr(attention, name, None) for name in family.head_norms)
     return DecoderLayer(
         attention_norm=_layer_norm(layer, family.attention_norm, family),
@@ -105,25 +107,43 @@ def decoder_layer(
         whole_norms=family.whole_norms,
         qkv=qkv,
         out=out,
-        gate=None if gate is None else take(gate),
-        up=take(up),
-        down=take(down),
+        gate=gate,
+        up=up,
+        down=down,
+        experts=experts,
         rotary=rotary,
         scale=attention.scaling,
         softcap=_number(config, family.score_cap, 0.0),
+        sinks=None if family.sinks is None else getattr(attention, family.sinks),
         residual_scale=_number(config, family.residual_scale, 1.0),
         window=reach.window or 0,
         chunk=reach.chunk or 0,
     )
 
 
-def _feed_forward(mlp: Any, family: Family) -> tuple[Part | None, Part, Part]:
-    """Where the matrices of a feed-forward lie: gate, if there is one, up and down."""
+def _feed_forward(mlp: Any, family: Family, packer: Packer) -> tuple[PackedWeights | None, PackedWeights, PackedWeights]:
+    """The matrices of a feed-forward: gate, if there is one, up and down."""
     modules = [getattr(mlp, name) for name in family.matrices]
     if not family.gated:
-        return None, whole(modules[0]), whole(modules[1])
+        return None, packer.take(whole(modules[0])), packer.take(whole(modules[1]))
     gate, up = halves(modules[0]) if len(modules) == 2 else (whole(modules[0]), whole(modules[1]))
-    return gate, up, whole(modules[-1])
+    return packer.take(gate), packer.take(up), packer.take(whole(modules[-1]))
+
+
+def _experts(mlp: Any, config: Any, family: Family, packer: Packer) -> PackedExperts | None:
+    """The experts that a feed-forward is made of. None where it is an ordinary one."""
+    if family.experts is None or not hasattr(mlp, family.experts.module):
+        return None
+    described, module = family.experts, getattr(mlp, family.experts.module)
+    slope, limit = (getattr(module, name) for name in described.bounded) if described.bounded else (0.0, 0.0)
+    shape = ExpertsShape(
+        num_chosen=getattr(config, described.num_chosen),
+        normalised=_switch(config, described.normalised),
+        activation=_ACTIVATIONS[getattr(config, family.activation)],
+        slope=slope,
+        limit=limit,
+    )
+    return PackedExperts(shape, packer.take(whole(getattr(mlp, described.router))), *packer.take_experts(module))
 
 
 def _layer_norm(layer: Any, name: str | None, family: Family) -> Norm | None:
@@ -162,6 +182,11 @@ def _num_kv_heads(config: Any, qkv: PackedWeights, out: PackedWeights) -> int:
     """From the sizes of the matrices, since not every configuration tells the truth."""
     head_dim: int = out.in_features // config.num_attention_heads
     return int(qkv.out_features // head_dim - config.num_attention_heads) // 2
+
+
+def _switch(config: Any, value: bool | str) -> bool:
+    """A value, or what the configuration keeps under this name."""
+    return bool(getattr(config, value)) if isinstance(value, str) else value
 
 
 def _number(config: Any, name: str | None, default: float) -> float:

@@ -24,6 +24,7 @@ from outrider.model.backends.described import decoder_layer, decoder_shape, desc
 from outrider.model.backends.parts import Part, restore, stored, whole
 from outrider.model.backends.pass_rows import pass_rows
 from outrider.model.backends.rotary import RotaryTables
+from outrider.model.backends.taken_experts import TakenExperts
 from outrider.model.batch import RaggedBatch
 from outrider.model.context import ForwardContext
 from outrider.model.family import Family
@@ -113,7 +114,8 @@ class _Matrices:
     def __init__(self, library: KernelLibrary) -> None:
         self._library = library
         self._taken: list[tuple[list[Part], PackedWeights]] = []
-        self._num_emptied = 0
+        self._experts: list[TakenExperts] = []
+        self._num_emptied = self._num_emptied_experts = 0
         self._tied: tuple[nn.Embedding, nn.Linear] | None = None
 
     def tie(self, embeddings: nn.Embedding, head: nn.Linear) -> None:
@@ -127,16 +129,24 @@ class _Matrices:
         pieces = [
             StoredWeight(w.data[p.begin : p.end], None if w.scale is None else w.scale[p.begin : p.end]) for w, p in weights
         ]
-        biases = [p.module.bias.detach()[p.begin : p.end] for p in parts if p.module.bias is not None]
+        biases = [b.detach()[p.begin : p.end] for p in parts if (b := getattr(p.module, "bias", None)) is not None]
         packed = PackedWeights(self._library, pieces, torch.cat(biases) if biases else None)
         self._taken.append((list(parts), packed))
         return packed
+
+    def take_experts(self, module: Any) -> tuple[list[PackedWeights], list[PackedWeights]]:
+        """Pack the experts of a layer: gates and values, and the projections back."""
+        taken = TakenExperts(module, self._library)
+        self._experts.append(taken)
+        return taken.gate_up, taken.down
 
     def empty(self) -> None:
         """Free the weights taken since the last time, where they came from."""
         for module in {part.module for parts, _ in self._taken[self._num_emptied :] for part in parts}:
             empty_weight(module)
-        self._num_emptied = len(self._taken)
+        for experts in self._experts[self._num_emptied_experts :]:
+            experts.empty()
+        self._num_emptied, self._num_emptied_experts = len(self._taken), len(self._experts)
 
     def give_back(self) -> None:
         """Every weight to its module."""
@@ -153,6 +163,9 @@ class _Matrices:
             scales = [p.scale for p in pieces if p.scale is not None]
             restore(module, StoredWeight(torch.cat([p.data for p in pieces]), torch.cat(scales) if scales else None))
         self._taken.clear()
+        for experts in self._experts:
+            experts.give_back()
+        self._experts.clear()
         if self._tied:
             self.tie(*self._tied)
 
@@ -170,12 +183,12 @@ def _kernel(
     layers = []
     kinds = hf.layer_types(config)
     for layer, kind, reach in zip(hf.decoder_layers(model), kinds, hf.layer_reaches(config), strict=True):
-        layers.append(decoder_layer(layer, reach, rotary.number(kind), config, family, matrices.take))
+        layers.append(decoder_layer(layer, reach, rotary.number(kind), config, family, matrices))
         matrices.empty()
     table = None if family.positions is None else getattr(stack, family.positions).weight.data[family.first_position :]
     return DecoderKernel(
         library,
-        decoder_shape(config, family, embeddings, layers[0]),
+        decoder_shape(config, family, embeddings, layers),
         layers,
         embedding=None if tied else embeddings.weight.data,
         positions=table,

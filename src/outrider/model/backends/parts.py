@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from outrider.kernels.packed import PackedWeights
 from outrider.kernels.weights import StoredWeight, restore_weight, stored_weight
 from outrider.model import hf
 
@@ -16,6 +17,16 @@ class Part:
     module: Any
     begin: int
     end: int
+
+
+class Packer(Protocol):
+    """Takes weights out of their modules and packs them."""
+
+    def take(self, *parts: Part) -> PackedWeights:
+        """Pack parts of linear layers as one matrix, stacked."""
+
+    def take_experts(self, module: Any) -> tuple[list[PackedWeights], list[PackedWeights]]:
+        """Pack the experts of a layer: gates and values, and the projections back."""
 
 
 def whole(module: Any) -> Part:

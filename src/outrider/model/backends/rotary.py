@@ -17,7 +17,7 @@ class RotaryTables:
     def __init__(self, model: Any, family: Family) -> None:
         self._module: Any = getattr(hf.decoder_stack(model), "rotary_emb", None)
         self.long_after = hf.long_rope_after(model.config)
-        self._interleaved = family.interleaved_tables
+        self._interleaved, self._halved = family.interleaved_tables, family.halved_tables
         self._dtype = torch.promote_types(model.dtype, torch.float32)
         kinds = getattr(self._module, "rope_type", None)
         self._layer_types = list(kinds) if isinstance(kinds, dict) else [None]
@@ -43,6 +43,8 @@ class RotaryTables:
         which = {} if layer_type is None else {"layer_type": layer_type}
         positions = torch.arange(num_positions)[None]
         cosines, sines = self._module(torch.empty(1, dtype=self._dtype), positions, **which)
+        if self._halved:
+            return cosines[0], sines[0]
         half = cosines.shape[-1] // 2  # every number stands for a pair
         chosen = slice(None, None, 2) if self._interleaved else slice(half)
         return cosines[0, :, chosen], sines[0, :, chosen]
