@@ -7,10 +7,14 @@ Every model is random, in bfloat16, with a hidden size of 1,024, 12 to 16 layers
 0.22 billion numbers, which is far more than any cache holds. The figures are:
 
 - the least time of a pass of one row behind 128 and 1,000 tokens, and that of four rows over that of one;
+<<<<<<< HEAD
 - the time that the bytes of weights that a row reads take alone, at the rate at which this machine reads memory. Of experts
   these are the ones that a row has;
+=======
+- the time of reading as many bytes as the weights have over that of a pass, since a pass cannot be faster;
+>>>>>>> families
 - tokens a second behind the first token, and the time to the first token, ours and those of `generate` of transformers.
-  These are medians of rounds in which the two take turns.
+  These three are medians of rounds in which both sides take turns.
 """
 
 from __future__ import annotations
@@ -92,20 +96,36 @@ def random_model(name: str) -> Any:
     return model
 
 
-def passes(runner: ModelRunner, rounds: int) -> dict[int, dict[int, float]]:
-    """The least milliseconds of a pass by its context and its number of rows."""
+def passes(runner: ModelRunner, num_bytes: int | None, rounds: int) -> tuple[dict[int, dict[int, float]], list[float]]:
+    """Times of passes, and of reading as many bytes as a pass has weights, in turns: what memory gives drifts.
+
+    Returns:
+        The least milliseconds of a pass by its context and its number of rows, and for each round the time of reading over
+        that of a pass of one row behind the shorter context; nothing where the bytes are not known.
+    """
     table = runner.blocks.allocate(runner.blocks.blocks_for(max(CONTEXTS) + max(ROWS)))
     tokens = _tokens(max(CONTEXTS) + max(ROWS))
     runner.forward([Segment(tokens[: max(CONTEXTS)], 0, table)])
     found: dict[int, dict[int, float]] = {context: dict.fromkeys(ROWS, float("inf")) for context in CONTEXTS}
+    shares = []
     for _ in range(rounds):
+        spent = {}
         for context in CONTEXTS:
             for rows in ROWS:
+<<<<<<< HEAD
                 segment = Segment(tokens[context : context + rows], context, table)
                 seconds = _timed(partial(runner.forward, [segment]))
                 found[context][rows] = min(found[context][rows], 1e3 * seconds)
+=======
+                segment = Segment([1] * rows, context, table)
+                spent[context, rows] = _timed(partial(runner.forward, [segment]))
+                found[context][rows] = min(found[context][rows], 1e3 * spent[context, rows])
+        if num_bytes is not None:
+            reading = num_bytes / read_bandwidth(torch.device("cpu"), num_bytes, repeats=1)
+            shares.append(reading / spent[CONTEXTS[0], 1])
+>>>>>>> families
     runner.blocks.free(table)
-    return found
+    return found, shares
 
 
 def _tokens(count: int) -> list[int]:
@@ -118,27 +138,52 @@ def writing(llm: LLM, model: Any, rounds: int) -> dict[str, dict[int, dict[str, 
     engines = {"outrider": partial(_ours, llm), "transformers": partial(_theirs, model)}
     found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in engines}
     for context in CONTEXTS:
+<<<<<<< HEAD
         prompt = _tokens(context)
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+=======
+        prompt = [(37 * i + 11) % _SIZES["vocab_size"] for i in range(context)]
+        runs: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+>>>>>>> families
         for turn in range(rounds + 1):
             for name, write in engines.items():
-                spent = _timed(partial(write, prompt, 1)), _timed(partial(write, prompt, 1 + NEW_TOKENS))
+                start = perf_counter()
+                times = write(prompt)
                 if turn:  # the first round warms up
-                    seconds[name].append(spent)
-        for name, runs in seconds.items():
-            rate = median(NEW_TOKENS / (whole - first) for first, whole in runs)
-            found[name][context] = {"tokens_per_second": rate, "first_token_ms": 1e3 * median(first for first, _ in runs)}
+                    runs[name].append((times[0] - start, times[-1] - times[0]))
+        for name, spent in runs.items():
+            rate = NEW_TOKENS / median(rest for _, rest in spent)
+            found[name][context] = {"tokens_per_second": rate, "first_token_ms": 1e3 * median(first for first, _ in spent)}
     return found
 
 
-def _ours(llm: LLM, prompt: list[int], count: int) -> None:
-    llm.generate(prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+def _ours(llm: LLM, prompt: list[int]) -> list[float]:
+    """When the tokens came."""
+    params = SamplingParams(temperature=0, max_tokens=1 + NEW_TOKENS, ignore_eos=True)
+    return [perf_counter() for _ in llm.stream(prompt, params)]
 
 
 @torch.inference_mode()
-def _theirs(model: Any, prompt: list[int], count: int) -> None:
-    ids = torch.tensor([prompt])
-    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0)
+def _theirs(model: Any, prompt: list[int]) -> list[float]:
+    """When the tokens came."""
+    clock, ids = _Clock(), torch.tensor([prompt])
+    settings = {"max_new_tokens": 1 + NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **settings)
+    return clock.times[1:]  # what comes first is the prompt
+
+
+class _Clock:
+    """A streamer that keeps the times at which something came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _: Any) -> None:
+        """Called with the prompt, and then with each token."""
+        self.times.append(perf_counter())
+
+    def end(self) -> None:
+        """Called at the end."""
 
 
 def _timed(work: Callable[[], Any]) -> float:
@@ -153,36 +198,36 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     llm = LLM(model, speculation="none", prefix_caching=False, kv_cache_tokens=4096)
     runner = llm.engine.runner
     num_bytes = runner.backend.weight_bytes(runner.loaded.model) or weight_bytes(model)
-    bandwidth = read_bandwidth(torch.device("cpu"))
-    spent = passes(runner, 8 * rounds)
-    bytes_alone = None if num_bytes is None else 1e3 * num_bytes / max(bandwidth, read_bandwidth(torch.device("cpu")))
+    spent, shares = passes(runner, num_bytes, 6 * rounds)
     return {
         "backend": runner.backend.name,
         "weight_bytes": num_bytes,
-        "bytes_alone_ms": bytes_alone,
         "pass_ms": spent,
-        "share_of_bandwidth": None if bytes_alone is None else bytes_alone / spent[CONTEXTS[0]][1],
+        "share_of_bandwidth": median(shares) if shares else None,
         "writing": writing(llm, model, rounds),
     }
 
 
 def shown(found: dict[str, Any]) -> Table:
     """The figures as a table."""
-    table = Table(
-        "family", "backend", "bytes, ms", "T(1), ms", "of bandwidth", "behind 1,000", "C(4)", "tokens/s", "theirs"
-    )
+    table = Table("family", "backend", "MB", "T(1), ms", "of bandwidth", "behind 1,000", "C(4)", "tokens/s", "theirs")
     for name, entry in found.items():
-        near, far = entry["pass_ms"].values()
-        near, far = list(near.values()), list(far.values())
+        near, far = (list(each.values()) for each in entry["pass_ms"].values())
+        share, num_bytes = entry["share_of_bandwidth"], entry["weight_bytes"]
         rates = [
-            "/".join(f"{each['tokens_per_second']:.0f}" for each in entry["writing"][engine].values())
+            " / ".join(f"{each['tokens_per_second']:.0f}" for each in entry["writing"][engine].values())
             for engine in ("outrider", "transformers")
         ]
-        figures = [
-            f"{entry['bytes_alone_ms']:.1f}", f"{near[0]:.1f}", f"{entry['share_of_bandwidth']:.0%}", f"{far[0]:.1f}",
-            f"{near[1] / near[0]:.2f}/{far[1] / far[0]:.2f}",
-        ]  # fmt: skip
-        table.add_row(name, entry["backend"], *figures, *rates)
+        table.add_row(
+            name,
+            entry["backend"],
+            "" if num_bytes is None else f"{num_bytes / 1e6:.0f}",
+            f"{near[0]:.1f}",
+            "" if share is None else f"{share:.0%}",
+            f"{far[0]:.1f}",
+            f"{near[1] / near[0]:.2f} / {far[1] / far[0]:.2f}",
+            *rates,
+        )
     return table
 
 

@@ -17,6 +17,7 @@ from outrider.cache.lease import KVLease
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Schedule, Scheduler
 from outrider.engine.sequence import Sequence, Status
+from outrider.engine.thread import EngineThread
 from outrider.errors import StepAbortedError
 from tests.model import checkpoints
 
@@ -168,6 +169,21 @@ def test_books_that_do_not_agree_after_a_fault_are_begun_anew(llm: LLM, monkeypa
     assert all(isinstance(out.error, StepAbortedError) for out in outputs[:2])  # two run at a time
     assert llm.health.num_rebuilds == before + 1
     assert [out.token_ids for out in llm.generate(PROMPTS, SHORT)] == want
+
+
+def test_nobody_waits_for_a_thread_whose_own_books_failed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, left = EngineThread.gather, [True]
+
+    def failing(self: EngineThread) -> Any:
+        if self.serving and left:
+            left.clear()
+            raise ValueError("planted")
+        return stock(self)
+
+    monkeypatch.setattr(EngineThread, "gather", failing)
+    with pytest.raises(StepAbortedError, match="begin anew after ValueError"):
+        llm.generate(PROMPTS[0], SHORT)
+    assert llm.generate(PROMPTS[0], SHORT)
 
 
 def test_the_integrity_check_sees_a_finished_sequence_that_still_runs(llm: LLM) -> None:

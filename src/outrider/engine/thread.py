@@ -277,6 +277,19 @@ class EngineThread:
                 self._drop(request)
         return letters
 
+    def surrender(self, error: Exception) -> Letters:
+        """What all who are served get where even the books of this thread have failed; the engine begins anew."""
+        logger.critical("the engine's thread had to begin anew", exc_info=error)
+        served = list(self._served.values())
+        self._served.clear()
+        assert self._engine is not None
+        self._engine.rebuild([request for request, _ in served], error)
+        self.health = replace(self.health, num_rebuilds=self.health.num_rebuilds + 1, last_error=repr(error))
+        letters = [letter for request, mailbox in served for letter in self._letters(request, mailbox)]
+        for request, _ in served:
+            _release(request)
+        return letters
+
     def _letters(self, request: Request, mailbox: ref[Mailbox]) -> Letters:
         """The letter with what is new of a request, if anything is and somebody reads it."""
         reader, pieces = mailbox(), tuple(request.outbox or ())
@@ -310,9 +323,13 @@ def _work(commands: _Commands, owner: ref[EngineThread], num_threads: int) -> No
         if thread is None:
             busy = False
             continue
-        if thread.serving:
-            thread.advance()
-        letters, busy = thread.gather(), thread.serving
+        try:
+            if thread.serving:
+                thread.advance()
+            letters = thread.gather()
+        except Exception as error:  # nobody may wait for a thread that is no more
+            letters = thread.surrender(error)
+        busy = thread.serving
         del thread  # before the letters: their readers may let the engine go
         _deliver(letters)
         del letters
