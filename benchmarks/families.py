@@ -7,12 +7,8 @@ Every model is random, in bfloat16, with a hidden size of 1,024, 12 to 16 layers
 0.22 billion numbers, which is far more than any cache holds. The figures are:
 
 - the least time of a pass of one row behind 128 and 1,000 tokens, and that of four rows over that of one;
-<<<<<<< HEAD
-- the time that the bytes of weights that a row reads take alone, at the rate at which this machine reads memory. Of experts
-  these are the ones that a row has;
-=======
-- the time of reading as many bytes as the weights have over that of a pass, since a pass cannot be faster;
->>>>>>> families
+- the time of reading as many bytes as a row's weights have over that of a pass, since a pass cannot be faster. Of experts these
+  are the ones that the row has;
 - tokens a second behind the first token, and the time to the first token, ours and those of `generate` of transformers.
   These three are medians of rounds in which both sides take turns.
 """
@@ -112,18 +108,12 @@ def passes(runner: ModelRunner, num_bytes: int | None, rounds: int) -> tuple[dic
         spent = {}
         for context in CONTEXTS:
             for rows in ROWS:
-<<<<<<< HEAD
                 segment = Segment(tokens[context : context + rows], context, table)
-                seconds = _timed(partial(runner.forward, [segment]))
-                found[context][rows] = min(found[context][rows], 1e3 * seconds)
-=======
-                segment = Segment([1] * rows, context, table)
                 spent[context, rows] = _timed(partial(runner.forward, [segment]))
                 found[context][rows] = min(found[context][rows], 1e3 * spent[context, rows])
         if num_bytes is not None:
             reading = num_bytes / read_bandwidth(torch.device("cpu"), num_bytes, repeats=1)
             shares.append(reading / spent[CONTEXTS[0], 1])
->>>>>>> families
     runner.blocks.free(table)
     return found, shares
 
@@ -138,13 +128,8 @@ def writing(llm: LLM, model: Any, rounds: int) -> dict[str, dict[int, dict[str, 
     engines = {"outrider": partial(_ours, llm), "transformers": partial(_theirs, model)}
     found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in engines}
     for context in CONTEXTS:
-<<<<<<< HEAD
         prompt = _tokens(context)
-        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-=======
-        prompt = [(37 * i + 11) % _SIZES["vocab_size"] for i in range(context)]
         runs: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
->>>>>>> families
         for turn in range(rounds + 1):
             for name, write in engines.items():
                 start = perf_counter()
