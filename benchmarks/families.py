@@ -7,7 +7,7 @@ Every model is random, in bfloat16, with a hidden size of 1,024, 12 to 16 layers
 0.22 billion numbers, which is far more than any cache holds. The figures are:
 
 - the least time of a pass of one row behind 128 and 1,000 tokens, and that of four rows over that of one;
-- the time of reading as many bytes as a row's weights have over that of a pass, since a pass cannot be faster. Of experts these
+- the time of reading the weights of a row over that of a pass, since a pass cannot be faster. Of experts these
   are the ones that the row has;
 - tokens a second behind the first token, and the time to the first token, ours and those of `generate` of transformers.
   These three are medians of rounds in which both sides take turns.
