@@ -308,6 +308,7 @@ NATIVE_MUTANTS = (
         "x, column, end, n, r,",
         "x, 0, end - column, n, r,",
         "kernels_decoder",
+        PROBE_DIFFERS,
     ),
     _mutant(
         "int8 without its scale",
