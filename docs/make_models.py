@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import transformers
 from rich.progress import track
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -31,7 +32,7 @@ from outrider.kernels.library import kernel_library
 from outrider.model import hf
 from outrider.model.factory import BACKENDS
 from outrider.model.loader import LoadedModel
-from outrider.model.probe import is_causal, probe, reference
+from outrider.model.probe import probe, reference
 
 PAGE = Path(__file__).parent / "models.md"
 SECONDS, BYTES = 8, 12 * 2**30
@@ -77,23 +78,24 @@ def judge(kind: str) -> Probed:
     if recurrent:
         return Probed(kind, "refused", f"layers with a running state ({', '.join(recurrent)})")
     loaded = _loaded(kind, model)
-    if not is_causal(loaded):
+    stock = reference(loaded)
+    if not stock.is_causal:
         return Probed(kind, "refused", "an encoder: tokens see those after them")
-    fused = _obstacle(loaded, "fused") is None
+    fused = _obstacle(loaded, "fused", stock.logits) is None
     reasons = []
     for name in ("paged", "gather"):
-        obstacle = _obstacle(loaded, name)
+        obstacle = _obstacle(loaded, name, stock.logits)
         if obstacle is None:
             return Probed(kind, name, "; ".join(reasons), fused)
         reasons.append(f"{name}: {obstacle}")
     return Probed(kind, "refused", "; ".join(reasons))
 
 
-def _obstacle(loaded: LoadedModel, name: str) -> str | None:
+def _obstacle(loaded: LoadedModel, name: str, want: Tensor) -> str | None:
     """Why a backend does not drive this model; None where it does."""
     backend = BACKENDS[name]()
     try:
-        probe(loaded, backend, reference(loaded))
+        probe(loaded, backend, want)
     except Exception as error:
         return _first_line(error)
     finally:

@@ -67,7 +67,7 @@ class Layer:
             attention_norm=norm, attention_post_norm=None, mlp_norm=norm, mlp_post_norm=None, query_norm=None,
             key_norm=None, whole_norms=False, qkv=packed(self.qkv), out=packed(self.out), gate=nothing, up=nothing,
             down=nothing, rotary=None, scale=attention.head_dim**-0.5, softcap=attention.softcap, residual_scale=1.0,
-            window=attention.window, chunk=attention.chunk, sinks=self.sinks,
+            window=attention.window, chunk=attention.chunk, sinks=self.sinks, experts=None,
         )  # fmt: skip
         shape = DecoderShape(HIDDEN, HIDDEN, attention.heads, attention.kv_heads, attention.head_dim, "silu")
         head = packed(torch.eye(HIDDEN))

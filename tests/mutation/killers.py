@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -422,10 +422,13 @@ def kernels_linear() -> None:
     assert library is not None
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
         layer = nn.Linear(1300, 43, dtype=torch.float32 if dtype is torch.int8 else dtype).requires_grad_(False)
+        weight = layer.weight.double()
         if dtype is torch.int8:
             quantise_linears(layer)
+            stored = cast(Any, layer).quantised_weight
+            weight = stored.data.double() * stored.scale.double()[:, None]
         rows = torch.randn(130, 1300).to(layer.weight.dtype)  # more than a block of them
-        want = rows.double() @ layer.weight.double().t() + layer.bias.double()
+        want = rows.double() @ weight.t() + layer.bias.double()
         use_packed_linear(layer, library)
         got = layer(rows)
         assert torch.allclose(got.double(), want, rtol=8e-3 if dtype is torch.bfloat16 else 1e-4, atol=1e-3)

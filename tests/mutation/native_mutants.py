@@ -213,7 +213,7 @@ NATIVE_MUTANTS = (
     _mutant(
         "queries of an operator are not scaled",
         "paged.inc",
-        "* (REAL)model->scale",
+        "* (REAL)job->layer.scale",
         "* 1",
         "kernels_attention_operator",
     ),
