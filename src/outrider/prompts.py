@@ -37,6 +37,28 @@ class PromptEncoder:
         with self._lock:
             return content, encode_text(self.tokenizer, content)
 
+    def encode_prediction(self, prediction: Any) -> tuple[int, ...]:
+        """What a caller expects an output to be: a text, token ids, or None for nothing.
+
+        Raises:
+            InvalidPromptError: It is none of these, or it cannot be encoded.
+        """
+        if prediction is None or prediction == "":
+            return ()
+        if not isinstance(prediction, str):
+            try:
+                return self.encode(prediction)[1]
+            except InvalidPromptError as error:
+                raise InvalidPromptError("prediction", prediction, error.problem, error.remedy) from None
+        if self.tokenizer is None:
+            raise InvalidPromptError("prediction", prediction, "the model has no tokenizer", "Give a list of token ids.")
+        try:
+            with self._lock:  # it goes on behind a prompt, so it has no token that begins a text
+                encoded = self.tokenizer(prediction, add_special_tokens=False, verbose=False)
+        except (TypeError, UnicodeError) as error:
+            raise InvalidPromptError("prediction", prediction, "it is not valid Unicode", "Give text in UTF-8.") from error
+        return tuple(encoded["input_ids"])
+
     def encode_conversation(self, messages: Any) -> Encoded:
         """A conversation through the tokenizer's chat template, with the turn handed to the model.
 
