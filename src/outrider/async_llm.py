@@ -50,7 +50,8 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Complete one prompt; arguments and errors are those of LLM.generate. A task that is cancelled cancels it.
 
-        A `prediction`, a text or token ids, is what the caller expects to be written; the method `prediction` drafts from it.
+        A `prediction`, a text or token ids, is what the caller expects to be written. The method `prediction` drafts from
+        it.
         """
         options = {"speculation": speculation, "namespace": namespace, "trace": trace, "prediction": prediction}
         return await self._whole(AsyncStream(self, prompt, params, {**options, "streaming": False}))
