@@ -26,7 +26,7 @@ Method = Annotated[
     str | None,
     typer.Option(
         help="Who drafts: draft_model, cross_vocabulary, early_exit, layer_skip, ngram, suffix, token_recycling, "
-        'lookahead, prediction, none, a plug-in, module:Class of your own, or settings like {"method": "suffix", "branches": true}.'
+        'lookahead, none, a plug-in, module:Class of your own, or settings like {"method": "suffix", "branches": true}.'
     ),
 ]
 DraftModel = Annotated[str | None, typer.Option(help="Folder or hub id of a draft model.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -76,7 +77,7 @@ def serve(
     place = listen(host, port)  # before the model: a port that cannot be had is better known now
     write_json()
     if not keys and host not in _LOOPBACK:
-        log("everybody who reaches this address is served: give --api-key-file", 30, host=host)
+        log("everybody who reaches this address is served: give --api-key-file", {"host": host}, logging.WARNING)
     llm = _load(
         model,
         settings,

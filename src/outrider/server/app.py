@@ -111,7 +111,7 @@ def _note(call: Call, error: BaseException) -> None:
     cause = error.__cause__ if isinstance(error, ApiError) else error
     if api_error(error).status >= 500 and cause is not None:
         known = isinstance(cause, OutriderError)
-        log("a request failed", logging.ERROR, error=cause, request_id=call.id, expected=known)
+        log("a request failed", {"request_id": call.id, "expected": known}, logging.ERROR, error=cause)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

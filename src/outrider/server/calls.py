@@ -96,5 +96,6 @@ class Call:
         self._ended = True
         self._metrics.answered(self.path, status, self.seconds)
         first = {} if self._first is None else {"first_piece_seconds": round(self._first, 4)}
-        facts = {"request_id": self.id, "method": self.request.method, "path": self.path, "status": status, "code": code}
-        log("request", **facts, tenant=self.tenant, seconds=round(self.seconds, 4), **first, **self._facts)
+        facts = {"request_id": self.id, "tenant": self.tenant, "method": self.request.method, "path": self.path}
+        outcome = {"status": status, "code": code, "seconds": round(self.seconds, 4), **first, **self._facts}
+        log("request", {**facts, **outcome})

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 logger = logging.getLogger("outrider.server")
@@ -36,6 +37,6 @@ def write_json(level: int = logging.INFO) -> None:
     logging.getLogger("outrider").setLevel(level)
 
 
-def log(event: str, level: int = logging.INFO, *, error: BaseException | None = None, **facts: Any) -> None:
+def log(event: str, facts: Mapping[str, Any], level: int = logging.INFO, *, error: BaseException | None = None) -> None:
     """Write an event with its facts."""
-    logger.log(level, event, extra={"facts": facts}, exc_info=error)
+    logger.log(level, event, extra={"facts": dict(facts)}, exc_info=error)

@@ -29,7 +29,7 @@ class ServerMetrics:
     """
 
     def __init__(self, model: str) -> None:
-        disable_created_metrics()  # as in vLLM: the time at which a series began is of no use here
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # as in vLLM: the time at which a series began is of no use here
         self._registry = CollectorRegistry()
         self._model = model
         self._engine = _EngineCollector(model)
@@ -154,7 +154,7 @@ class _EngineCollector(Collector):
         for name, (field, text) in counts.items():
             found = {(method,): getattr(stats, field) for method, stats in by_method.items()}
             yield self._total(name, text, found, "method")
-        places = {
+        places: dict[Any, float] = {
             (method, str(place)): count
             for method, stats in by_method.items()
             for place, count in enumerate(stats.accepted_per_position)

@@ -53,7 +53,8 @@ def serve(service: Service, place: socket.socket, *, drain_seconds: int, **tls: 
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends itself what it was sent once it has ended
     host, port = place.getsockname()[:2]
     scheme = "https" if tls.get("ssl_certfile") else "http"
-    log("listening", url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", model=service.settings.model_name)
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    log("listening", {"url": url, "model": service.settings.model_name})
     uvicorn.Server(config).run(sockets=[place])
 
 

@@ -99,11 +99,15 @@ def _object(body: bytes) -> dict[str, Any]:
     return values
 
 
+#: What pydantic writes into the path of an error where a field may have values of several kinds.
+_KINDS = ("list", "dict", "str", "int", "float")
+
+
 def _first_problem(kind: type[Shape], error: Exception) -> Exception:
     if not isinstance(error, ValidationError):
         return ApiError(400, f"the body cannot be read ({error})", code="invalid_json")
     detail = error.errors()[0]
-    path = [str(part) for part in detail["loc"] if not str(part).startswith(("function-", "list[", "dict["))]
+    path = [str(part) for part in detail["loc"] if str(part).partition("[")[0] not in _KINDS]
     if detail["type"] == "extra_forbidden" and len(path) == 1:
         return unknown_setting("A request", path[0], detail["input"], kind.model_fields)
     if detail["type"] == "json_invalid":
@@ -229,7 +233,7 @@ class CompletionRequest(Asked):
     def prompts(self) -> list[str | list[int]]:
         """One by one."""
         if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int):
-            return list(self.prompt)  # type: ignore[arg-type]
+            return list(self.prompt)
         return [self.prompt]  # type: ignore[list-item]
 
 

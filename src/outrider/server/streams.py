@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ def event(body: Any) -> bytes:
 
 async def events(
     answer: Answer, streams: Sequence[AsyncStream], failed: Callable[[BaseException], None]
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """The events of an answer. Whoever stops reading ends what is still written.
 
     Args:
@@ -57,7 +57,7 @@ async def events(
         yield DONE
 
 
-async def pieces(streams: Sequence[AsyncStream]) -> AsyncIterator[tuple[int, StreamPiece]]:
+async def pieces(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, StreamPiece], None]:
     """The pieces of several streams as they come, each with the number of its stream."""
     if len(streams) == 1:
         async for piece in streams[0]:
@@ -88,7 +88,7 @@ async def pieces(streams: Sequence[AsyncStream]) -> AsyncIterator[tuple[int, Str
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def while_connected(receive: Callable[[], Coroutine[Any, Any, Message]], job: Coroutine[Any, Any, T]) -> T:
+async def while_connected(receive: Callable[[], Awaitable[Message]], job: Coroutine[Any, Any, T]) -> T:
     """The outcome of a job, which is cancelled when the client leaves.
 
     Raises:
@@ -106,6 +106,6 @@ async def while_connected(receive: Callable[[], Coroutine[Any, Any, Message]], j
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _gone(receive: Callable[[], Coroutine[Any, Any, Message]]) -> None:
+async def _gone(receive: Callable[[], Awaitable[Message]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -131,8 +131,9 @@ def _max_tokens(asked: Asked, defaults: SamplingParams, room: int) -> dict[str, 
     given = asked.max_tokens
     if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:
         if given is not None and given != asked.max_completion_tokens:
-            problem = f"max_completion_tokens={asked.max_completion_tokens} says something else"
-            raise ContradictionError("max_tokens", given, problem, "Leave one of them out.")
+            problem = f"max_tokens={given} says something else"
+            given = asked.max_completion_tokens
+            raise ContradictionError("max_completion_tokens", given, problem, "Leave one of them out.")
         given = asked.max_completion_tokens
     if given is not None:
         return {"max_tokens": given}
