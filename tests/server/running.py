@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -70,12 +69,11 @@ class Server:
             time.sleep(0.05)
         return False
 
-    def stop(self) -> int:
-        """Ask it to end; returns its exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(60)
+    def read_to_the_end(self) -> None:
+        """Read the rest of the log of a process that has ended."""
         self._reader.join(10)
-        return code
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
 
 @contextmanager
@@ -86,8 +84,12 @@ def running(*arguments: str, **environment: str) -> Iterator[Server]:
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=surroundings, bufsize=1
     )
+    server = None
     try:
-        yield Server(process)
+        server = Server(process)
+        yield server
     finally:
         process.kill()
         process.wait(10)
+        if server is not None:
+            server.read_to_the_end()

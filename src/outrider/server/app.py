@@ -170,13 +170,11 @@ def _check_streaming(asked: Asked) -> None:
 
 
 async def _read(service: Service, call: Call, shaped: Answer, streams: list[Any]) -> AsyncIterator[bytes]:
-    """The events of an answer, within the time that a request may take."""
+    """The events of an answer, and what is counted of them."""
     failures: list[BaseException] = []
     try:
-        async with (
-            asyncio.timeout(service.settings.request_seconds),
-            aclosing(events(shaped, streams, failures.append)) as found,
-        ):
+        limit = service.settings.request_seconds
+        async with aclosing(events(shaped, streams, limit, failures.append)) as found:
             async for part in found:
                 call.began()
                 yield part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
 from starlette.types import Message
@@ -30,13 +30,14 @@ def event(body: Any) -> bytes:
 
 
 async def events(
-    answer: Answer, streams: Sequence[AsyncStream], failed: Callable[[BaseException], None]
+    answer: Answer, streams: Sequence[AsyncStream], seconds: float | None, failed: Callable[[BaseException], None]
 ) -> AsyncGenerator[bytes, None]:
     """The events of an answer. Whoever stops reading ends what is still written.
 
     Args:
         answer: What is told of each piece.
         streams: One for each prompt, admitted already.
+        seconds: How long the pieces may take; None for no limit.
         failed: Is told of an error that came too late for a status; the client is told by an event.
     """
     async with AsyncExitStack() as stack:
@@ -45,7 +46,7 @@ async def events(
         try:
             for chunk in answer.opening():
                 yield event(chunk)
-            async for place, piece in pieces(streams):
+            async for place, piece in within(seconds, pieces(streams)):
                 found = answer.chunk(place, piece)
                 if found is not None:
                     yield event(found)
@@ -55,6 +56,24 @@ async def events(
             failed(error)
             yield event(api_error(error).body)
         yield DONE
+
+
+async def within(seconds: float | None, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """The items of another generator, as long as they come in time.
+
+    The time runs while an item is waited for and while it is used, and only the wait is broken off.
+
+    Raises:
+        TimeoutError: It is over.
+    """
+    end = None if seconds is None else asyncio.get_running_loop().time() + seconds
+    async with aclosing(items):
+        while True:
+            async with asyncio.timeout_at(end):
+                item = await anext(items, None)
+            if item is None:
+                return
+            yield item
 
 
 async def pieces(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, StreamPiece], None]:
