@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -54,8 +55,25 @@ def serve(service: Service, place: socket.socket, *, drain_seconds: int, **tls: 
     host, port = place.getsockname()[:2]
     scheme = "https" if tls.get("ssl_certfile") else "http"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-    log("listening", {"url": url, "model": service.settings.model_name})
-    uvicorn.Server(config).run(sockets=[place])
+    _Server(config, {"url": url, "model": service.settings.model_name}).run(sockets=[place])
+
+
+class _Server(uvicorn.Server):
+    """One that says when it can be reached.
+
+    Args:
+        config: Of uvicorn.
+        facts: What it says then.
+    """
+
+    def __init__(self, config: uvicorn.Config, facts: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self._facts = facts
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            log("listening", self._facts)
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
