@@ -55,10 +55,20 @@ def test_no_request_of_the_document_brings_it_down(server: Server) -> None:
         @quiet
         @given(case=operation.ok().as_strategy())
         def ask(case: Any) -> None:
-            response = case.call(base_url=server.url, timeout=60)
-            assert response.status_code < 500 or response.status_code == 503, response.text
+            for body in (case.body, _shortened(case.body)):
+                case.body = body
+                response = case.call(base_url=server.url, timeout=60)
+                assert response.status_code < 500, response.text
 
         ask()
     assert server.metric("outrider:http_requests_total", 'path="/v1/completions"', 'status="200"') > 0
     assert server.rests()
     assert server.metric("outrider:broken_steps_total") == 0
+
+
+def _shortened(body: Any) -> Any:
+    """What must be there, and one field more: values that are all in range, and fit each other, are rare among many."""
+    if not isinstance(body, dict):
+        return body
+    others = [name for name in body if name not in ("prompt", "messages", "model", "tokens")]
+    return {name: value for name, value in body.items() if name in ("prompt", "messages", "tokens", *others[:1])}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
@@ -14,8 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from outrider import __version__
+from outrider.async_llm import AsyncStream
 from outrider.errors import InvalidParameterError, OutriderError
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer
 from outrider.server.calls import Call
@@ -139,14 +141,14 @@ async def chat_completions(service: Service, call: Call) -> Response:
 async def _write(service: Service, call: Call, asked: Asked, make: Callable[[Job], Answer]) -> Response:
     service.check_model(asked.model)
     _check_streaming(asked)
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         stack.enter_context(service.place(_size(service, asked)))
         job = await service.job(asked, call.tenant)
         shaped = make(job)
         if asked.stream:
             streams = await service.begin(job)
-            held = stack.pop_all()  # the place is kept until the last event
-            return _Events(_read(service, call, shaped, streams), held, call)
+            stack.push_async_callback(close, streams)
+            return _Events(_read(service, call, shaped, streams), stack.pop_all(), call)
         seconds = service.settings.request_seconds
         outputs = await while_connected(call.request.receive, asyncio.wait_for(service.write(job), seconds))
     body = shaped.whole(outputs)
@@ -169,46 +171,41 @@ def _check_streaming(asked: Asked) -> None:
         raise ApiError(400, problem, param="logprobs", code="unsupported")
 
 
-async def _read(service: Service, call: Call, shaped: Answer, streams: list[Any]) -> AsyncIterator[bytes]:
+async def _read(service: Service, call: Call, shaped: Answer, streams: list[AsyncStream]) -> AsyncGenerator[bytes, None]:
     """The events of an answer, and what is counted of them."""
     failures: list[BaseException] = []
-    try:
-        limit = service.settings.request_seconds
-        async with aclosing(events(shaped, streams, limit, failures.append)) as found:
-            async for part in found:
-                call.began()
-                yield part
-        if not failures:
-            call.wrote(shaped.job.num_prompt_tokens, list(shaped.outputs.values()))
-            call.ended(200)
-        for error in failures:
-            _note(call, error)
-            call.ended(api_error(error).status, api_error(error).code)
-    finally:
-        await close(streams)
-        call.ended(499, "client_left")
+    async with aclosing(events(shaped, streams, service.settings.request_seconds, failures.append)) as found:
+        async for part in found:
+            call.began()
+            yield part
+    if not failures:
+        call.wrote(shaped.job.num_prompt_tokens, list(shaped.outputs.values()))
+        call.ended(200)
+    for error in failures:
+        _note(call, error)
+        call.ended(api_error(error).status, api_error(error).code)
 
 
 class _Events(StreamingResponse):
-    """Events, and what is held until the last of them has gone, or the client has.
+    """Events, with what is held until the last of them has gone, or the client has: a place in the queue, and the streams.
 
     Args:
         content: The events.
-        held: Closed at the end, whatever it is.
+        held: Closed at the end, whatever it is, and if no event was ever asked for.
         call: Whose answer this is.
     """
 
-    def __init__(self, content: Any, held: ExitStack, call: Call) -> None:
+    def __init__(self, content: AsyncGenerator[bytes, None], held: AsyncExitStack, call: Call) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._content, self._held, self._call = content, held, call
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        with self._held:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
             try:
                 await super().__call__(scope, receive, send)
             finally:
                 await self._content.aclose()
-                self._call.ended(499, "client_left")  # where it left before the first event was asked for
+                self._call.ended(499, "client_left")  # unless its end is written down already
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.types import Message
@@ -32,7 +32,7 @@ def event(body: Any) -> bytes:
 async def events(
     answer: Answer, streams: Sequence[AsyncStream], seconds: float | None, failed: Callable[[BaseException], None]
 ) -> AsyncGenerator[bytes, None]:
-    """The events of an answer. Whoever stops reading ends what is still written.
+    """The events of an answer.
 
     Args:
         answer: What is told of each piece.
@@ -40,22 +40,20 @@ async def events(
         seconds: How long the pieces may take; None for no limit.
         failed: Is told of an error that came too late for a status; the client is told by an event.
     """
-    async with AsyncExitStack() as stack:
-        for stream in streams:
-            await stack.enter_async_context(stream)
-        try:
-            for chunk in answer.opening():
-                yield event(chunk)
-            async for place, piece in within(seconds, pieces(streams)):
-                found = answer.chunk(place, piece)
-                if found is not None:
-                    yield event(found)
-            for chunk in answer.closing():
-                yield event(chunk)
-        except Exception as error:
-            failed(error)
-            yield event(api_error(error).body)
-        yield DONE
+    try:
+        for chunk in answer.opening():
+            yield event(chunk)
+        async with aclosing(within(seconds, pieces(streams))) as found:
+            async for place, piece in found:
+                told = answer.chunk(place, piece)
+                if told is not None:
+                    yield event(told)
+        for chunk in answer.closing():
+            yield event(chunk)
+    except Exception as error:
+        failed(error)
+        yield event(api_error(error).body)
+    yield DONE
 
 
 async def within(seconds: float | None, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
