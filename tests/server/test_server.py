@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from pydantic import BaseModel
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, SecretStr
 
 from outrider import LLM, SamplingParams, StructuredOutputs
 from tests.server.running import TEMPLATE, Server, running
@@ -343,9 +344,8 @@ def test_curl(server: Server) -> None:
 
 
 def test_langchain(server: Server, llm: LLM) -> None:
-    langchain_openai = pytest.importorskip("langchain_openai")
-    model = langchain_openai.ChatOpenAI(
-        model=NAME, base_url=f"{server.url}/v1", api_key="any", temperature=0, max_tokens=24, max_retries=0
+    model = ChatOpenAI(
+        model=NAME, base_url=f"{server.url}/v1", api_key=SecretStr("any"), temperature=0, max_tokens=24, max_retries=0
     )
     want = llm.chat([{"role": "user", "content": "def f(x):"}], SamplingParams(**GREEDY))[0].text
     answer = model.invoke("def f(x):")

@@ -23,8 +23,8 @@ class Prediction(Method):
     """What comes next in the text that the caller predicted; needs no model.
 
     Attributes:
-        min_match: After the text went another way, its latest tokens, so many of them, must stand in the prediction
-            before drafts go on there.
+        min_match: How many of the latest tokens must stand in the prediction, after the text left it, before drafts go on
+            there.
     """
 
     name: ClassVar[str] = "prediction"
