@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from outrider.propose.layer_skip import LayerSkip
     from outrider.propose.lookahead import Lookahead
     from outrider.propose.ngram import Ngram
+    from outrider.propose.prediction import Prediction
     from outrider.propose.speculation import SpeculationConfig
     from outrider.propose.suffix import Suffix
     from outrider.propose.token_recycling import TokenRecycling
@@ -44,6 +45,7 @@ _HOMES = {
     "EarlyExit": "outrider.propose.early_exit",
     "LayerSkip": "outrider.propose.layer_skip",
     "Ngram": "outrider.propose.ngram",
+    "Prediction": "outrider.propose.prediction",
     "Suffix": "outrider.propose.suffix",
     "Lookahead": "outrider.propose.lookahead",
     "TokenRecycling": "outrider.propose.token_recycling",
@@ -76,6 +78,7 @@ __all__ = [
     "Lookahead",
     "Ngram",
     "OutriderError",
+    "Prediction",
     "RequestOutput",
     "RequestStats",
     "RoundTrace",

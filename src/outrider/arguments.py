@@ -75,25 +75,27 @@ def read_prompt(prompt: Any) -> str | tuple[int, ...]:
     return tokens
 
 
-def encode_text(tokenizer: Any, text: str) -> tuple[int, ...]:
+def encode_text(tokenizer: Any, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> tuple[int, ...]:
     """The tokens of a prompt.
 
     Args:
         tokenizer: That of the model. None where it has none.
         text: The prompt.
+        field: What to call it in errors.
+        add_special_tokens: Whether it gets the tokens that the tokenizer puts around texts.
 
     Raises:
         InvalidPromptError: The text is empty or not valid Unicode, or there is no tokenizer.
     """
     if tokenizer is None:
-        raise InvalidPromptError("prompt", text, "the model has no tokenizer", "Give a list of token ids.")
+        raise InvalidPromptError(field, text, "the model has no tokenizer", "Give a list of token ids.")
     if not text:
-        raise InvalidPromptError("prompt", text, "it is empty", "Give at least one character.")
+        raise InvalidPromptError(field, text, "it is empty", "Give at least one character.")
     try:
         # Not verbose: it would warn of the length that the tokenizer's file names. The model's own is checked elsewhere.
-        return tuple(tokenizer(text, verbose=False)["input_ids"])
+        return tuple(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
     except (TypeError, UnicodeError) as error:  # half a surrogate pair, as undecodable bytes in argv become
-        raise InvalidPromptError("prompt", text, "it is not valid Unicode", "Give text in UTF-8.") from error
+        raise InvalidPromptError(field, text, "it is not valid Unicode", "Give text in UTF-8.") from error
 
 
 def _read_dict(prompt: Mapping[Any, Any]) -> str | tuple[int, ...]:

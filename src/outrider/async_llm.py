@@ -46,9 +46,14 @@ class AsyncLLM:
         speculation: Speculation | None = None,
         namespace: str | None = None,
         trace: bool = False,
+        prediction: str | Sequence[int] | None = None,
     ) -> RequestOutput:
-        """Complete one prompt; arguments and errors are those of LLM.generate. A task that is cancelled cancels it."""
-        options = {"speculation": speculation, "namespace": namespace, "trace": trace}
+        """Complete one prompt; arguments and errors are those of LLM.generate. A task that is cancelled cancels it.
+
+        A `prediction`, a text or token ids, is what the caller expects to be written. The method `prediction` drafts from
+        it.
+        """
+        options = {"speculation": speculation, "namespace": namespace, "trace": trace, "prediction": prediction}
         return await self._whole(AsyncStream(self, prompt, params, {**options, "streaming": False}))
 
     def stream(
@@ -59,9 +64,10 @@ class AsyncLLM:
         speculation: Speculation | None = None,
         namespace: str | None = None,
         trace: bool = False,
+        prediction: str | Sequence[int] | None = None,
     ) -> AsyncStream:
         """Complete one prompt piece by piece; arguments and errors are those of LLM.stream. It begins when first read."""
-        options = {"speculation": speculation, "namespace": namespace, "trace": trace}
+        options = {"speculation": speculation, "namespace": namespace, "trace": trace, "prediction": prediction}
         return AsyncStream(self, prompt, params, {**options, "streaming": True})
 
     async def chat(
@@ -72,9 +78,16 @@ class AsyncLLM:
         speculation: Speculation | None = None,
         namespace: str | None = None,
         trace: bool = False,
+        prediction: str | Sequence[int] | None = None,
     ) -> RequestOutput:
         """Complete one conversation; arguments and errors are those of LLM.chat."""
-        options = {"speculation": speculation, "namespace": namespace, "trace": trace, "messages": messages}
+        options = {
+            "speculation": speculation,
+            "namespace": namespace,
+            "trace": trace,
+            "prediction": prediction,
+            "messages": messages,
+        }
         return await self._whole(AsyncStream(self, None, params, {**options, "streaming": False}))
 
     def stream_chat(
@@ -85,9 +98,16 @@ class AsyncLLM:
         speculation: Speculation | None = None,
         namespace: str | None = None,
         trace: bool = False,
+        prediction: str | Sequence[int] | None = None,
     ) -> AsyncStream:
         """Complete one conversation piece by piece."""
-        options = {"speculation": speculation, "namespace": namespace, "trace": trace, "messages": messages}
+        options = {
+            "speculation": speculation,
+            "namespace": namespace,
+            "trace": trace,
+            "prediction": prediction,
+            "messages": messages,
+        }
         return AsyncStream(self, None, params, {**options, "streaming": True})
 
     async def _whole(self, stream: AsyncStream) -> RequestOutput:

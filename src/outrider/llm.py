@@ -72,6 +72,7 @@ class _Options:
     namespace: str | None
     trace: bool = False
     streaming: bool = False
+    prediction: str | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
@@ -356,15 +357,27 @@ class LLM:
         namespace: str | None = None,
         trace: bool = False,
         streaming: bool = False,
+        prediction: str | Sequence[int] | None = None,
     ) -> Request:
         """Encode and check one prompt, or one conversation, and compile its structure, in the thread that calls this.
+
+        Args:
+            prompt: What to complete, or None with `messages`.
+            params: As in generate.
+            speculation: As in generate.
+            messages: A conversation, in place of the prompt.
+            namespace: As in generate.
+            trace: As in generate.
+            streaming: Whether its news bring pieces.
+            prediction: A text, or token ids, that the caller expects the output to have. The method `prediction` drafts
+                from it.
 
         Raises:
             OutriderError: As generate and chat do, but for what `admit` finds.
         """
         self._thread.check()
         encoded = self.prompts.encode(prompt) if messages is None else self.prompts.encode_conversation(messages)
-        return self._prepare(*encoded, params, speculation, _Options(namespace, trace, streaming))
+        return self._prepare(*encoded, params, speculation, _Options(namespace, trace, streaming, prediction))
 
     def admit(self, requests: Sequence[Request], mailbox: Mailbox) -> Future[list[OutriderError | None]]:
         """Queue prepared requests; see EngineThread.admit."""
@@ -450,6 +463,7 @@ class LLM:
             prompt=text,
             streaming=options.streaming,
             namespace=options.namespace,
+            prediction=self.prompts.encode_prediction(options.prediction),
             traced=options.trace,
         )
 

@@ -25,8 +25,12 @@ class PromptEncoder:
         self._model = model
         self._lock = Lock()
 
-    def encode(self, prompt: Any) -> Encoded:
+    def encode(self, prompt: Any, *, add_special_tokens: bool = True) -> Encoded:
         """A prompt in any form.
+
+        Args:
+            prompt: A text, token ids, or either in a dict.
+            add_special_tokens: Whether a text gets the tokens that the tokenizer puts around texts.
 
         Raises:
             InvalidPromptError: It is none, it is empty, or it cannot be encoded.
@@ -35,10 +39,31 @@ class PromptEncoder:
         if not isinstance(content, str):
             return None, content
         with self._lock:
-            return content, encode_text(self.tokenizer, content)
+            return content, encode_text(self.tokenizer, content, add_special_tokens=add_special_tokens)
 
-    def encode_conversation(self, messages: Any) -> Encoded:
+    def encode_prediction(self, prediction: Any) -> tuple[int, ...]:
+        """What a caller expects an output to be: a text, token ids, or None for nothing.
+
+        Raises:
+            InvalidPromptError: It is none of these, or it cannot be encoded.
+        """
+        if prediction is None or prediction == "":
+            return ()
+        if not isinstance(prediction, str):
+            try:
+                return self.encode(prediction)[1]
+            except InvalidPromptError as error:
+                raise InvalidPromptError("prediction", prediction, error.problem, error.remedy) from None
+        with self._lock:  # it goes on behind a prompt, so it has no token that begins a text
+            return encode_text(self.tokenizer, prediction, field="prediction", add_special_tokens=False)
+
+    def encode_conversation(self, messages: Any, *, tools: Any | None = None, **settings: Any) -> Encoded:
         """A conversation through the tokenizer's chat template, with the turn handed to the model.
+
+        Args:
+            messages: The conversation.
+            tools: Descriptions of functions that the model may call, for templates that know them.
+            settings: What else the template knows.
 
         Raises:
             InvalidParameterError: There is no tokenizer, or it has no chat template.
@@ -50,7 +75,12 @@ class PromptEncoder:
         try:
             with self._lock:
                 encoded = self.tokenizer.apply_chat_template(
-                    conversation, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
+                    conversation,
+                    tools=tools,
+                    add_generation_prompt=True,
+                    return_dict=True,
+                    tokenizer_kwargs={"verbose": False},
+                    **settings,
                 )
         except Exception as error:
             problem = f"the chat template refuses them ({error})"

@@ -152,3 +152,25 @@ def test_closing_ends_what_runs() -> None:
             await server.generate("x", PARAMS)
 
     run(ask())
+
+
+@pytest.mark.parametrize("params", [PARAMS, SamplingParams(seed=3, max_tokens=24, n=2)], ids=["greedy", "seeded"])
+def test_a_prediction_changes_the_speed_and_not_the_text(llm: LLM, params: SamplingParams) -> None:
+    (want,) = llm.generate("import os\n", params, speculation="none")
+    half = len(want.text) // 2
+
+    async def ask(prediction: Any) -> Any:
+        return await AsyncLLM(llm).generate("import os\n", params, speculation="prediction", prediction=prediction)
+
+    changed = want.text[:half] + "$$ " + want.text[half:]
+    for prediction, drafts in ((want.token_ids, True), (want.text, True), (changed, True), ("$$$$", False), (None, False)):
+        found = run(ask(prediction))
+        assert [output.token_ids for output in found.outputs] == [output.token_ids for output in want.outputs]
+        assert bool(found.stats.num_drafts) == drafts
+        if prediction == want.token_ids:
+            assert found.stats.num_target_passes <= 3
+
+
+def test_a_prediction_that_is_none_is_refused_by_its_name(llm: LLM) -> None:
+    with pytest.raises(InvalidPromptError, match="prediction="):
+        run(AsyncLLM(llm).generate("x", PARAMS, speculation="prediction", prediction=3))  # type: ignore[arg-type]

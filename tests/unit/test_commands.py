@@ -63,7 +63,7 @@ def test_with_kernels_it_names_what_is_missing_alone() -> None:
 def test_the_extra_for_tests_brings_what_they_would_skip_without() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     assert any(requirement.startswith("gguf") for requirement in extras["dev"])
-    assert "outrider[bench,grammar]" in extras["dev"]
+    assert "outrider[bench,grammar,serve]" in extras["dev"]
 
 
 def test_what_is_slow_is_left_out_and_what_is_all_is_all(venv: Path) -> None:

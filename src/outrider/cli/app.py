@@ -12,6 +12,7 @@ from outrider.cli.bench import bench
 from outrider.cli.chat import chat
 from outrider.cli.generate import generate
 from outrider.cli.prove import prove
+from outrider.cli.serve import serve
 from outrider.cli.vocabulary import vocabulary
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(prove)
 app.command()(bench)
 app.command()(vocabulary)

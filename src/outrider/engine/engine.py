@@ -46,6 +46,7 @@ from outrider.params import SamplingParams, TokenOrigin
 from outrider.propose.method import Method, same_method
 from outrider.propose.pace import Pace
 from outrider.propose.speculation import SpeculationConfig
+from outrider.stats import RequestStats
 from outrider.trace import CoinToss
 from outrider.verify.grammar import GrammarCompiler, GrammarError
 from outrider.verify.noise import KeyedNoise, NoiseSource
@@ -116,6 +117,7 @@ class Engine:
         prompt: str | None = None,
         streaming: bool = False,
         namespace: str | None = None,
+        prediction: tuple[int, ...] = (),
         traced: bool = False,
     ) -> Request:
         """Check a request, and do what takes time and does not need the engine at rest: its structure is compiled here.
@@ -139,6 +141,7 @@ class Engine:
             loaded.eos_token_ids,
             bad_word_ids(params, loaded.tokenizer),
             namespace,
+            prediction=prediction,
             traced=traced,
         )
         request.outbox = [] if streaming else None
@@ -515,6 +518,7 @@ class Engine:
             self._tell(seq, drafter, "finish", seq.view)
             self.proposers.release(drafter.method)
         self.stats.finished.add(seq.stats)
+        self.stats.by_method.setdefault(seq.request.speculation.name, RequestStats()).add(seq.stats)
 
     def _fail(
         self, request: Request, kind: type[RequestError], problem: str, *, cause: BaseException | None = None

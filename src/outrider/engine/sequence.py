@@ -39,6 +39,7 @@ class Request:
         eos_token_ids: Tokens that end a text of this model.
         bad_words: Token sequences that may not be completed, strings resolved.
         namespace: Keeps caches of unrelated callers apart.
+        prediction: Tokens that the caller expects the output to have.
         traced: Whether a trace of every round is kept.
     """
 
@@ -54,6 +55,7 @@ class Request:
         bad_words: tuple[tuple[int, ...], ...] = (),
         namespace: str | None = None,
         *,
+        prediction: tuple[int, ...] = (),
         traced: bool = False,
     ) -> None:
         self.request_id = request_id
@@ -65,6 +67,7 @@ class Request:
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.bad_words = bad_words
         self.namespace = namespace
+        self.prediction = prediction
         self.traced = traced
         self.prompt_logprobs: list[PositionLogprobs | None] = [None]
         self.sequences: list[Sequence] = []
@@ -143,6 +146,7 @@ class Sequence:
             sample=index,
             kv=KVView(kv),
             namespace=request.namespace,
+            prediction=request.prediction,
         )
 
     @property

@@ -24,6 +24,7 @@ class EngineStats:
         seconds: Wall time by phase of a step.
         step_seconds: The same of the latest step alone.
         finished: Counts of the sequences that ended.
+        by_method: The same by the name of the method that their requests asked for.
     """
 
     num_steps: int = 0
@@ -33,6 +34,7 @@ class EngineStats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     step_seconds: dict[str, float] = field(default_factory=dict)
     finished: RequestStats = field(default_factory=RequestStats)
+    by_method: dict[str, RequestStats] = field(default_factory=dict)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -50,6 +50,7 @@ class ProposerSequence:
             have room for the draft's rows behind these.
         round: Verify passes so far.
         namespace: Keeps prefix caches of unrelated callers apart.
+        prediction: Tokens that the caller expects the output to have; empty where nothing is predicted.
     """
 
     seq_id: int
@@ -62,6 +63,7 @@ class ProposerSequence:
     kv: KVView
     round: int = 0
     namespace: str | None = None
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

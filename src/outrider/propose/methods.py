@@ -22,6 +22,7 @@ _BUILT_IN = {
     "layer_skip": "outrider.propose.layer_skip:LayerSkip",
     "lookahead": "outrider.propose.lookahead:Lookahead",
     "ngram": "outrider.propose.ngram:Ngram",
+    "prediction": "outrider.propose.prediction:Prediction",
     "suffix": "outrider.propose.suffix:Suffix",
     "token_recycling": "outrider.propose.token_recycling:TokenRecycling",
 }

@@ -111,6 +111,9 @@ class CompletionsClient:
             tokens, ids, probs = _entries(reported) if "content" in reported else _columns(reported)
             ids = choice.get("token_ids", ids)
             num_drafted = answer["timings"].get("draft_n", 0) if "timings" in answer else None
+            num_drafted = (
+                answer["speculation"]["draft_tokens"] if "speculation" in answer else num_drafted
+            )  # our own server
             return Answer(choice["text"], tokens, None if ids is None else tuple(ids), probs, num_drafted)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             remedy = "It must support `logprobs` in /v1/completions; some servers need a flag for it."

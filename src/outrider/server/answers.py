@@ -1,0 +1,222 @@
+"""What clients get for a completion or a chat: the whole answer, or the chunks of a stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from outrider.params import CompletionOutput, PositionLogprobs, RequestOutput, StreamPiece, TokenOrigin
+from outrider.server import usage
+from outrider.server.jobs import Job
+from outrider.server.logprobs import CompletionLogprobs, chat_logprobs
+from outrider.server.schemas import ChatRequest, CompletionRequest
+from outrider.server.tools import ToolForm, ToolListener
+
+
+class Answer(ABC):
+    """The answer to one request. Choices are numbered prompt by prompt, the samples of a prompt in a row.
+
+    Args:
+        job: What is written.
+        model: What the client calls the model.
+    """
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, job: Job, model: str) -> None:
+        self.job = job
+        self.model = model
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        self.outputs: dict[int, CompletionOutput] = {}  # by number of the choice, as they end
+
+    def whole(self, found: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer at once."""
+        choices = []
+        for place, request in enumerate(found):
+            for output in request.outputs:
+                number = self.number(place, output.index)
+                self.outputs[number] = output
+                choices.append({**self._choice(number, request, output), **self._extras(place, output)})
+        body = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}
+        return {**body, "choices": choices, "usage": self.usage(), "speculation": self.speculation()}
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """The chunks that come before the first piece."""
+        return iter(())
+
+    def chunk(self, place: int, piece: StreamPiece) -> dict[str, Any] | None:
+        """The chunk for a piece of a prompt's text; None where there is nothing to tell yet."""
+        number = self.number(place, piece.index)
+        if piece.output is not None:
+            self.outputs[number] = piece.output
+        choice = self._delta(number, piece)
+        if choice is None:
+            return None
+        last = len(self.outputs) == self.job.num_sequences
+        return self._chunk([choice], **({"speculation": self.speculation()} if last else {}))
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """The chunks that come behind the last piece."""
+        if self.job.asked.includes_usage:
+            yield self._chunk([], usage=self.usage())
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        predicted = self.job.asked.prediction is not None
+        return usage.usage(self.job.num_prompt_tokens, self.outputs.values(), predicted=predicted)
+
+    def speculation(self) -> dict[str, Any]:
+        """What speculation did for this answer."""
+        return usage.speculation(self.job.speculation, self.outputs.values())
+
+    def number(self, place: int, index: int) -> int:
+        """The number of a choice, from its prompt and its sample."""
+        return place * self.job.params.n + index
+
+    @abstractmethod
+    def _choice(self, number: int, request: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
+        """A choice of a whole answer."""
+
+    @abstractmethod
+    def _delta(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
+        """A choice of a chunk; None where there is nothing to tell yet."""
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        body = {"id": self.id, "object": self.chunk_kind, "created": self.created, "model": self.model}
+        no_usage = {"usage": None} if self.job.asked.includes_usage else {}
+        return {**body, "choices": choices, **no_usage, **more}
+
+    def _extras(self, place: int, output: CompletionOutput) -> dict[str, Any]:
+        """What the request asked to be told beside the text."""
+        found: dict[str, Any] = {}
+        if self.job.asked.return_token_ids:
+            found["prompt_token_ids"] = list(self.job.prompts[place].token_ids)
+            found["token_ids"] = list(output.token_ids)
+        if self.job.asked.trace:
+            found["trace"] = _trace(output.token_ids, output.origins, output)
+        return found
+
+    def _piece_extras(self, piece: StreamPiece) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.job.asked.return_token_ids:
+            found["token_ids"] = list(piece.token_ids)
+        if self.job.asked.trace:
+            found["trace"] = _trace(piece.token_ids, piece.origins, piece.output)
+        return found
+
+
+class CompletionAnswer(Answer):
+    """The answer of /v1/completions."""
+
+    prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, job: Job, model: str) -> None:
+        super().__init__(job, model)
+        assert isinstance(job.asked, CompletionRequest)
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._echoes, self._count = bool(job.asked.echo), job.asked.logprobs
+
+    def _choice(self, number: int, request: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
+        prompt = self.job.prompts[number // self.job.params.n]
+        scores: list[PositionLogprobs | None] = [*(request.prompt_logprobs or ()), *(output.logprobs or ())]
+        return {
+            "index": number,
+            "text": (prompt.text if self._echoes else "") + output.text,
+            "logprobs": None if self._count is None else CompletionLogprobs(self._count).shape(scores, prompt.first),
+            **_end(output),
+        }
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        for number in range(self.job.num_sequences if self._echoes else 0):
+            text = self.job.prompts[number // self.job.params.n].text
+            yield self._chunk([{"index": number, "text": text, "logprobs": None, **_end(None)}])
+
+    def _delta(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
+        extras = self._piece_extras(piece)
+        if not (piece.text or piece.output or piece.logprobs or extras):
+            return None
+        return {"index": number, "text": piece.text, "logprobs": self._shape(number, piece), **_end(piece.output), **extras}
+
+    def _shape(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
+        if self._count is None:
+            return None
+        begun = self._logprobs.setdefault(number, CompletionLogprobs(self._count))
+        return begun.shape(piece.logprobs or ())
+
+
+class ChatAnswer(Answer):
+    """The answer of /v1/chat/completions.
+
+    Args:
+        job: What is written.
+        model: What the client calls the model.
+        form: How the model calls tools; None where it knows of none.
+    """
+
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, job: Job, model: str, form: ToolForm | None) -> None:
+        super().__init__(job, model)
+        assert isinstance(job.asked, ChatRequest)
+        self._form = form
+        self._listeners: dict[int, ToolListener] = {}
+        self._count = job.params.logprobs
+
+    def _choice(self, number: int, request: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
+        content, calls = self._hear(number, output.text, last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = [{name: part for name, part in call.items() if name != "index"} for call in calls]
+        logprobs = None if self._count is None else chat_logprobs(output.logprobs or (), self._count)
+        return {"index": number, "message": message, "logprobs": logprobs, **_end(output, called=bool(calls))}
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        for number in range(self.job.num_sequences):
+            delta = {"role": "assistant", "content": ""}
+            yield self._chunk([{"index": number, "delta": delta, "logprobs": None, **_end(None)}])
+
+    def _delta(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
+        content, calls = self._hear(number, piece.text, last=piece.output is not None)
+        extras = self._piece_extras(piece)
+        if not (content or calls or piece.output or piece.logprobs or extras):
+            return None
+        delta: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            delta["tool_calls"] = calls
+        called = number in self._listeners and self._listeners[number].num_calls > 0
+        logprobs = None if self._count is None else chat_logprobs(piece.logprobs or (), self._count)
+        return {"index": number, "delta": delta, "logprobs": logprobs, **_end(piece.output, called=called), **extras}
+
+    def _hear(self, number: int, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """The text for the reader, and the calls, in more of a choice's text."""
+        if self._form is None:
+            return text, []
+        listener = self._listeners.setdefault(number, ToolListener(self._form))
+        found = [listener.hear(text), *([listener.finish()] if last else [])]
+        return "".join(heard.content for heard in found), [call for heard in found for call in heard.calls]
+
+
+def _end(output: CompletionOutput | None, *, called: bool = False) -> dict[str, Any]:
+    """How a text ended; nothing where it goes on."""
+    if output is None:
+        return {"finish_reason": None, "stop_reason": None}
+    reason = {"cancelled": "abort"}.get(output.finish_reason, output.finish_reason)
+    return {"finish_reason": "tool_calls" if called and reason == "stop" else reason, "stop_reason": output.stop_reason}
+
+
+def _trace(tokens: Sequence[int], origins: Sequence[TokenOrigin], output: CompletionOutput | None) -> dict[str, Any]:
+    """Where tokens came from; at the end of a text also what happened in each round."""
+    found: dict[str, Any] = {"token_ids": list(tokens), "origins": [str(origin) for origin in origins]}
+    if output is not None:
+        found["rounds"] = [asdict(each) for each in output.rounds or ()]
+    return found

@@ -1,0 +1,277 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from outrider import __version__
+from outrider.async_llm import AsyncStream
+from outrider.errors import InvalidParameterError, OutriderError
+from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer
+from outrider.server.calls import Call
+from outrider.server.conversation import check_template, conversation, form_of
+from outrider.server.errors import ApiError, api_error
+from outrider.server.jobs import Job
+from outrider.server.logs import log
+from outrider.server.openapi import document
+from outrider.server.schemas import Asked, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from outrider.server.service import Service, close, described
+from outrider.server.streams import encoded, events, while_connected
+from outrider.server.translate import field_names
+
+Handler = Callable[[Service, Call], Awaitable[Response]]
+
+
+def make_app(service: Service) -> Starlette:
+    """The application.
+
+    Args:
+        service: The engine behind it. It is closed when the application is shut down.
+    """
+    created = int(time.time())
+
+    async def models(service: Service, call: Call) -> Response:
+        return answer({"object": "list", "data": [described(service, created)]})
+
+    async def model(service: Service, call: Call) -> Response:
+        service.check_model(call.request.path_params["name"])
+        return answer(described(service, created))
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        service.draining = True
+        await service.engine.close()
+
+    routes = [
+        route(service, "/v1/completions", completions, "POST"),
+        route(service, "/v1/chat/completions", chat_completions, "POST"),
+        route(service, "/v1/models", models),
+        route(service, "/v1/models/{name:path}", model),
+        route(service, "/tokenize", tokenize, "POST"),
+        route(service, "/detokenize", detokenize, "POST"),
+        route(service, "/health", health, open_to_all=True),
+        route(service, "/ready", ready, open_to_all=True),
+        route(service, "/version", version, open_to_all=True),
+        route(service, "/metrics", metrics, open_to_all=True),
+        route(service, "/openapi.json", openapi, open_to_all=True),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route})
+
+
+def answer(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A body of JSON."""
+    return Response(encoded(body), status, headers, "application/json")
+
+
+def route(service: Service, path: str, handler: Handler, method: str = "GET", *, open_to_all: bool = False) -> Route:
+    """A route whose errors are OpenAI's error objects and whose requests have ids and lines in the log."""
+
+    async def endpoint(request: Request) -> Response:
+        call = Call(request, path, service.metrics)
+        try:
+            if not open_to_all:
+                call.identify(service.keys)
+            response = await handler(service, call)
+        except (Exception, asyncio.CancelledError) as error:
+            response = _refusal(call, error)
+        response.headers["x-request-id"] = call.id
+        if not isinstance(response, StreamingResponse) and not open_to_all:
+            call.ended(response.status_code, getattr(response, "code", None))
+        return response
+
+    return Route(path, endpoint, methods=[method])
+
+
+def _refusal(call: Call, error: BaseException) -> Response:
+    if isinstance(error, asyncio.CancelledError):
+        call.ended(499, "client_left")
+        raise error
+    if isinstance(error, ClientDisconnect):
+        error = ApiError(499, "the client has left", code="client_left")
+    found = api_error(error)
+    _note(call, error)
+    response = answer(found.body, found.status, found.headers)
+    response.code = found.code  # type: ignore[attr-defined]
+    return response
+
+
+def _note(call: Call, error: BaseException) -> None:
+    """Log what is a fault of ours."""
+    cause = error.__cause__ if isinstance(error, ApiError) else error
+    if api_error(error).status >= 500 and cause is not None:
+        known = isinstance(cause, OutriderError)
+        log("a request failed", {"request_id": call.id, "expected": known}, logging.ERROR, error=cause)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    found = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="no_such_route")
+    return answer(found.body, found.status, dict(error.headers or {}))
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+
+async def completions(service: Service, call: Call) -> Response:
+    """/v1/completions"""
+    asked = CompletionRequest.read(await call.body(service.settings.max_body_bytes))
+    return await _write(service, call, asked, lambda job: CompletionAnswer(job, service.settings.model_name))
+
+
+async def chat_completions(service: Service, call: Call) -> Response:
+    """/v1/chat/completions"""
+    asked = ChatRequest.read(await call.body(service.settings.max_body_bytes))
+    form = form_of(asked, service.engine.llm.prompts)
+    return await _write(service, call, asked, lambda job: ChatAnswer(job, service.settings.model_name, form))
+
+
+async def _write(service: Service, call: Call, asked: Asked, make: Callable[[Job], Answer]) -> Response:
+    service.check_model(asked.model)
+    _check_streaming(asked)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(service.place(_size(service, asked)))
+        job = await service.job(asked, call.tenant)
+        shaped = make(job)
+        if asked.stream:
+            streams = await service.begin(job)
+            stack.push_async_callback(close, streams)
+            return _Events(_read(service, call, shaped, streams), stack.pop_all(), call)
+        seconds = service.settings.request_seconds
+        outputs = await while_connected(call.request.receive, asyncio.wait_for(service.write(job), seconds))
+    body = shaped.whole(outputs)
+    call.wrote(job.num_prompt_tokens, list(shaped.outputs.values()))
+    return answer(body)
+
+
+def _size(service: Service, asked: Asked) -> int:
+    try:
+        return service.jobs.check_size(asked)
+    except InvalidParameterError as error:
+        raise api_error(error, field_names(asked)) from error
+
+
+def _check_streaming(asked: Asked) -> None:
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options: the answer is not streamed", param="stream_options", code="invalid_value")
+    if isinstance(asked, CompletionRequest) and asked.stream and asked.echo and asked.logprobs is not None:
+        problem = "logprobs: those of an echoed prompt are known at the end only. Leave stream or echo out"
+        raise ApiError(400, problem, param="logprobs", code="unsupported")
+
+
+async def _read(service: Service, call: Call, shaped: Answer, streams: list[AsyncStream]) -> AsyncGenerator[bytes, None]:
+    """The events of an answer, and what is counted of them."""
+    failures: list[BaseException] = []
+    async with aclosing(events(shaped, streams, service.settings.request_seconds, failures.append)) as found:
+        async for part in found:
+            call.began()
+            yield part
+    if not failures:
+        call.wrote(shaped.job.num_prompt_tokens, list(shaped.outputs.values()))
+        call.ended(200)
+    for error in failures:
+        _note(call, error)
+        call.ended(api_error(error).status, api_error(error).code)
+
+
+class _Events(StreamingResponse):
+    """Events, with what is held until the last of them has gone, or the client has: a place in the queue, and the streams.
+
+    Args:
+        content: The events.
+        held: Closed at the end, whatever it is, and if no event was ever asked for.
+        call: Whose answer this is.
+    """
+
+    def __init__(self, content: AsyncGenerator[bytes, None], held: AsyncExitStack, call: Call) -> None:
+        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._content, self._held, self._call = content, held, call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                await self._content.aclose()
+                self._call.ended(499, "client_left")  # unless its end is written down already
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+async def tokenize(service: Service, call: Call) -> Response:
+    """/tokenize: the tokens of a prompt or a conversation."""
+    asked = TokenizeRequest.read(await call.body(service.settings.max_body_bytes))
+    service.check_model(asked.model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ApiError(400, "prompt: give either a prompt or messages", param="prompt", code="invalid_value")
+    tokens = await asyncio.to_thread(_tokens, service, asked)
+    return answer({"count": len(tokens), "max_model_len": service.facts.max_model_len, "tokens": tokens})
+
+
+def _tokens(service: Service, asked: TokenizeRequest) -> tuple[int, ...]:
+    prompts = service.engine.llm.prompts
+    if asked.messages is not None:
+        check_template(prompts)
+        return prompts.encode_conversation(conversation(asked.messages))[1]
+    return prompts.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)[1]
+
+
+async def detokenize(service: Service, call: Call) -> Response:
+    """/detokenize: the text of tokens."""
+    asked = DetokenizeRequest.read(await call.body(service.settings.max_body_bytes))
+    service.check_model(asked.model)
+    tokenizer = service.engine.llm.prompts.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, "tokens: the model has no tokenizer", param="tokens", code="unsupported")
+    size = service.facts.vocab_size
+    outside = next((token for token in asked.tokens if not 0 <= token < size), None)
+    if outside is not None:
+        problem = "token id outside the vocabulary"
+        raise InvalidParameterError("tokens", outside, problem, f"Use ids from 0 to {size - 1}.")
+    return answer({"prompt": await asyncio.to_thread(tokenizer.decode, asked.tokens)})
+
+
+# -- the server itself -------------------------------------------------------------------------------------------------
+
+
+async def health(service: Service, call: Call) -> Response:
+    """/health: 200 as long as the engine lives, with how it has fared."""
+    found = service.health
+    facts = {"num_broken_steps": found.num_broken_steps, "num_rebuilds": found.num_rebuilds}
+    return answer({"status": "ok", **facts}) if not service.draining else answer({"status": "stopping", **facts}, 503)
+
+
+async def ready(service: Service, call: Call) -> Response:
+    """/ready: 200 where another request would find a place."""
+    if service.draining:
+        return answer({"status": "stopping"}, 503)
+    with service.place(1):
+        return answer({"status": "ready"})
+
+
+async def version(service: Service, call: Call) -> Response:
+    """/version"""
+    return answer({"version": __version__})
+
+
+async def metrics(service: Service, call: Call) -> Response:
+    """/metrics, for Prometheus"""
+    return Response(await service.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def openapi(service: Service, call: Call) -> Response:
+    """/openapi.json: what this server takes"""
+    return answer(document())

@@ -1,0 +1,101 @@
+"""One HTTP request from its first byte to its line in the log."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from time import perf_counter
+from typing import Any
+
+from starlette.requests import Request
+
+from outrider.params import CompletionOutput
+from outrider.server.errors import ApiError
+from outrider.server.keys import ApiKeys
+from outrider.server.logs import log
+from outrider.server.metrics import ServerMetrics
+
+#: What clients may choose as the id of a request; anything else gets one of ours.
+_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+class Call:
+    """What is known of a request while it is served.
+
+    Args:
+        request: The request.
+        path: Its route.
+        metrics: Where it is counted.
+    """
+
+    def __init__(self, request: Request, path: str, metrics: ServerMetrics) -> None:
+        given = request.headers.get("x-request-id", "")
+        self.id = given if _ID.fullmatch(given) else secrets.token_hex(12)
+        self.request = request
+        self.path = path
+        self.tenant: str | None = None
+        self._metrics = metrics
+        self._start = perf_counter()
+        self._first: float | None = None
+        self._facts: dict[str, Any] = {}
+        self._ended = False
+
+    @property
+    def seconds(self) -> float:
+        """Since it came."""
+        return perf_counter() - self._start
+
+    def identify(self, keys: ApiKeys) -> None:
+        """Find out whose it is.
+
+        Raises:
+            ApiError: There are keys, and it brings none of them.
+        """
+        if not keys:
+            return
+        kind, _, key = self.request.headers.get("authorization", "").partition(" ")
+        self.tenant = keys.tenant(key.strip()) if kind.lower() == "bearer" else None
+        if self.tenant is None:
+            raise ApiError(401, "there is no such API key", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    async def body(self, limit: int) -> bytes:
+        """What it holds.
+
+        Raises:
+            ApiError: It is too large.
+        """
+        problem = ApiError(413, f"the body is larger than {limit:,} bytes", code="body_too_large")
+        if int(self.request.headers.get("content-length", "0") or 0) > limit:
+            raise problem
+        found = bytearray()
+        async for part in self.request.stream():
+            found += part
+            if len(found) > limit:
+                raise problem
+        return bytes(found)
+
+    def began(self) -> None:
+        """The first piece of a stream has come."""
+        if self._first is None:
+            self._first = self.seconds
+            self._metrics.began(self._first)
+
+    def wrote(self, num_prompt_tokens: int, outputs: list[CompletionOutput]) -> None:
+        """The answer is whole."""
+        self._metrics.wrote(num_prompt_tokens, outputs)
+        self._facts = {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": sum(len(output.token_ids) for output in outputs),
+            "finish_reasons": sorted({output.finish_reason for output in outputs}),
+        }
+
+    def ended(self, status: int, code: str | None = None) -> None:
+        """It is over; once."""
+        if self._ended:
+            return
+        self._ended = True
+        self._metrics.answered(self.path, status, self.seconds)
+        first = {} if self._first is None else {"first_piece_seconds": round(self._first, 4)}
+        facts = {"request_id": self.id, "tenant": self.tenant, "method": self.request.method, "path": self.path}
+        outcome = {"status": status, "code": code, "seconds": round(self.seconds, 4), **first, **self._facts}
+        log("request", {**facts, **outcome})

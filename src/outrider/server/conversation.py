@@ -1,0 +1,97 @@
+"""From the messages of a chat request to what a chat template reads."""
+
+from __future__ import annotations
+
+import json
+from inspect import signature
+from typing import Any
+
+from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
+from outrider.prompts import PromptEncoder
+from outrider.server.schemas import ChatRequest, Message
+from outrider.server.tools import ToolForm, tool_form
+
+
+def conversation(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as templates know them: contents are texts, arguments of calls are objects, empty fields are left out.
+
+    Raises:
+        InvalidPromptError: The arguments of a call are no JSON.
+    """
+    return [_message(message, place) for place, message in enumerate(messages)]
+
+
+def encode(asked: ChatRequest, prompts: PromptEncoder) -> tuple[int, ...]:
+    """The token ids of a chat request, with the turn handed to the model.
+
+    Raises:
+        InputError: The model has no chat template, or its template refuses the messages.
+    """
+    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] if wanted_tools(asked) else None
+    settings = asked.chat_template_kwargs or {}
+    taken = signature(_template_of(prompts).apply_chat_template).parameters.keys()
+    for name in sorted(settings.keys() & (taken | {"messages", "chat_template"})):
+        raise InvalidParameterError("chat_template_kwargs", name, "it is no variable of a template", "Leave it out.")
+    return prompts.encode_conversation(conversation(asked.messages), tools=tools, **settings)[1]
+
+
+def wanted_tools(asked: ChatRequest) -> bool:
+    """Whether the model is to know of the tools.
+
+    Raises:
+        InputError: The choice of a tool is one that is not supported, or there are no tools to choose from.
+    """
+    if asked.tool_choice not in (None, "auto", "none"):
+        problem = "only the model itself decides whether it calls a tool"
+        raise UnsupportedParameterError("tool_choice", asked.tool_choice, problem, "Use auto or none.")
+    if not asked.tools and asked.tool_choice == "auto":
+        raise ContradictionError("tool_choice", asked.tool_choice, "there are no tools", "Give tools, or leave it out.")
+    return bool(asked.tools) and asked.tool_choice != "none"
+
+
+def form_of(asked: ChatRequest, prompts: PromptEncoder) -> ToolForm | None:
+    """How calls of tools are written in the answer; None where no tools are wanted."""
+    return tool_form(_template_of(prompts).chat_template) if wanted_tools(asked) else None
+
+
+def check_template(prompts: PromptEncoder) -> None:
+    """Raise InvalidParameterError where the model cannot converse."""
+    _template_of(prompts)
+
+
+def _template_of(prompts: PromptEncoder) -> Any:
+    """The tokenizer, which has a chat template."""
+    if getattr(prompts.tokenizer, "chat_template", None) is None:
+        remedy = "Use /v1/completions, or start the server with --chat-template FILE."
+        raise InvalidParameterError("messages", "...", "the model of this server has no chat template", remedy)
+    return prompts.tokenizer
+
+
+def _message(message: Message, place: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": _text(message)}
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            found[name] = getattr(message, name)
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, place)},
+            }
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _text(message: Message) -> str:
+    content = message.content
+    return "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+
+def _arguments(written: str, place: int) -> Any:
+    try:
+        return json.loads(written)
+    except (ValueError, RecursionError):
+        field = f"messages.{place}.tool_calls"
+        raise InvalidPromptError(field, written, "the arguments are no JSON", "Give a JSON object as text.") from None

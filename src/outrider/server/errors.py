@@ -1,0 +1,88 @@
+"""What clients are told when something fails: OpenAI's error objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.errors import (
+    ClosedError,
+    InputError,
+    ModelError,
+    NoTokenLeftError,
+    OutriderError,
+    ProcessingError,
+    ProposerError,
+)
+
+#: The type that OpenAI gives to errors of a status.
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "client_closed_request",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: Of HTTP.
+        message: What happened, for the caller.
+        param: The field of the request that it is about.
+        code: A word that programs can compare.
+        headers: To send along.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        kind = _TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
+    """The answer to an error that was raised while a request was served.
+
+    Args:
+        error: What was raised. Errors of Outrider tell the caller what is wrong. Others are faults of the server, and of
+            them the caller is told only that they happened.
+        names: What the request calls a field that has another name inside.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InputError):
+        field = (names or {}).get(error.field, error.field)
+        return ApiError(400, _renamed(error, field), param=field, code="invalid_value")
+    if isinstance(error, NoTokenLeftError | ProcessingError):
+        return ApiError(400, str(error), code=type(error).__name__)
+    if isinstance(error, ClosedError):
+        return ApiError(503, "the server is shutting down", code="shutting_down")
+    if isinstance(error, TimeoutError):
+        return ApiError(503, "the request took longer than this server allows", code="timeout")
+    if isinstance(error, OutriderError) and not isinstance(error, ModelError | ProposerError):
+        return ApiError(500, str(error), code=type(error).__name__)
+    return ApiError(500, "the server failed; its log says why", code="internal_error")
+
+
+def _renamed(error: InputError, field: str) -> str:
+    message = str(error)
+    return field + message.removeprefix(error.field) if message.startswith(f"{error.field}=") else message

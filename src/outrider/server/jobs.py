@@ -1,0 +1,130 @@
+"""A request that can be written: its prompts as tokens, its parameters, who drafts for it, and on whose behalf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import InvalidParameterError
+from outrider.params import SamplingParams
+from outrider.prompts import PromptEncoder
+from outrider.propose.speculation import SpeculationConfig
+from outrider.server.allowed import AllowedMethods
+from outrider.server.conversation import encode
+from outrider.server.schemas import Asked, ChatRequest, CompletionRequest
+from outrider.server.settings import ServerSettings
+from outrider.server.translate import sampling
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is completed.
+
+    Attributes:
+        token_ids: Never changed by the engine.
+        text: As it was given, or as the tokens read; empty where nobody wants it back.
+        first: How the first token reads.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str = ""
+    first: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the engine is asked to write.
+
+    Attributes:
+        asked: The request.
+        prompts: One or more, and `params.n` samples of each.
+        params: For all of them.
+        speculation: Who drafts.
+        namespace: Whose it is.
+    """
+
+    asked: Asked
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    speculation: SpeculationConfig
+    namespace: str | None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def num_sequences(self) -> int:
+        """Texts that are written."""
+        return len(self.prompts) * self.params.n
+
+    def options(self) -> dict[str, Any]:
+        """What AsyncLLM takes beside a prompt and parameters."""
+        return {
+            "speculation": self.speculation,
+            "namespace": self.namespace,
+            "trace": bool(self.asked.trace),
+            "prediction": self.asked.predicted,
+        }
+
+
+@dataclass(frozen=True)
+class JobMaker:
+    """Makes jobs of requests, in any thread.
+
+    Attributes:
+        prompts: Encodes.
+        defaults: The model's own parameters.
+        longest: Tokens that a text may have, prompt and output together.
+        allowed: The methods of the server.
+        settings: Its limits.
+    """
+
+    prompts: PromptEncoder
+    defaults: SamplingParams
+    longest: int
+    allowed: AllowedMethods
+    settings: ServerSettings
+
+    def make(self, asked: Asked, namespace: str | None) -> Job:
+        """A request with all that can be known of it before the engine sees it.
+
+        Raises:
+            InputError: Something in it cannot be served.
+        """
+        self.check_size(asked)
+        found = self._prompts(asked)
+        room = self.longest - max(len(prompt.token_ids) for prompt in found)
+        params = sampling(asked, self.defaults, room, self.settings)
+        speculation = self.allowed.of(asked.speculation, predicted=asked.predicted is not None)
+        return Job(asked, found, params, speculation, namespace)
+
+    def check_size(self, asked: Asked) -> int:
+        """The number of texts that a request asks for; known before its prompts are encoded.
+
+        Raises:
+            InvalidParameterError: There are too many, or none.
+        """
+        num_prompts = len(asked.prompts) if isinstance(asked, CompletionRequest) else 1
+        num_texts = num_prompts * (1 if asked.n is None else asked.n)
+        if not 1 <= num_texts <= self.settings.max_n:
+            problem = f"{num_prompts} prompts with {asked.n or 1} samples each are {num_texts} texts"
+            remedy = f"Ask for 1 to {self.settings.max_n} texts at a time."
+            raise InvalidParameterError("n", asked.n, problem, remedy)
+        return num_texts
+
+    def _prompts(self, asked: Asked) -> tuple[Prompt, ...]:
+        if isinstance(asked, ChatRequest):
+            return (Prompt(encode(asked, self.prompts)),)
+        assert isinstance(asked, CompletionRequest)
+        special = asked.add_special_tokens is not False
+        encoded = [self.prompts.encode(prompt, add_special_tokens=special) for prompt in asked.prompts]
+        return tuple(self._prompt(text, tokens, echoed=bool(asked.echo)) for text, tokens in encoded)
+
+    def _prompt(self, text: str | None, tokens: tuple[int, ...], *, echoed: bool) -> Prompt:
+        tokenizer = self.prompts.tokenizer
+        if not echoed or tokenizer is None:
+            return Prompt(tokens)
+        shown = tokenizer.decode(tokens, skip_special_tokens=True) if text is None else text
+        return Prompt(tokens, shown, tokenizer.decode(tokens[:1]))

@@ -1,0 +1,186 @@
+"""Metrics for Prometheus: vLLM's names where the meaning is the same, names of our own elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from outrider.engine.engine import Engine
+from outrider.engine.thread import Health
+from outrider.params import CompletionOutput
+from outrider.stats import RequestStats
+
+#: vLLM's buckets, in seconds.
+_LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+
+
+class ServerMetrics:
+    """What is counted, request by request, and read from the engine when somebody looks.
+
+    Args:
+        model: The label `model_name` of vLLM's metrics.
+    """
+
+    def __init__(self, model: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # as in vLLM: the time at which a series began is of no use here
+        self._registry = CollectorRegistry()
+        self._model = model
+        self._engine = _EngineCollector(model)
+        self._registry.register(self._engine)
+        self._ended = self._counter("vllm:request_success", "Texts that have ended, by reason.", "finished_reason")
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that have ended.")
+        self._seconds = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From the request to the end of its answer.", _LATENCY
+        )
+        self._first = self._histogram(
+            "outrider:stream_first_piece_seconds", "From a streamed request to its first piece of text.", _FIRST_TOKEN
+        )
+        self._requests = self._counter("outrider:http_requests", "Requests by path and status.", "path", "status")
+
+    def answered(self, path: str, status: int, seconds: float) -> None:
+        """A request has ended, one way or another."""
+        self._requests.labels(self._model, path, str(status)).inc()
+        if status == 200:
+            self._seconds.labels(self._model).observe(seconds)
+
+    def began(self, seconds: float) -> None:
+        """A stream's first piece has come."""
+        self._first.labels(self._model).observe(seconds)
+
+    def wrote(self, num_prompt_tokens: int, outputs: list[CompletionOutput]) -> None:
+        """An answer is whole."""
+        self._prompt_tokens.labels(self._model).inc(num_prompt_tokens)
+        for output in outputs:
+            self._ended.labels(self._model, output.finish_reason).inc()
+
+    def text(self, state: EngineState) -> bytes:
+        """All of it in Prometheus' text format."""
+        self._engine.state = state
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, ("model_name", *labels), registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, ("model_name",), buckets=buckets, registry=self._registry)
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What the engine tells between two steps.
+
+    Attributes:
+        running, waiting: Sequences.
+        cache_usage: Share of the KV blocks that running sequences hold.
+        num_tokens, num_steps, num_rows: Output tokens, target passes, and their rows.
+        seconds: Time by phase of a step.
+        by_method: Counts of sequences that have ended.
+        health: Of the engine.
+    """
+
+    running: int
+    waiting: int
+    cache_usage: float
+    num_tokens: int
+    num_steps: int
+    num_rows: int
+    seconds: dict[str, float]
+    by_method: dict[str, RequestStats]
+    health: Health
+
+    @staticmethod
+    def of(engine: Engine, health: Health) -> EngineState:
+        """Of an engine that rests."""
+        stats, scheduler, blocks = engine.stats, engine.scheduler, engine.runner.blocks
+        return EngineState(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            cache_usage=1.0 - blocks.num_free / blocks.num_blocks,
+            num_tokens=stats.num_committed_tokens,
+            num_steps=stats.num_steps,
+            num_rows=stats.num_rows,
+            seconds=dict(stats.seconds),
+            by_method={name: found.copy() for name, found in stats.by_method.items()},
+            health=health,
+        )
+
+
+class _EngineCollector(Collector):
+    """The engine's state as metrics."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.state: EngineState | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        if self.state is None:
+            return
+        yield from self._gauges(self.state)
+        yield from self._totals(self.state)
+        yield from self._speculation(self.state.by_method)
+
+    def _gauges(self, state: EngineState) -> Iterator[Metric]:
+        yield self._gauge("vllm:num_requests_running", "Sequences that run.", state.running)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", state.waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV memory in use, 0 to 1.", state.cache_usage)
+
+    def _totals(self, state: EngineState) -> Iterator[Metric]:
+        yield self._total("vllm:generation_tokens", "Output tokens.", {(): state.num_tokens})
+        yield self._total("outrider:target_passes", "Passes of the target.", {(): state.num_steps})
+        yield self._total("outrider:target_rows", "Rows of these passes.", {(): state.num_rows})
+        phases = {(phase,): seconds for phase, seconds in state.seconds.items()}
+        yield self._total("outrider:step_seconds", "Time of the engine's steps, by phase.", phases, "phase")
+        health = state.health
+        yield self._total("outrider:broken_steps", "Steps that were broken off.", {(): health.num_broken_steps})
+        yield self._total("outrider:engine_rebuilds", "How often the engine began anew.", {(): health.num_rebuilds})
+        preempted = sum(stats.num_preemptions for stats in state.by_method.values())
+        yield self._total("vllm:num_preemptions", "Sequences that lost their memory for a while.", {(): preempted})
+
+    def _speculation(self, by_method: dict[str, RequestStats]) -> Iterator[Metric]:
+        """Of sequences that have ended, by method. vLLM has the same metrics without that label."""
+        counts = {
+            "vllm:spec_decode_num_drafts": ("num_drafts", "Drafts that were verified."),
+            "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Their tokens."),
+            "vllm:spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Draft tokens that entered the text."),
+            "outrider:proposer_faults": ("num_proposer_faults", "Rounds in which a proposer misbehaved."),
+        }
+        for name, (field, text) in counts.items():
+            found = {(method,): getattr(stats, field) for method, stats in by_method.items()}
+            yield self._total(name, text, found, "method")
+        places: dict[Any, float] = {
+            (method, str(place)): count
+            for method, stats in by_method.items()
+            for place, count in enumerate(stats.accepted_per_position)
+        }
+        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position."
+        yield self._total(name, text, places, "method", "position")
+        yield self._lengths(by_method)
+
+    def _lengths(self, by_method: dict[str, RequestStats]) -> Metric:
+        text = "Draft tokens that entered the text, by draft."
+        family = HistogramMetricFamily("outrider:accepted_per_draft", text, labels=("model_name", "method"))
+        for method, stats in by_method.items():
+            below, buckets = 0, []
+            for length, count in enumerate(stats.acceptance_histogram):
+                below += count
+                buckets.append((str(float(length)), below))
+            family.add_metric((self._model, method), [*buckets, ("+Inf", below)], stats.num_accepted_tokens)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _total(self, name: str, text: str, values: dict[Any, float], *labels: str) -> Metric:
+        family = CounterMetricFamily(name, text, labels=("model_name", *labels))
+        for found, value in values.items():
+            family.add_metric((self._model, *found), value)
+        return family

@@ -1,0 +1,161 @@
+"""What the routes ask of the engine, and how much of it at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.async_llm import AsyncLLM, AsyncStream
+from outrider.engine.thread import Health
+from outrider.params import RequestOutput
+from outrider.server.allowed import AllowedMethods
+from outrider.server.errors import ApiError, api_error
+from outrider.server.jobs import Job, JobMaker
+from outrider.server.keys import ApiKeys
+from outrider.server.metrics import EngineState, ServerMetrics
+from outrider.server.schemas import Asked
+from outrider.server.settings import ServerSettings
+from outrider.server.translate import field_names
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What does not change while the server runs.
+
+    Attributes:
+        max_model_len: Longest text that the model takes.
+        longest: Longest text that there is memory for, too.
+        max_num_seqs: Sequences that run at a time.
+        vocab_size: Token ids that the model knows.
+    """
+
+    max_model_len: int
+    longest: int
+    max_num_seqs: int
+    vocab_size: int
+
+
+class Service:
+    """The engine as the routes see it.
+
+    Args:
+        engine: The model, loaded.
+        settings: Names and limits.
+        allowed: The methods that requests may name.
+        keys: Who may ask.
+    """
+
+    def __init__(self, engine: AsyncLLM, settings: ServerSettings, allowed: AllowedMethods, keys: ApiKeys) -> None:
+        self.engine, self.settings, self.allowed, self.keys = engine, settings, allowed, keys
+        llm = engine.llm
+        runner, config = llm.engine.runner, llm.engine.scheduler.config
+        capacity = runner.blocks.num_blocks * runner.blocks.block_size
+        length = runner.loaded.max_model_len
+        self.facts = ModelFacts(length, min(length, capacity), config.max_num_seqs, runner.loaded.vocab_size)
+        self.jobs = JobMaker(llm.prompts, llm.default_params, self.facts.longest, allowed, settings)
+        self.metrics = ServerMetrics(settings.model_name)
+        self.draining = False
+        self._num_texts = 0  # that are written or wait
+
+    @property
+    def health(self) -> Health:
+        """How the engine has fared."""
+        return self.engine.llm.health
+
+    @contextmanager
+    def place(self, num_texts: int) -> Iterator[None]:
+        """A place in the queue, for as long as the block runs.
+
+        Raises:
+            ApiError: The queue is full.
+        """
+        most = self.facts.max_num_seqs + self.settings.max_queue
+        if self._num_texts + num_texts > most:
+            problem = f"{self._num_texts} texts are written or wait already, and this server takes {most}"
+            raise ApiError(429, problem, code="queue_full", headers={"Retry-After": "1"})
+        self._num_texts += num_texts
+        try:
+            yield
+        finally:
+            self._num_texts -= num_texts
+
+    async def job(self, asked: Asked, tenant: str | None) -> Job:
+        """What a request asks for, ready for the engine.
+
+        Raises:
+            ApiError: It cannot be served.
+        """
+        try:
+            return await asyncio.to_thread(self.jobs.make, asked, tenant)
+        except Exception as error:
+            raise api_error(error, field_names(asked)) from error
+
+    async def write(self, job: Job) -> list[RequestOutput]:
+        """All texts of a job, together. Whoever cancels this ends them."""
+        tasks = [
+            asyncio.create_task(self.engine.generate(list(prompt.token_ids), job.params, **job.options()))
+            for prompt in job.prompts
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except Exception as error:
+            raise api_error(error, field_names(job.asked)) from error
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def begin(self, job: Job) -> list[AsyncStream]:
+        """The streams of a job, which the engine has taken; whoever gets them closes them.
+
+        Raises:
+            ApiError: One of them was refused.
+        """
+        options = job.options()
+        streams = [self.engine.stream(list(prompt.token_ids), job.params, **options) for prompt in job.prompts]
+        try:
+            for stream in streams:
+                await stream.begin()
+        except BaseException as error:
+            await close(streams)
+            if isinstance(error, Exception):
+                raise api_error(error, field_names(job.asked)) from error
+            raise
+        return streams
+
+    async def metrics_text(self) -> bytes:
+        """All metrics; waits for the end of the step that is under way."""
+        state = await asyncio.to_thread(self._state)
+        return self.metrics.text(state)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError where a request names another model."""
+        if name is not None and name != self.settings.model_name:
+            problem = f"the model {name!r} is not served here. Use {self.settings.model_name!r}"
+            raise ApiError(404, problem, param="model", code="model_not_found")
+
+    def _state(self) -> EngineState:
+        llm = self.engine.llm
+        return EngineState.of(llm.engine, llm.health)
+
+
+async def close(streams: Sequence[AsyncStream]) -> None:
+    """End streams that nobody reads any more."""
+    for stream in streams:
+        await stream.aclose()
+
+
+def described(service: Service, created: int) -> dict[str, Any]:
+    """The model in the form of /v1/models."""
+    return {
+        "id": service.settings.model_name,
+        "object": "model",
+        "created": created,
+        "owned_by": "outrider",
+        "root": service.settings.model_name,
+        "max_model_len": service.facts.max_model_len,
+        "speculation": list(service.allowed.names),
+    }

@@ -1,0 +1,29 @@
+"""What the server is started with, beside the model."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from outrider.validation import Frozen
+
+
+class ServerSettings(Frozen):
+    """Address, names and limits.
+
+    Attributes:
+        model_name: What clients call the model.
+        max_queue: Sequences that may wait beside those that run; further requests are refused with 429.
+        max_n: Samples, prompts times n, of one request.
+        max_stops: Stop strings of one request.
+        max_body_bytes: Of one request.
+        max_structure_bytes: Of a JSON schema, regular expression or grammar.
+        request_seconds: After so long a request is ended with an error; None for no limit.
+    """
+
+    model_name: str = Field(min_length=1, description="Use a name.")
+    max_queue: int = Field(256, ge=0, description="Use 0 or more.")
+    max_n: int = Field(16, ge=1, description="Use 1 or more.")
+    max_stops: int = Field(16, ge=0, description="Use 0 or more.")
+    max_body_bytes: int = Field(4 * 2**20, ge=1, description="Use 1 or more.")
+    max_structure_bytes: int = Field(64 * 2**10, ge=1, description="Use 1 or more.")
+    request_seconds: float | None = Field(None, gt=0, description="Use a number of seconds above 0, or None.")

@@ -1,0 +1,128 @@
+"""Server-sent events, and what happens when their reader leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.types import Message
+
+from outrider.async_llm import AsyncStream
+from outrider.params import StreamPiece
+from outrider.server.answers import Answer
+from outrider.server.errors import ApiError, api_error
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+
+
+def encoded(body: Any) -> bytes:
+    """JSON as it is sent; minus infinity, which JSON does not have, does not occur in answers."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+
+
+def event(body: Any) -> bytes:
+    """One event."""
+    return b"data: " + encoded(body) + b"\n\n"
+
+
+async def events(
+    answer: Answer, streams: Sequence[AsyncStream], seconds: float | None, failed: Callable[[BaseException], None]
+) -> AsyncGenerator[bytes, None]:
+    """The events of an answer.
+
+    Args:
+        answer: What is told of each piece.
+        streams: One for each prompt, admitted already.
+        seconds: How long the pieces may take; None for no limit.
+        failed: Is told of an error that came too late for a status; the client is told by an event.
+    """
+    try:
+        for chunk in answer.opening():
+            yield event(chunk)
+        async with aclosing(within(seconds, pieces(streams))) as found:
+            async for place, piece in found:
+                told = answer.chunk(place, piece)
+                if told is not None:
+                    yield event(told)
+        for chunk in answer.closing():
+            yield event(chunk)
+    except Exception as error:
+        failed(error)
+        yield event(api_error(error).body)
+    yield DONE
+
+
+async def within(seconds: float | None, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """The items of another generator, as long as they come in time.
+
+    The time runs while an item is waited for and while it is used, and only the wait is broken off.
+
+    Raises:
+        TimeoutError: It is over.
+    """
+    end = None if seconds is None else asyncio.get_running_loop().time() + seconds
+    async with aclosing(items):
+        while True:
+            async with asyncio.timeout_at(end):
+                item = await anext(items, None)
+            if item is None:
+                return
+            yield item
+
+
+async def pieces(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, StreamPiece], None]:
+    """The pieces of several streams as they come, each with the number of its stream."""
+    if len(streams) == 1:
+        async for piece in streams[0]:
+            yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, StreamPiece | None]] = asyncio.Queue()
+
+    async def read(place: int, stream: AsyncStream) -> None:
+        try:
+            async for piece in stream:
+                await queue.put((place, piece))
+        finally:
+            queue.put_nowait((place, None))
+
+    tasks = [asyncio.create_task(read(place, stream)) for place, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            place, found = await queue.get()
+            if found is not None:
+                yield place, found
+                continue
+            left -= 1
+            await tasks[place]  # raises what ended it
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def while_connected(receive: Callable[[], Awaitable[Message]], job: Coroutine[Any, Any, T]) -> T:
+    """The outcome of a job, which is cancelled when the client leaves.
+
+    Raises:
+        ApiError: The client has left.
+    """
+    task, gone = asyncio.ensure_future(job), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client has left", code="client_left")
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Callable[[], Awaitable[Message]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,159 @@
+"""Calls of tools in what a model writes: Hermes' form, which Qwen shares, and Llama's."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from outrider.errors import UnsupportedParameterError
+
+#: How a model writes calls. Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call> anywhere in the text.
+#: Llama: the whole text is {"name": ..., "parameters": {...}}, or several of them with ";" between them.
+ToolForm = Literal["hermes", "llama"]
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_LLAMA_TAG = "<|python_tag|>"
+
+
+def tool_form(template: str | None) -> ToolForm:
+    """The form in which a model with this chat template calls tools.
+
+    Raises:
+        UnsupportedParameterError: The template knows no tools, or another form.
+    """
+    if template is None or "tools" not in template:
+        raise UnsupportedParameterError("tools", "...", "the model's chat template knows no tools", "Leave them out.")
+    if _OPEN in template and '"arguments"' in template.replace("'", '"').replace("\\", ""):
+        return "hermes"
+    if _LLAMA_TAG in template or '"parameters"' in template.replace("\\", ""):
+        return "llama"
+    problem = "the model's chat template writes calls in a form that this server cannot read"
+    raise UnsupportedParameterError("tools", "...", problem, "Use a model that writes Hermes', Qwen's or Llama's form.")
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a piece of text brought.
+
+    Attributes:
+        content: Text for the reader.
+        calls: Calls in OpenAI's form.
+    """
+
+    content: str = ""
+    calls: tuple[dict[str, Any], ...] = ()
+
+
+class ToolListener:
+    """Reads a growing text and takes the calls out of it. What may become a call is held back; what is none is text.
+
+    Args:
+        form: How the model writes calls.
+    """
+
+    def __init__(self, form: ToolForm) -> None:
+        self._form = form
+        self._is_text = False  # nothing in the rest of it is a call
+        self._held = ""
+        self.num_calls = 0
+
+    def hear(self, text: str) -> Heard:
+        """More of the text."""
+        if self._is_text:
+            return Heard(text)
+        self._held += text
+        return self._hear_hermes() if self._form == "hermes" else self._hear_llama()
+
+    def finish(self) -> Heard:
+        """There is no more text."""
+        held, self._held = self._held, ""
+        if self._form == "llama":
+            calls = _llama_calls(held)
+        else:  # the text may end where the call does
+            call = _call(held.removeprefix(_OPEN), "arguments") if held.startswith(_OPEN) else None
+            calls = [] if call is None else [call]
+        return Heard(calls=self._numbered(calls)) if calls else Heard(held)
+
+    def _hear_hermes(self) -> Heard:
+        content, calls = "", list[dict[str, Any]]()
+        while True:
+            before, found, rest = self._held.partition(_OPEN)
+            if not found:
+                kept = _begun(self._held, _OPEN)
+                content += self._held[: len(self._held) - kept]
+                self._held = self._held[len(self._held) - kept :]
+                break
+            inside, closed, after = rest.partition(_CLOSE)
+            content += before
+            self._held = found + rest
+            if not closed:
+                break
+            call = _call(inside, "arguments")
+            if call is None:
+                content += found + inside + closed
+            else:
+                calls.append(call)
+            self._held = after
+        if self.num_calls or calls:
+            content = "" if not content.strip() else content  # white space between calls is no answer
+        return Heard(content, self._numbered(calls))
+
+    def _hear_llama(self) -> Heard:
+        start = self._held.lstrip()
+        if not start or start[0] == "{" or start.startswith(_LLAMA_TAG) or _LLAMA_TAG.startswith(start):
+            return Heard()
+        content, self._held, self._is_text = self._held, "", True
+        return Heard(content)
+
+    def _numbered(self, calls: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+        found = []
+        for call in calls:
+            found.append({"index": self.num_calls, "id": f"call_{secrets.token_hex(12)}", "type": "function", **call})
+            self.num_calls += 1
+        return tuple(found)
+
+
+def _begun(text: str, mark: str) -> int:
+    """How many characters at the end of a text may be the beginning of a mark."""
+    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
+
+
+def _call(text: str, arguments: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return _function(found, arguments)
+
+
+def _function(found: Any, arguments: str) -> dict[str, Any] | None:
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return None
+    given = found.get(arguments, {})
+    written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return {"function": {"name": found["name"], "arguments": written}}
+
+
+def _llama_calls(text: str) -> list[dict[str, Any]]:
+    """The calls that make up a whole text; none where anything in it is no call."""
+    calls = list(_json_objects(text.strip().removeprefix(_LLAMA_TAG)))
+    found = [_function(call, "parameters") for call in calls]
+    return [] if None in found else [call for call in found if call is not None]
+
+
+def _json_objects(text: str) -> Iterator[Any]:
+    """JSON values one behind the other, with ";" between them; None for what is no JSON."""
+    decoder, place = json.JSONDecoder(), 0
+    while place < len(text):
+        if text[place] in "; \n\t":
+            place += 1
+            continue
+        try:
+            value, place = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            yield None
+            return
+        yield value

@@ -1,0 +1,95 @@
+"""The real server, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+#: Every conversation as plain text; it knows tools in Hermes' form, so that a structured output can be one.
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}# {{ tool.function.name }}\n{% endfor %}"
+    '{# they are called like <tool_call>{"name": ..., "arguments": ...}</tool_call> #}{% endif %}'
+    "{% for m in messages %}{{ m.content }}\n{% endfor %}{{ ending }}"
+)
+
+
+class Server:
+    """A server under test.
+
+    Attributes:
+        url: Where it listens.
+        lines: Its log so far, line by line.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[dict[str, Any]] = []
+        self._listening = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        assert self._listening.wait(120), f"it does not listen: {self.lines}"
+        (self.url,) = (line["url"] for line in self.lines if line.get("event") == "listening")
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(json.loads(line) if line.startswith("{") else {"event": line})
+            if self.lines[-1]["event"] == "listening":
+                self._listening.set()
+        self._listening.set()
+
+    def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
+        """One request."""
+        return httpx.post(f"{self.url}{path}", json=body, timeout=120, **more)
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        """The same without a body."""
+        return httpx.get(f"{self.url}{path}", timeout=120, **more)
+
+    def metric(self, name: str, *labels: str) -> float:
+        """The sum of a metric over the series that have these labels, written name="value"."""
+        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(f"{name}{{")]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels))
+
+    def rests(self) -> bool:
+        """Whether nothing is written, nothing waits and no memory is held, within a while."""
+        for _ in range(200):
+            names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+            if not any(self.metric(name) for name in names):
+                return True
+            time.sleep(0.05)
+        return False
+
+    def read_to_the_end(self) -> None:
+        """Read the rest of the log of a process that has ended."""
+        self._reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@contextmanager
+def running(*arguments: str, **environment: str) -> Iterator[Server]:
+    """A server of the embedded pair on a free port."""
+    command = [sys.executable, "-m", "outrider", "serve", "--port", "0", *arguments]
+    surroundings = {**os.environ, **environment}
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=surroundings, bufsize=1
+    )
+    server = None
+    try:
+        server = Server(process)
+        yield server
+    finally:
+        process.kill()
+        process.wait(10)
+        if server is not None:
+            server.read_to_the_end()

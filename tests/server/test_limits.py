@@ -1,0 +1,203 @@
+"""Keys, limits, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider.errors import InvalidParameterError
+from outrider.server.keys import ApiKeys
+from tests.server.running import Server, running
+
+ENDLESS = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+ANN, BOB = {"authorization": "Bearer first"}, {"authorization": "Bearer third"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("# who may ask\nann: first\nann: second\nbob: third\n", "utf-8")
+    limits = ("--max-num-seqs", "2", "--max-queue", "1", "--max-n", "3", "--max-body-bytes", "2000")
+    with running("--api-key-file", str(keys), *limits, "--served-model-name", "small", "--request-seconds", "20") as server:
+        yield server
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer fourth"}, {"authorization": "Basic first"}])
+def test_without_a_key_nothing_is_written(server: Server, headers: dict[str, str]) -> None:
+    for path, body in (("/v1/completions", {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
+        response = server.post(path, body, headers=headers)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+    assert server.get("/v1/models", headers=headers).status_code == 401
+    assert server.get("/health", headers=headers).status_code == 200
+
+
+def test_each_tenant_has_a_prefix_cache_of_its_own(server: Server) -> None:
+    body = {"prompt": "def parse(line):\n    " + "x = 1\n    " * 20, "max_tokens": 2}
+
+    def cached(key: str) -> int:
+        response = server.post("/v1/completions", body, headers={"authorization": f"Bearer {key}"})
+        return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("first") == 0
+    assert cached("second") > 0, "two keys of one tenant"
+    assert cached("third") == 0
+    assert cached("third") > 0
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back(server: Server) -> None:
+    async def ask() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            short = {**ENDLESS, "max_tokens": 400}
+            calls = [client.post(f"{server.url}/v1/completions", json=short, headers=ANN) for _ in range(6)]
+            return list(await asyncio.gather(*calls))
+
+    found = asyncio.run(ask())
+    assert sorted(response.status_code for response in found) == [200, 200, 200, 429, 429, 429]
+    full = next(response for response in found if response.status_code == 429)
+    assert full.headers["retry-after"] == "1"
+    assert full.json()["error"]["type"] == "rate_limit_error"
+    assert server.post("/v1/completions", {"prompt": "x"}, headers=ANN).status_code == 200, "places come back"
+
+
+def test_refused_requests_give_their_places_back(server: Server) -> None:
+    for _ in range(5):
+        assert server.post("/v1/completions", {"prompt": "x", "top_p": 7, "n": 2}, headers=ANN).status_code == 400
+        bad = {"prompt": "x", "stream": True, "guided_regex": "(", "n": 2}
+        assert server.post("/v1/completions", bad, headers=ANN).status_code == 400
+    for _ in range(5):
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**ENDLESS, "stream": True, "n": 2}, headers=BOB):
+            pass  # left before the first event is read
+        assert server.rests()
+    assert server.post("/v1/completions", {"prompt": "x", "n": 3}, headers=ANN).status_code == 400, "two sequences run"
+    assert server.post("/v1/completions", {"prompt": ["x"] * 3}, headers=ANN).status_code == 200
+
+
+def test_too_much_is_refused(server: Server) -> None:
+    response = server.post("/v1/completions", {"prompt": "x" * 3000}, headers=ANN)
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+    chunked = httpx.post(f"{server.url}/v1/completions", content=iter([b"x" * 1000] * 3), headers=ANN)
+    assert chunked.status_code == 413
+    assert server.post("/v1/completions", {"prompt": ["x"] * 4}, headers=ANN).status_code == 400
+    huge = {**ANN, "x-request-id": "y" * 200_000}
+    with suppress(httpx.TransportError):  # the server need not read to the end what it refuses
+        assert server.get("/v1/models", headers=huge).status_code in (400, 431)
+    for length in ("-1", "one", "99999999999999999999999"):
+        lied = _raw(
+            server, f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer first\r\ncontent-length: {length}"
+        )
+        assert lied.split(b" ")[1] in (b"400", b"413"), lied
+    assert server.get("/v1/models", headers=ANN).json()["data"][0]["id"] == "small"
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_request_disturbs_nobody(server: Server) -> None:
+    with socket.create_connection(_address(server)) as half:
+        half.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer first\r\ncontent-length: 99\r\n\r\n{"
+        )
+    assert server.rests()
+    assert server.post("/v1/completions", {"prompt": "x"}, headers=ANN).status_code == 200
+    assert not [line for line in server.lines if line.get("level") == "error"]
+
+
+def test_the_log_names_tenants_and_no_keys(server: Server) -> None:
+    assert server.post("/v1/completions", {"prompt": "x"}, headers=BOB).status_code == 200
+    server.rests()
+    assert "bob" in {line.get("tenant") for line in server.lines}
+    assert not [line for line in server.lines if "third" in str(line)]
+
+
+def test_sigterm_lets_requests_finish() -> None:
+    async def ask(server: Server) -> str:
+        text = ""
+        async with httpx.AsyncClient(timeout=60) as client:
+            body = {**ENDLESS, "max_tokens": 600, "stream": True}
+            async with client.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if not text:
+                        server.process.send_signal(signal.SIGTERM)
+                    text += line
+        return text
+
+    with running() as server:
+        assert asyncio.run(ask(server)).endswith("[DONE]")
+        assert server.process.wait(60) == 0
+    assert [line for line in server.lines if line.get("level") in ("warning", "error")] == []
+
+
+def test_what_does_not_finish_in_time_is_ended() -> None:
+    with running("--drain-seconds", "0", "--request-seconds", "0.3") as server:
+        found = server.post("/v1/completions", ENDLESS)
+        assert (found.status_code, found.json()["error"]["code"]) == (503, "timeout")
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**ENDLESS, "stream": True}) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert '"code":"timeout"' in lines[-2]
+        assert lines[-1] == "data: [DONE]"
+        assert server.rests()
+        endless = httpx.Client(timeout=60)
+        with endless, endless.stream("POST", f"{server.url}/v1/completions", json={**ENDLESS, "stream": True}):
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(60) == 0
+
+
+def _address(server: Server) -> tuple[str, int]:
+    host, port = server.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def _raw(server: Server, head: str) -> bytes:
+    with socket.create_connection(_address(server), 30) as plain:
+        plain.sendall(head.encode() + b"\r\n\r\n")
+        return plain.recv(65536)
+
+
+# -- without a server --------------------------------------------------------------------------------------------------
+
+
+def test_keys_come_from_a_file_or_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("ann: one\n\n# nobody\n two \n", "utf-8")
+    keys = ApiKeys.of(file)
+    assert (keys.tenant("one"), keys.tenant("ann"), keys.tenant(""), keys.tenant("on")) == ("ann", None, None, None)
+    own = keys.tenant("two")
+    assert own is not None
+    assert "two" not in own
+    monkeypatch.setenv("OUTRIDER_API_KEYS", "ann:one,three")
+    assert ApiKeys.of(None).tenant("one") == "ann"
+    monkeypatch.delenv("OUTRIDER_API_KEYS")
+    assert not ApiKeys.of(None)
+
+
+@pytest.mark.parametrize("content", [b"", b"# nobody\n", b"\xff"])
+def test_a_file_without_keys_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(content)
+    with pytest.raises(InvalidParameterError, match="api_key_file="):
+        ApiKeys.of(file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["--api-key-file", "/nowhere"], "api_key_file"),
+        (["--chat-template", "/nowhere"], "chat_template"),
+        (["--host", "256.0.0.1"], "port"),
+        (["--max-n", "0"], "max_n"),
+        (["--allow", "nothing"], "method"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(arguments: list[str], field: str) -> None:
+    command: list[Any] = [sys.executable, "-m", "outrider", "serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert f"{field}=" in done.stderr
