@@ -244,6 +244,7 @@ class LLM:
         speculation: Speculation | Sequence[Speculation | None] | None = None,
         namespace: str | None = None,
         trace: bool = False,
+        prediction: str | Sequence[int] | None = None,
         on_finished: Callable[[RequestOutput], None] | None = None,
         **unknown: Never,
     ) -> list[RequestOutput]:
@@ -258,6 +259,8 @@ class LLM:
             speculation: Overrides the LLM's, for all prompts or one each; "none" decodes plainly.
             namespace: Whose prompts these are: caches are shared within a namespace and never beyond it.
             trace: Whether outputs tell of every round: draft tree, probabilities, coins, verdict, times (`rounds`).
+            prediction: A text, or token ids, that the caller expects each output to have. The method `prediction` drafts
+                from it; it changes no text.
             on_finished: Called with each output as it is done, for progress displays.
 
         Returns:
@@ -270,9 +273,8 @@ class LLM:
         """
         refuse_keywords(self.generate, unknown)
         items, single = split_prompts(prompts)
-        return self._complete(
-            items, single, self.prompts.encode, params, speculation, _Options(namespace, trace), on_finished
-        )
+        options = _Options(namespace, trace, prediction=prediction)
+        return self._complete(items, single, self.prompts.encode, params, speculation, options, on_finished)
 
     def stream(
         self,

@@ -163,10 +163,10 @@ def test_a_prediction_changes_the_speed_and_not_the_text(llm: LLM, params: Sampl
         return await AsyncLLM(llm).generate("import os\n", params, speculation="prediction", prediction=prediction)
 
     changed = want.text[:half] + "$$ " + want.text[half:]
-    for prediction, drafts in ((want.token_ids, True), (want.text, True), (changed, True), ("$$$$", False), (None, False)):
+    for prediction, helps in ((want.token_ids, True), (want.text, True), (changed, True), ("$$$$", False), (None, False)):
         found = run(ask(prediction))
         assert [output.token_ids for output in found.outputs] == [output.token_ids for output in want.outputs]
-        assert bool(found.stats.num_drafts) == drafts
+        assert bool(found.stats.num_accepted_tokens) == helps
         if prediction == want.token_ids:
             assert found.stats.num_target_passes <= 3
 

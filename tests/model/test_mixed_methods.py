@@ -37,7 +37,9 @@ WAYS: list[dict[str, Any]] = [
     {"method": "lookahead"},
     {"method": "ngram", "min_match": 1},
     {"method": "suffix", "branches": True, "shared": True},
+    {"method": "prediction", "min_match": 1},
 ]
+PREDICTION = "\n    for name in names:\n        return self\n"
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +61,10 @@ def test_a_batch_of_all_methods_writes_what_each_request_writes_alone(llm: LLM, 
     ]
     prompts, params, ways = zip(*requests, strict=True)
     configs = [SpeculationConfig.of(way) for way in ways]
-    together = llm.generate(list(prompts), list(params), speculation=configs)
+    together = llm.generate(list(prompts), list(params), speculation=configs, prediction=PREDICTION)
     assert [output.error for output in together] == [None] * len(together)
     for prompt, sampling, config, output in zip(prompts, params, configs, together, strict=True):
-        (alone,) = llm.generate(prompt, sampling, speculation=config)
+        (alone,) = llm.generate(prompt, sampling, speculation=config, prediction=PREDICTION)
         want = [sample.token_ids for sample in alone.outputs]
         assert [sample.token_ids for sample in output.outputs] == want, (prompt, sampling, config)
     llm.engine.check_integrity()

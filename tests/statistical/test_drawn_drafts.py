@@ -43,12 +43,15 @@ DRAWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "other vocabulary": ({"method": "cross_vocabulary", "num_draft_tokens": 4}, {}),
     "other vocabulary, tree": ({"method": "cross_vocabulary", "tree": (2, 2)}, {"temperature": 0.7}),
 }
+#: What the method of that name drafts from.
+PREDICTION = "\n    for name in names:\n        return self\n"
 #: Ways that never draw.
 CHOSEN: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "min_match": 1},
     "suffix": {"method": "suffix", "min_match": 1, "branches": True},
     "token recycling": {"method": "token_recycling"},
     "lookahead": {"method": "lookahead"},
+    "prediction": {"method": "prediction", "min_match": 1},
     "text of another vocabulary": {"method": "cross_vocabulary", "match": "text"},
     "likeliest tokens": {"method": "draft_model", "draft_sampling": "greedy", "tree": "best_first"},
 }
@@ -80,7 +83,7 @@ def drafts(llm: LLM, way: dict[str, Any], params: dict[str, Any], monkeypatch: p
         seeds = count(1)  # the same draws in every run
         patch.setattr(engine.secrets, "randbits", lambda bits: next(seeds))
         settings = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **params})
-        for output in llm.generate(TEXTS, settings, speculation=SpeculationConfig.of(way)):
+        for output in llm.generate(TEXTS, settings, speculation=SpeculationConfig.of(way), prediction=PREDICTION):
             assert output.stats.num_proposer_faults == 0
     return seen
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider import CrossVocabulary, DraftModel, EarlyExit, LayerSkip, Lookahead, Ngram, Suffix, TokenRecycling
+from outrider import CrossVocabulary, DraftModel, EarlyExit, LayerSkip, Lookahead, Ngram, Prediction, Suffix, TokenRecycling
 from outrider.config import DTypeName
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ProposerError
 from outrider.propose import methods
@@ -28,6 +28,7 @@ BUILT_IN: tuple[type[Method], ...] = (
     LayerSkip,
     Lookahead,
     Ngram,
+    Prediction,
     Suffix,
     TokenRecycling,
 )
@@ -344,6 +345,7 @@ METHODS: dict[str, st.SearchStrategy[Method]] = {
     "ngram": st.integers(1, 9).flatmap(
         lambda low: st.builds(Ngram, min_match=st.just(low), max_match=st.integers(low, 20))
     ),
+    "prediction": st.builds(Prediction, min_match=st.integers(1, 64)),
     "suffix": st.builds(
         Suffix,
         min_match=st.integers(1, 99),

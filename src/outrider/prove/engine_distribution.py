@@ -50,6 +50,7 @@ class Setting:
         turns: The methods that draft in each round; within a round each one drafts behind the one before. Round r takes the
             entry at r modulo the number of entries. Empty where the request's own method drafts in every round.
         language: Every text that the requested structure admits. It needs a pair of models with a tokenizer.
+        prediction: The tokens that the caller predicts.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Setting:
     params: dict[str, Any] = field(default_factory=dict)
     turns: tuple[tuple[dict[str, Any], ...], ...] = ()
     language: tuple[str, ...] = ()
+    prediction: tuple[int, ...] = ()
 
 
 #: Passes become longer after the second row, so that trees that adapt have something to weigh.
@@ -75,6 +77,7 @@ FAULTS = ("raises", "nan row", "truncated", "token outside", "too long")
 
 LOOKUP = {"method": "ngram", "num_draft_tokens": 2, "min_match": 1}
 _ONE = _drafted("auto", num_draft_tokens=1)
+_PREDICTED = {"method": "prediction", "num_draft_tokens": 3, "min_match": 1}
 #: This lookup learns from other texts of its namespace.
 _SHARED = {"method": "suffix", "num_draft_tokens": 2, "min_match": 1, "shared": True}
 #: This one keeps what the target held likely in earlier texts of its namespace.
@@ -126,6 +129,8 @@ SETTINGS = (
     Setting("tree, wider than the tokens left", _drafted("block", tree=(3, 1)), {"top_k": 2}),
     Setting("merged tree", _drafted("auto", tree=(1, 1), num_draft_tokens=4) | {"method": "prove_merged"}),
     Setting("merged tree, three laws", _drafted("token", tree=(2,), num_draft_tokens=4) | {"method": "prove_merged"}),
+    Setting("a text that the caller predicts", _PREDICTED, prediction=(1, 0, 1, 2)),
+    Setting("the same, seeded", _PREDICTED, {"seed": 3}, prediction=(0, 1, 0, 1)),
     Setting("two methods in turns", turns=((_drafted("block"),), (LOOKUP,), (_drafted("token", tree=(2,)),))),
     Setting("a lookup, then the draft model behind it", turns=((LOOKUP | {"num_draft_tokens": 1}, _drafted("block")),)),
     Setting(
@@ -455,7 +460,8 @@ class EngineProof:
             for proposer, state in learnt:
                 proposer.restore(state)
             engine.builders.forget()
-            for output in self.llm.generate([PROMPT] * count, params, speculation=config):
+            predicted = setting.prediction or None
+            for output in self.llm.generate([PROMPT] * count, params, speculation=config, prediction=predicted):
                 if output.error is not None:
                     raise output.error
                 yield tuple(sample.token_ids for sample in output.outputs)
