@@ -55,6 +55,7 @@ def make_request(
     eos: frozenset[int] = frozenset(),
     namespace: str | None = None,
     long_rope_after: int | None = None,
+    priority: int = 0,
     **params: Any,
 ) -> Request:
     """A request of so many (or these) prompt tokens, with its sequences, whose KV is to lie in `blocks`."""
@@ -62,7 +63,8 @@ def make_request(
     memory = BlockManager(64, 4) if blocks is None else blocks
     sampling = SamplingParams(**params)
     seed = 1 if sampling.seed is None else sampling.seed
-    request = Request(next(_ids), None, tuple(tokens), sampling, speculation, seed, eos, namespace=namespace)
+    whose: dict[str, Any] = {"namespace": namespace, "priority": priority}
+    request = Request(next(_ids), None, tuple(tokens), sampling, speculation, seed, eos, **whose)
     for index in range(sampling.n):
         kv = KVLease(memory, namespace, long_rope_after)
         text = TextStream(None, ())

@@ -118,6 +118,7 @@ class Engine:
         streaming: bool = False,
         namespace: str | None = None,
         prediction: tuple[int, ...] = (),
+        priority: int = 0,
         traced: bool = False,
     ) -> Request:
         """Check a request, and do what takes time and does not need the engine at rest: its structure is compiled here.
@@ -142,6 +143,7 @@ class Engine:
             bad_word_ids(params, loaded.tokenizer),
             namespace,
             prediction=prediction,
+            priority=priority,
             traced=traced,
         )
         request.outbox = [] if streaming else None
@@ -292,9 +294,9 @@ class Engine:
             error: What happened.
         """
         self._stepping, self._cancelled = False, []
-        planner, config = self.scheduler.planner, self.scheduler.config
-        self.scheduler = Scheduler(config, self.runner.blocks, self.scheduler.max_model_len)
-        self.scheduler.planner = planner
+        old = self.scheduler
+        self.scheduler = Scheduler(old.config, self.runner.blocks, old.max_model_len, old.tenants)
+        self.scheduler.planner = old.planner
         self.runner.blocks.reset()
         self.runner.begun.clear()
         self.proposers.dismiss_all()
@@ -495,6 +497,7 @@ class Engine:
             seq.rounds.append(rounds.close(found, num_accepted, self.stats.step_seconds, wrote_token=wrote))
         seq.stats.num_target_passes += 1
         self.stats.num_committed_tokens += num_written
+        self.scheduler.tenants.charge(seq, num_written)
         seq.view.round += 1  # also where a drawn draft was lost: its keys are spent
         teach(step, verdict.path, greedy=seq.request.params.greedy)
         if len(draft):

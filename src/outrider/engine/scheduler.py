@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +10,8 @@ from outrider.cache.blocks import BlockManager
 from outrider.cache.lease import KVView
 from outrider.config import SchedulerConfig
 from outrider.engine.sequence import Sequence, Status
+from outrider.engine.tenants import Tenants
+from outrider.engine.waiting import WaitingLine
 from outrider.propose.method import Method
 from outrider.propose.speculation import SpeculationConfig, TreeShape
 from outrider.verify.verifier import RuleName
@@ -92,7 +93,11 @@ class Schedule:
 
 
 class Scheduler:
-    """First come, first served; prefill in chunks beside decoding; preemption by recompute, newest first.
+    """Tenants in turns by what they have had, and each of them first come, first served; prefill in chunks beside decoding;
+    preemption by recompute, newest first.
+
+    A tenant that has fewer seats than its share gets one at once: whoever has most gives one up. So the first token of a
+    tenant's only text waits for the step that is under way, and never for the texts of others to end.
 
     Args:
         config: Limits of a step.
@@ -101,14 +106,18 @@ class Scheduler:
 
     Attributes:
         planner: Who decides who drafts; another one may be put here between two steps.
+        tenants: Who has had how much, and what each one's share is.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager, max_model_len: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, blocks: BlockManager, max_model_len: int, tenants: Tenants | None = None
+    ) -> None:
         self.config = config
         self.blocks = blocks
         self.max_model_len = max_model_len
         self.planner: Planner = as_requested
-        self.waiting: deque[Sequence] = deque()
+        self.tenants = Tenants() if tenants is None else tenants
+        self.waiting = WaitingLine(self.tenants)
         self.running: list[Sequence] = []
 
     @property
@@ -116,7 +125,8 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
+        self.tenants.welcome(seq, self.waiting.tenants | {other.request.namespace for other in self.running})
+        self.waiting.add(seq)
 
     def start_fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` run on the blocks of `parent`, whose prompt is computed but for its last token."""
@@ -143,22 +153,34 @@ class Scheduler:
         return plan
 
     def _schedule_running(self, plan: Schedule, rows_left: int) -> int:
-        # Decoding sequences first: a row each is reserved, so that a long prefill cannot starve them.
-        order = sorted(self.running, key=lambda seq: _prefill_rows(seq) > 1)
-        for seq in order:
-            rows = min(_prefill_rows(seq), rows_left)
-            if seq.status is not Status.RUNNING or rows == 0:
-                continue
-            if self._claim(plan, seq, rows):
-                plan.items.append(ScheduledSequence(seq, rows))
-                rows_left -= rows
+        # Decoding sequences first: a row each is reserved, so that a long prefill cannot starve them. Nor do the prompts of
+        # one tenant starve those of another.
+        decoding = [seq for seq in self.running if _prefill_rows(seq) <= 1]
+        prefilling = [seq for seq in self.running if _prefill_rows(seq) > 1]
+        for seq in decoding:
+            rows_left -= self._run(plan, seq, rows_left)
+        for seq in sorted(prefilling, key=self.tenants.had):
+            rows_left = self._admit(plan, rows_left, before=seq)
+            if not any(item.seq is seq for item in plan.items):  # it may have lost its place here, and found another one
+                rows_left -= self._run(plan, seq, rows_left)
         return rows_left
 
+    def _run(self, plan: Schedule, seq: Sequence, rows_left: int) -> int:
+        """Give a sequence the rows that it can use; returns how many."""
+        rows = min(_prefill_rows(seq), rows_left)
+        if seq.status is not Status.RUNNING or rows <= 0 or not self._claim(plan, seq, rows):
+            return 0
+        plan.items.append(ScheduledSequence(seq, rows))
+        self.tenants.charge_prompt(seq, seq.kv.num_computed + rows)
+        return rows
+
     def _claim(self, plan: Schedule, seq: Sequence, rows: int) -> bool:
-        """Find memory for the next rows of `seq`, preempting newer sequences; False where it was itself preempted."""
+        """Find memory for the next rows of `seq`, preempting newer sequences of whoever has most; False where it was itself
+        preempted."""
         stop = seq.kv.num_computed + rows
         while seq.kv.needed(stop) > self.blocks.num_free:
-            victim = self.running[-1]
+            victim = self.tenants.richest(self.running)
+            assert victim is not None
             self._preempt(plan, victim)
             if victim is seq:
                 return False
@@ -177,32 +199,40 @@ class Scheduler:
         victim.kv.free()
         victim.status = Status.WAITING
         victim.stats.num_preemptions += 1
-        self.waiting.appendleft(victim)
+        self.waiting.add(victim)
 
-    def _admit(self, plan: Schedule, rows_left: int) -> int:
-        while self.waiting and rows_left > 0 and self._has_seat(self.waiting[0]):
-            seq = self.waiting[0]
-            seq.kv.open(seq.token_ids, share=_may_share(seq))
-            rows = min(_prefill_rows(seq), rows_left)
-            # Admit only where the whole text fits, so that a newcomer does not preempt or get preempted at once.
-            if seq.kv.needed(len(seq.token_ids)) > self.blocks.num_free:
-                seq.kv.free()
+    def _admit(self, plan: Schedule, rows_left: int, before: Sequence | None = None) -> int:
+        """Let those who wait run while there is room; with `before` only those whose tenants have had less than its."""
+        while self.waiting and rows_left > 0:
+            seq = self.waiting.first
+            if before is not None and self.tenants.had(seq) >= self.tenants.had(before):
                 break
-            self.waiting.popleft()
+            if not (self._has_seat(seq) and self._opens(seq)):
+                victim = self.tenants.who_yields(self.running, seq)
+                if victim is None:
+                    break
+                self._preempt(plan, victim)
+                continue
+            self.waiting.remove(seq)
             seq.status = Status.RUNNING
             seq.stats.num_cached_tokens = max(seq.stats.num_cached_tokens, seq.kv.num_computed)
             self.running.append(seq)
-            if rows > 0:
-                claimed = self._claim(plan, seq, rows)
-                assert claimed
-                plan.items.append(ScheduledSequence(seq, rows))
-                rows_left -= rows
+            rows_left -= self._run(plan, seq, rows_left)
         return rows_left
 
     def _has_seat(self, seq: Sequence) -> bool:
         """Whether it may run now, with the samples it and running sequences have yet to fork."""
-        taken = sum(_seats(other) for other in self.running)
-        return taken + _seats(seq) <= self.config.max_num_seqs
+        taken = sum(other.num_seats for other in self.running)
+        return taken + seq.num_seats <= self.config.max_num_seqs
+
+    def _opens(self, seq: Sequence) -> bool:
+        """Take what the cache has of its text. The rest must fit too, so that a newcomer does not preempt or get preempted
+        at once."""
+        seq.kv.open(seq.token_ids, share=_may_share(seq))
+        if seq.kv.needed(len(seq.token_ids)) <= self.blocks.num_free:
+            return True
+        seq.kv.free()
+        return False
 
     def _budget_drafts(self, plan: Schedule, rows_left: int) -> None:
         for item in plan.items:
@@ -270,7 +300,3 @@ def _prefill_rows(seq: Sequence) -> int:
 def _may_share(seq: Sequence) -> bool:
     """Whether KV that somebody else computed will do: not where features or logits of every row are needed."""
     return not seq.reads_every_row and seq.request.params.prompt_logprobs is None
-
-
-def _seats(seq: Sequence) -> int:
-    return 1 if seq.forked else seq.request.params.n

@@ -40,7 +40,11 @@ class Request:
         bad_words: Token sequences that may not be completed, strings resolved.
         namespace: Keeps caches of unrelated callers apart.
         prediction: Tokens that the caller expects the output to have.
+        priority: Lower numbers go first among the requests of one namespace.
         traced: Whether a trace of every round is kept.
+
+    Attributes:
+        arrival: Its place among all requests that were queued; None before.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Request:
         namespace: str | None = None,
         *,
         prediction: tuple[int, ...] = (),
+        priority: int = 0,
         traced: bool = False,
     ) -> None:
         self.request_id = request_id
@@ -68,7 +73,9 @@ class Request:
         self.bad_words = bad_words
         self.namespace = namespace
         self.prediction = prediction
+        self.priority = priority
         self.traced = traced
+        self.arrival: int | None = None
         self.prompt_logprobs: list[PositionLogprobs | None] = [None]
         self.sequences: list[Sequence] = []
         self.error: OutriderError | None = None
@@ -91,6 +98,7 @@ class Sequence:
         drafters: The proposers that work for it, by the order of their first use.
         num_drafters: How many it has had; the next one's number.
         refused: Methods whose proposers cannot be had.
+        num_prompt_charged: Up to where its tenant has been charged for its prompt.
         reads_every_row: Whether one of them must be shown every row of the text, so that no prefix may come from a cache.
         rounds: Traces, where they were asked for.
         logprobs: Of the output so far, where they were asked for.
@@ -126,6 +134,7 @@ class Sequence:
         self.drafters: list[Drafter] = []
         self.num_drafters = 0
         self.refused: list[Method] = []
+        self.num_prompt_charged = 0
         self.reads_every_row = False
         self.forked = request.params.n == 1 or index > 0
         self.finish_reason: FinishReason | None = None
@@ -165,6 +174,11 @@ class Sequence:
     def num_missing(self) -> int:
         """Rows the target has yet to compute; 1 while decoding."""
         return len(self.token_ids) - self.kv.num_computed
+
+    @property
+    def num_seats(self) -> int:
+        """Seats that it takes: those of the samples that it has yet to fork are its own."""
+        return 1 if self.forked else self.request.params.n
 
     def drafter(self, method: Method) -> Drafter | None:
         """The one with these settings, if it has worked for this sequence."""

@@ -1,0 +1,94 @@
+"""Whose turn it is: how many tokens each tenant has had; no torch."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
+
+from outrider.engine.sequence import Sequence
+
+#: Whose a request is: its namespace. Requests without one are one tenant together.
+Tenant = str | None
+
+
+class Tenants:
+    """Counts the tokens that were computed for each tenant, and says who has had least.
+
+    These are virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"). A token of a prompt
+    that has to be computed and a token of the output count one each, divided by the tenant's weight. A tenant that comes to
+    a busy engine starts where the one stands that has had least, so that nobody saves up turns while he is away.
+
+    Attributes:
+        weights: Of tenants whose share is not the usual one, which is 1. A tenant of weight 2 gets twice the tokens.
+    """
+
+    def __init__(self) -> None:
+        self.weights: dict[Tenant, float] = {}
+        self._had: defaultdict[Tenant, float] = defaultdict(float)
+
+    def had(self, seq: Sequence) -> float:
+        """Tokens that the tenant of a sequence has had, divided by its weight."""
+        return self._had[seq.request.namespace]
+
+    def charge(self, seq: Sequence, num_tokens: int) -> None:
+        """So many tokens were computed for the tenant of a sequence."""
+        tenant = seq.request.namespace
+        self._had[tenant] += num_tokens / self._weight(tenant)
+
+    def charge_prompt(self, seq: Sequence, stop: int) -> None:
+        """The tokens of a sequence are computed up to this position: those of its prompt count, and once."""
+        start, stop = max(seq.kv.num_computed, seq.num_prompt_charged), min(stop, seq.num_prompt_tokens)
+        if stop > start:
+            self.charge(seq, stop - start)
+            seq.num_prompt_charged = stop
+
+    def welcome(self, seq: Sequence, present: Collection[Tenant]) -> None:
+        """A sequence comes, while those tenants have others that wait or run."""
+        tenant = seq.request.namespace
+        if tenant in present:
+            return
+        if not present:
+            self._had.clear()  # nobody has waited for anybody
+            return
+        floor = min(self._had[other] for other in present)
+        behind = {other: had for other, had in self._had.items() if had > floor or other in present}
+        self._had = defaultdict(float, behind)  # all others would start from the floor too
+        self._had[tenant] = max(self._had[tenant], floor)
+
+    def richest(self, running: Iterable[Sequence]) -> Sequence | None:
+        """The newest sequence of the tenant that has most seats for its weight; among equals the newest of all."""
+        running = list(running)
+        seats = self._seats(running)
+        return max(
+            enumerate(running),
+            key=lambda found: (self._share(seats, found[1].request.namespace), found[0]),
+            default=(0, None),
+        )[1]
+
+    def who_yields(self, running: Iterable[Sequence], newcomer: Sequence) -> Sequence | None:
+        """Who gives its seat to a sequence for which there is none; None where its tenant has its fair share already.
+
+        It is the newest sequence of the tenant that has most seats for its weight. This tenant must have had more than that
+        of the newcomer, and must still have as many seats as that one then has. So no two tenants take a seat from each
+        other in turns.
+        """
+        running = list(running)
+        seats, victim = self._seats(running), self.richest(running)
+        if victim is None or self.had(victim) <= self.had(newcomer):
+            return None  # nor would it be the newcomer's turn afterwards
+        seats[victim.request.namespace] -= victim.num_seats
+        seats[newcomer.request.namespace] += newcomer.num_seats
+        left, wanted = (self._share(seats, seq.request.namespace) for seq in (victim, newcomer))
+        return victim if left >= wanted else None
+
+    def _seats(self, running: Iterable[Sequence]) -> Counter[Tenant]:
+        seats: Counter[Tenant] = Counter()
+        for seq in running:
+            seats[seq.request.namespace] += seq.num_seats
+        return seats
+
+    def _share(self, seats: Counter[Tenant], tenant: Tenant) -> float:
+        return seats[tenant] / self._weight(tenant)
+
+    def _weight(self, tenant: Tenant) -> float:
+        return self.weights.get(tenant, 1.0)
