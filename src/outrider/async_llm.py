@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Self, cast
+from functools import partial
+from typing import Any, Self, Unpack, cast
 from weakref import WeakKeyDictionary
 
 from outrider.arguments import Conversation, Prompt
 from outrider.engine.mail import Mailbox, News
 from outrider.engine.sequence import Request
-from outrider.llm import LLM, Speculation
+from outrider.llm import LLM, CallOptions
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
+from outrider.validation import unknown_setting
 
 
 class AsyncLLM:
@@ -39,76 +41,32 @@ class AsyncLLM:
         await asyncio.to_thread(self.llm.close)
 
     async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        speculation: Speculation | None = None,
-        namespace: str | None = None,
-        trace: bool = False,
-        prediction: str | Sequence[int] | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> RequestOutput:
-        """Complete one prompt; arguments and errors are those of LLM.generate. A task that is cancelled cancels it.
+        """Complete one prompt; errors are those of LLM.generate. A task that is cancelled cancels it.
 
-        A `prediction`, a text or token ids, is what the caller expects to be written. The method `prediction` drafts from
-        it.
+        Args:
+            prompt: As in LLM.generate.
+            params: As in LLM.generate.
+            options: `speculation`, `namespace`, `trace`, `prediction` and `priority`; see CallOptions.
         """
-        options = {"speculation": speculation, "namespace": namespace, "trace": trace, "prediction": prediction}
-        return await self._whole(AsyncStream(self, prompt, params, {**options, "streaming": False}))
+        return await self._whole(AsyncStream(self, prompt, params, options))
 
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        speculation: Speculation | None = None,
-        namespace: str | None = None,
-        trace: bool = False,
-        prediction: str | Sequence[int] | None = None,
-    ) -> AsyncStream:
-        """Complete one prompt piece by piece; arguments and errors are those of LLM.stream. It begins when first read."""
-        options = {"speculation": speculation, "namespace": namespace, "trace": trace, "prediction": prediction}
-        return AsyncStream(self, prompt, params, {**options, "streaming": True})
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]) -> AsyncStream:
+        """Complete one prompt piece by piece; arguments are those of `generate`. It begins when first read."""
+        return AsyncStream(self, prompt, params, options, streaming=True)
 
     async def chat(
-        self,
-        messages: Conversation,
-        params: SamplingParams | None = None,
-        *,
-        speculation: Speculation | None = None,
-        namespace: str | None = None,
-        trace: bool = False,
-        prediction: str | Sequence[int] | None = None,
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> RequestOutput:
-        """Complete one conversation; arguments and errors are those of LLM.chat."""
-        options = {
-            "speculation": speculation,
-            "namespace": namespace,
-            "trace": trace,
-            "prediction": prediction,
-            "messages": messages,
-        }
-        return await self._whole(AsyncStream(self, None, params, {**options, "streaming": False}))
+        """Complete one conversation; errors are those of LLM.chat, and options those of `generate`."""
+        return await self._whole(AsyncStream(self, None, params, options, messages=messages))
 
     def stream_chat(
-        self,
-        messages: Conversation,
-        params: SamplingParams | None = None,
-        *,
-        speculation: Speculation | None = None,
-        namespace: str | None = None,
-        trace: bool = False,
-        prediction: str | Sequence[int] | None = None,
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> AsyncStream:
-        """Complete one conversation piece by piece."""
-        options = {
-            "speculation": speculation,
-            "namespace": namespace,
-            "trace": trace,
-            "prediction": prediction,
-            "messages": messages,
-        }
-        return AsyncStream(self, None, params, {**options, "streaming": True})
+        """Complete one conversation piece by piece; options are those of `generate`."""
+        return AsyncStream(self, None, params, options, messages=messages, streaming=True)
 
     async def _whole(self, stream: AsyncStream) -> RequestOutput:
         async with stream:
@@ -129,13 +87,26 @@ class AsyncStream:
 
     Attributes:
         output: What the request came to, once it has ended.
+
+    Raises:
+        InvalidParameterError: There is no such option.
     """
 
     def __init__(
-        self, owner: AsyncLLM, prompt: Prompt | None, params: SamplingParams | None, options: dict[str, Any]
+        self,
+        owner: AsyncLLM,
+        prompt: Prompt | None,
+        params: SamplingParams | None,
+        options: CallOptions,
+        *,
+        messages: Conversation | None = None,
+        streaming: bool = False,
     ) -> None:
+        for name, value in options.items():
+            if name not in CallOptions.__annotations__:
+                raise unknown_setting("AsyncLLM", name, value, CallOptions.__annotations__)
         self._owner = owner
-        self._asked = prompt, params, options
+        self._prepare = partial(owner.llm.prepare, prompt, params, messages=messages, streaming=streaming, **options)
         self._request: Request | None = None
         self._inbox: _AsyncInbox | None = None
         self.output: RequestOutput | None = None
@@ -153,11 +124,9 @@ class AsyncStream:
             OutriderError: It cannot be served.
         """
         if self._request is None:
-            prompt, params, options = self._asked
-            llm = self._owner.llm
-            prepared = await asyncio.to_thread(llm.prepare, prompt, params, **options)
+            prepared = await asyncio.to_thread(self._prepare)
             self._inbox = _AsyncInbox(self._owner._office())
-            refusals = await asyncio.wrap_future(llm.admit([prepared], self._inbox))
+            refusals = await asyncio.wrap_future(self._owner.llm.admit([prepared], self._inbox))
             if refusals[0] is not None:
                 raise cast(Exception, refusals.pop())  # taken out: it points at this frame
             self._request = prepared

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from inspect import signature
 from os import PathLike, fspath
 from types import TracebackType
-from typing import Any, Never, Self, cast
+from typing import Any, Never, Self, TypedDict, Unpack, cast
 
 import torch
 
@@ -61,21 +61,43 @@ def default_model(part: str) -> str:
     return str(files("outrider") / "assets" / part)
 
 
-@dataclass(frozen=True)
-class _Options:
-    """What a call asks for beside parameters and speculation.
+class CallOptions(TypedDict, total=False):
+    """What a call may ask for beside a prompt and parameters.
 
-    Raises:
-        InvalidParameterError: The namespace is no name.
+    Attributes:
+        speculation: Who drafts, in place of the LLM's own; "none" decodes plainly.
+        namespace: Whose prompt it is: caches are shared within a namespace and never beyond it, and namespaces take turns.
+        trace: Whether outputs tell of every round.
+        prediction: A text, or token ids, that the caller expects the output to have, for the method `prediction`.
+        priority: Among the requests of one namespace that wait, lower numbers go first. The usual number is 0.
     """
 
+    speculation: Speculation | None
     namespace: str | None
+    trace: bool
+    prediction: str | Sequence[int] | None
+    priority: int
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The same with its usual values, and whether pieces are wanted.
+
+    Raises:
+        InvalidParameterError: The namespace is no name, or the priority no number.
+    """
+
+    namespace: str | None = None
     trace: bool = False
     streaming: bool = False
+    speculation: Speculation | None = None
     prediction: str | Sequence[int] | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
+            raise InvalidParameterError("priority", self.priority, "no whole number", "Use 0, or less to go first.")
 
 
 class LLM:
@@ -294,7 +316,8 @@ class LLM:
             ClosedError: The LLM is closed.
         """
         refuse_keywords(self.stream, unknown)
-        request = self.prepare(prompt, params, speculation, namespace=namespace, trace=trace, streaming=True)
+        options: CallOptions = {"speculation": speculation, "namespace": namespace, "trace": trace}
+        request = self.prepare(prompt, params, streaming=True, **options)
         inbox = Inbox()
         refusals = self.admit([request], inbox).result()
         if refusals[0] is not None:
@@ -353,33 +376,26 @@ class LLM:
         self,
         prompt: Prompt | None = None,
         params: SamplingParams | None = None,
-        speculation: Speculation | None = None,
         *,
         messages: Conversation | None = None,
-        namespace: str | None = None,
-        trace: bool = False,
         streaming: bool = False,
-        prediction: str | Sequence[int] | None = None,
+        **options: Unpack[CallOptions],
     ) -> Request:
         """Encode and check one prompt, or one conversation, and compile its structure, in the thread that calls this.
 
         Args:
             prompt: What to complete, or None with `messages`.
             params: As in generate.
-            speculation: As in generate.
             messages: A conversation, in place of the prompt.
-            namespace: As in generate.
-            trace: As in generate.
             streaming: Whether its news bring pieces.
-            prediction: A text, or token ids, that the caller expects the output to have. The method `prediction` drafts
-                from it.
+            options: See CallOptions.
 
         Raises:
             OutriderError: As generate and chat do, but for what `admit` finds.
         """
         self._thread.check()
         encoded = self.prompts.encode(prompt) if messages is None else self.prompts.encode_conversation(messages)
-        return self._prepare(*encoded, params, speculation, _Options(namespace, trace, streaming, prediction))
+        return self._prepare(*encoded, params, _Options(streaming=streaming, **options))
 
     def admit(self, requests: Sequence[Request], mailbox: Mailbox) -> Future[list[OutriderError | None]]:
         """Queue prepared requests; see EngineThread.admit."""
@@ -417,7 +433,7 @@ class LLM:
 
         for place, (item, sampling, config) in enumerate(zip(items, *settings, strict=True)):
             try:
-                pending[place] = self._prepare(*encode(item), sampling, config, options)
+                pending[place] = self._prepare(*encode(item), sampling, replace(options, speculation=config))
             except OutriderError as error:
                 settle(place, RequestOutput(-1, item if isinstance(item, str) else None, (), (), error))
         self._write(pending, settle)
@@ -449,7 +465,6 @@ class LLM:
         text: str | None,
         token_ids: tuple[int, ...],
         params: SamplingParams | None,
-        speculation: Speculation | None,
         options: _Options,
     ) -> Request:
         params = self.default_params if params is None else params
@@ -457,7 +472,7 @@ class LLM:
             raise InvalidParameterError(
                 "params", params, "not a SamplingParams", "Use SamplingParams(temperature=..., ...)."
             )
-        config = self.speculation if speculation is None else self.resolve(speculation)
+        config = self.speculation if options.speculation is None else self.resolve(options.speculation)
         return self._thread.prepare(
             token_ids,
             params,
@@ -466,6 +481,7 @@ class LLM:
             streaming=options.streaming,
             namespace=options.namespace,
             prediction=self.prompts.encode_prediction(options.prediction),
+            priority=options.priority,
             traced=options.trace,
         )
 

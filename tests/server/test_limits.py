@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ import httpx
 import pytest
 
 from outrider.errors import InvalidParameterError
+from outrider.server.errors import ApiError
 from outrider.server.keys import ApiKeys
+from outrider.server.limits import Meter, TenantLimits
 from tests.server.running import Server, running
 
 ENDLESS = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
@@ -26,13 +28,17 @@ ANN, BOB = {"authorization": "Bearer first"}, {"authorization": "Bearer third"}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text("# who may ask\nann: first\nann: second\nbob: third\n", "utf-8")
+    keys.write_text(
+        "# who may ask\nann: first\nann: second\nbob: third\n"
+        "one: fourth max_concurrent=1\npoor: fifth tokens_per_minute=40\nslow: sixth tokens_per_minute=40\n",
+        "utf-8",
+    )
     limits = ("--max-num-seqs", "2", "--max-queue", "1", "--max-n", "3", "--max-body-bytes", "2000")
     with running("--api-key-file", str(keys), *limits, "--served-model-name", "small", "--request-seconds", "20") as server:
         yield server
 
 
-@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer fourth"}, {"authorization": "Basic first"}])
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer nobody"}, {"authorization": "Basic first"}])
 def test_without_a_key_nothing_is_written(server: Server, headers: dict[str, str]) -> None:
     for path, body in (("/v1/completions", {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
         response = server.post(path, body, headers=headers)
@@ -65,9 +71,46 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(server: Server) -> None
     found = asyncio.run(ask())
     assert sorted(response.status_code for response in found) == [200, 200, 200, 429, 429, 429]
     full = next(response for response in found if response.status_code == 429)
-    assert full.headers["retry-after"] == "1"
+    assert int(full.headers["retry-after"]) >= 1
     assert full.json()["error"]["type"] == "rate_limit_error"
     assert server.post("/v1/completions", {"prompt": "x"}, headers=ANN).status_code == 200, "places come back"
+
+
+def test_a_full_queue_of_one_tenant_is_not_anothers(server: Server) -> None:
+    async def ask() -> list[int]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            long, short = {**ENDLESS, "max_tokens": 400}, {"prompt": "x", "max_tokens": 2}
+            calls = [client.post(f"{server.url}/v1/completions", json=long, headers=ANN) for _ in range(6)]
+            flood = [asyncio.create_task(call) for call in calls]
+            await asyncio.sleep(0.05)
+            found = await client.post(f"{server.url}/v1/completions", json=short, headers=BOB)
+            assert not all(task.done() for task in flood), "the flood goes on"
+            await asyncio.gather(*flood)
+            return [found.status_code]
+
+    assert asyncio.run(ask()) == [200]
+
+
+def test_a_key_has_its_own_number_of_texts_and_its_own_rate(server: Server) -> None:
+    one, poor = {"authorization": "Bearer fourth"}, {"authorization": "Bearer fifth"}
+
+    async def ask() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            body = {**ENDLESS, "max_tokens": 200}
+            calls = [client.post(f"{server.url}/v1/completions", json=body, headers=one) for _ in range(3)]
+            return list(await asyncio.gather(*calls))
+
+    found = asyncio.run(ask())
+    assert sorted(response.status_code for response in found) == [200, 429, 429]
+    refused = next(response for response in found if response.status_code == 429)
+    assert refused.json()["error"]["code"] == "concurrency_limit"
+    assert server.post("/v1/completions", {"prompt": "x", "n": 2}, headers=one).status_code == 400
+    for body, streamed in (({**ENDLESS, "max_tokens": 60}, False), ({**ENDLESS, "max_tokens": 60}, True)):
+        key = poor if not streamed else {"authorization": "Bearer sixth"}
+        assert server.post("/v1/completions", {**body, "stream": streamed}, headers=key).status_code == 200
+        response = server.post("/v1/completions", {"prompt": "x"}, headers=key)
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "token_rate_limit")
+        assert 25 <= int(response.headers["retry-after"]) <= 40, "some 21 tokens over, at 40 a minute"
 
 
 def test_refused_requests_give_their_places_back(server: Server) -> None:
@@ -176,6 +219,102 @@ def test_keys_come_from_a_file_or_from_the_environment(tmp_path: Path, monkeypat
     assert ApiKeys.of(None).tenant("one") == "ann"
     monkeypatch.delenv("OUTRIDER_API_KEYS")
     assert not ApiKeys.of(None)
+
+
+def test_settings_of_a_tenant_stand_behind_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("ann: a== max_concurrent=4\nann: b tokens_per_minute=600\nbob: c weight=2.5\nd weight=2\n", "utf-8")
+    keys = ApiKeys.of(file)
+    assert keys.limits("ann") == TenantLimits(max_concurrent=4, tokens_per_minute=600)
+    assert keys.limits(None) == keys.limits("nobody") == TenantLimits()
+    assert keys.weights == {"bob": 2.5, keys.tenant("d"): 2}
+    assert (keys.tenant("a=="), keys.tenant("b")) == ("ann", "ann")
+    monkeypatch.setenv("OUTRIDER_API_KEYS", "ann:one max_concurrent=3,two")
+    assert ApiKeys.of(None).limits("ann").max_concurrent == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("ann: SECRET max_concurrent=0", "max_concurrent=0"),
+        ("ann: SECRET max_concurrent=many", "max_concurrent='many'"),
+        ("ann: SECRET max_concurrent=1.5", "max_concurrent=1.5"),
+        ("ann: SECRET tokens_per_minute=-1", "tokens_per_minute=-1"),
+        ("ann: SECRET weight=0", "weight=0"),
+        ("ann: SECRET weight=1e999", "weight=inf"),
+        ("ann: SECRET max_concurent=3", "Did you mean max_concurrent"),
+        ("ann: SECRET fast", "fast"),
+        ("ann:", "no key"),
+        ("bob: SECRET weight=3", "another line of this tenant says 2"),
+    ],
+)
+def test_a_wrong_line_is_named_with_its_field_and_without_its_key(tmp_path: Path, line: str, named: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# who may ask\n\nbob: other weight=2\n{line}\n", "utf-8")
+    with pytest.raises(InvalidParameterError, match=r"api_key_file=.*line 4") as found:
+        ApiKeys.of(file)
+    assert named in str(found.value)
+    assert "SECRET" not in str(found.value)
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def refusal(call: Callable[[], Any]) -> tuple[int, str | None, str | None]:
+    with pytest.raises(ApiError) as found:
+        call()
+    return found.value.status, found.value.code, found.value.headers.get("Retry-After")
+
+
+def test_texts_at_a_time_and_when_there_will_be_a_place() -> None:
+    clock = Clock()
+    meter = Meter(TenantLimits(max_concurrent=3), 5, clock)
+
+    def take(count: int) -> None:
+        with meter.place(count):
+            pass
+
+    with meter.place(2):
+        assert refusal(lambda: take(2)) == (429, "concurrency_limit", "1"), "nothing is known yet"
+        take(1)
+        assert refusal(lambda: take(4)) == (400, "concurrency_limit", None), "so many never find a place"
+    for _ in range(4):
+        clock.now += 10
+        take(1)
+    with meter.place(3):
+        clock.now += 4
+        assert refusal(lambda: take(1)) == (429, "concurrency_limit", "7"), "7 ended in 44 seconds"
+        assert refusal(lambda: take(2)) == (429, "concurrency_limit", "13")
+        clock.now += 1000
+        assert refusal(lambda: take(2)) == (429, "concurrency_limit", "60")
+    assert meter.num_texts == 0
+    assert refusal(lambda: Meter(TenantLimits(), 2).place(3).__enter__()) == (400, "queue_full", None)
+
+
+def test_tokens_a_minute_and_when_they_are_paid_off() -> None:
+    clock = Clock()
+    meter = Meter(TenantLimits(tokens_per_minute=60), 5, clock)
+    meter.check_tokens()
+    meter.use(60)
+    assert refusal(meter.check_tokens) == (429, "token_rate_limit", "1")
+    clock.now += 1
+    meter.check_tokens()
+    meter.use(100)
+    status, code, wait = refusal(meter.check_tokens)
+    assert (status, code, wait) == (429, "token_rate_limit", "100")
+    clock.now += 98
+    assert refusal(meter.check_tokens)[2] == "2"
+    clock.now += 2
+    meter.check_tokens()
+    clock.now += 10_000
+    meter.use(60)
+    assert refusal(meter.check_tokens)[2] == "1", "no more than a minute's tokens are saved up"
 
 
 @pytest.mark.parametrize("content", [b"", b"# nobody\n", b"\xff"])

@@ -35,6 +35,7 @@ class Answer(ABC):
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.outputs: dict[int, CompletionOutput] = {}  # by number of the choice, as they end
+        self.num_told = 0  # tokens that the client was told
 
     def whole(self, found: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer at once."""
@@ -43,6 +44,7 @@ class Answer(ABC):
             for output in request.outputs:
                 number = self.number(place, output.index)
                 self.outputs[number] = output
+                self.num_told += len(output.token_ids)
                 choices.append({**self._choice(number, request, output), **self._extras(place, output)})
         body = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}
         return {**body, "choices": choices, "usage": self.usage(), "speculation": self.speculation()}
@@ -54,6 +56,7 @@ class Answer(ABC):
     def chunk(self, place: int, piece: StreamPiece) -> dict[str, Any] | None:
         """The chunk for a piece of a prompt's text; None where there is nothing to tell yet."""
         number = self.number(place, piece.index)
+        self.num_told += len(piece.token_ids)
         if piece.output is not None:
             self.outputs[number] = piece.output
         choice = self._delta(number, piece)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 from starlette.applications import Starlette
@@ -24,6 +24,7 @@ from outrider.server.calls import Call
 from outrider.server.conversation import check_template, conversation, form_of
 from outrider.server.errors import ApiError, api_error
 from outrider.server.jobs import Job
+from outrider.server.limits import Meter
 from outrider.server.logs import log
 from outrider.server.openapi import document
 from outrider.server.schemas import Asked, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -142,18 +143,38 @@ async def _write(service: Service, call: Call, asked: Asked, make: Callable[[Job
     service.check_model(asked.model)
     _check_streaming(asked)
     async with AsyncExitStack() as stack:
-        stack.enter_context(service.place(_size(service, asked)))
+        meter = service.meter(call.tenant)
+        meter.check_tokens()
+        stack.enter_context(meter.place(_size(service, asked)))
         job = await service.job(asked, call.tenant)
         shaped = make(job)
+        stack.enter_context(_paid(meter, shaped))
         if asked.stream:
             streams = await service.begin(job)
             stack.push_async_callback(close, streams)
             return _Events(_read(service, call, shaped, streams), stack.pop_all(), call)
         seconds = service.settings.request_seconds
         outputs = await while_connected(call.request.receive, asyncio.wait_for(service.write(job), seconds))
-    body = shaped.whole(outputs)
+        body = shaped.whole(outputs)
     call.wrote(job.num_prompt_tokens, list(shaped.outputs.values()))
     return answer(body)
+
+
+@contextmanager
+def _paid(meter: Meter, shaped: Answer) -> Iterator[None]:
+    """Charge the tenant for an answer when the block ends: for what was told of it. Whoever leaves before a whole answer is
+    there pays for as much as it has asked for, since nobody knows how much of it was written."""
+    job = shaped.job
+    meter.use(job.num_prompt_tokens)
+    try:
+        yield
+    except BaseException as error:
+        refused = isinstance(error, ApiError) and error.status < 499
+        if not (job.asked.stream or refused):
+            meter.use(job.num_sequences * job.params.max_tokens)
+        raise
+    finally:
+        meter.use(shaped.num_told)
 
 
 def _size(service: Service, asked: Asked) -> int:
@@ -258,8 +279,9 @@ async def ready(service: Service, call: Call) -> Response:
     """/ready: 200 where another request would find a place."""
     if service.draining:
         return answer({"status": "stopping"}, 503)
-    with service.place(1):
-        return answer({"status": "ready"})
+    if service.is_full:
+        raise ApiError(429, "the queue is full", code="queue_full", headers={"Retry-After": "1"})
+    return answer({"status": "ready"})
 
 
 async def version(service: Service, call: Call) -> Response:

@@ -66,6 +66,7 @@ class Job:
             "namespace": self.namespace,
             "trace": bool(self.asked.trace),
             "prediction": self.asked.predicted,
+            "priority": self.asked.priority or 0,
         }
 
 

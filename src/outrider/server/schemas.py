@@ -27,7 +27,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "spaces_between_special_tokens": ((True,), "texts never show special tokens"),
     "include_stop_str_in_output": ((False,), "a stop string is never part of the text"),
     "truncate_prompt_tokens": ((), "prompts are taken whole"),
-    "priority": ((0,), "requests are served in the order in which they come"),
     "logits_processors": (([],), "a request cannot bring code"),
     "cache_salt": ((), "each API key has a prefix cache of its own"),
     "kv_transfer_params": ((), "there is one server"),
@@ -190,6 +189,7 @@ class Asked(Shape):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
+    priority: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None

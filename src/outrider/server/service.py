@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from outrider.server.allowed import AllowedMethods
 from outrider.server.errors import ApiError, api_error
 from outrider.server.jobs import Job, JobMaker
 from outrider.server.keys import ApiKeys
+from outrider.server.limits import Meter
 from outrider.server.metrics import EngineState, ServerMetrics
 from outrider.server.schemas import Asked
 from outrider.server.settings import ServerSettings
@@ -58,29 +58,28 @@ class Service:
         self.jobs = JobMaker(llm.prompts, llm.default_params, self.facts.longest, allowed, settings)
         self.metrics = ServerMetrics(settings.model_name)
         self.draining = False
-        self._num_texts = 0  # that are written or wait
+        llm.engine.scheduler.tenants.weights = keys.weights
+        self._meters: dict[str | None, Meter] = {}
 
     @property
     def health(self) -> Health:
         """How the engine has fared."""
         return self.engine.llm.health
 
-    @contextmanager
-    def place(self, num_texts: int) -> Iterator[None]:
-        """A place in the queue, for as long as the block runs.
+    def meter(self, tenant: str | None) -> Meter:
+        """What a tenant uses. There are as many as the tenants of the keys, so they are never forgotten."""
+        if tenant not in self._meters:
+            self._meters[tenant] = Meter(self.keys.limits(tenant), self._max_texts)
+        return self._meters[tenant]
 
-        Raises:
-            ApiError: The queue is full.
-        """
-        most = self.facts.max_num_seqs + self.settings.max_queue
-        if self._num_texts + num_texts > most:
-            problem = f"{self._num_texts} texts are written or wait already, and this server takes {most}"
-            raise ApiError(429, problem, code="queue_full", headers={"Retry-After": "1"})
-        self._num_texts += num_texts
-        try:
-            yield
-        finally:
-            self._num_texts -= num_texts
+    @property
+    def is_full(self) -> bool:
+        """Whether as many texts wait as the queue of one tenant holds."""
+        return sum(meter.num_texts for meter in self._meters.values()) >= self._max_texts
+
+    @property
+    def _max_texts(self) -> int:
+        return self.facts.max_num_seqs + self.settings.max_queue
 
     async def job(self, asked: Asked, tenant: str | None) -> Job:
         """What a request asks for, ready for the engine.

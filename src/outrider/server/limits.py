@@ -1,0 +1,106 @@
+"""How much one tenant may ask for, how much it uses, and when it may ask again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import ceil
+from time import monotonic
+
+from pydantic import Field
+
+from outrider.server.errors import ApiError
+from outrider.validation import Frozen
+
+#: Ends of texts from which it is told how soon others will end.
+_MEMORY = 32
+#: Longest time, in seconds, after which a client is told to come back to a full queue.
+_LONGEST_WAIT = 60
+
+
+class TenantLimits(Frozen):
+    """What one tenant may have. All keys of a tenant share it.
+
+    Attributes:
+        max_concurrent: Texts at a time, those that wait included; None for no limit of its own.
+        tokens_per_minute: Tokens of prompts and of texts; None for no limit. A tenant that has used less may use as much as
+            for one minute at once.
+        weight: Its share of the engine where tenants compete: one of weight 2 gets twice the tokens of one of weight 1.
+    """
+
+    max_concurrent: int | None = Field(None, ge=1, description="Use 1 or more.")
+    tokens_per_minute: int | None = Field(None, ge=1, description="Use 1 or more.")
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False, description="Use a number above 0.")
+
+
+UNLIMITED = TenantLimits()
+
+
+class Meter:
+    """What a tenant uses.
+
+    Args:
+        limits: What it may use.
+        max_texts: Texts at a time that the server takes of any tenant.
+        clock: Tells the time in seconds.
+    """
+
+    def __init__(self, limits: TenantLimits, max_texts: int, clock: Callable[[], float] = monotonic) -> None:
+        self._limits, self._max_texts, self._clock = limits, max_texts, clock
+        self.num_texts = 0
+        self._ends: deque[float] = deque(maxlen=_MEMORY)
+        self._balance = float(limits.tokens_per_minute or 0)
+        self._balance_at = clock()
+
+    @contextmanager
+    def place(self, num_texts: int) -> Iterator[None]:
+        """A place for some texts, for as long as the block runs.
+
+        Raises:
+            ApiError: There is none now, or there will never be one for so many.
+        """
+        self._check(num_texts, self._limits.max_concurrent, "concurrency_limit", "this key may have {} at a time")
+        self._check(num_texts, self._max_texts, "queue_full", "this server takes {}")
+        self.num_texts += num_texts
+        try:
+            yield
+        finally:
+            self.num_texts -= num_texts
+            self._ends.extend([self._clock()] * num_texts)
+
+    def check_tokens(self) -> None:
+        """Raise ApiError where the tenant has used more tokens than it may."""
+        rate = self._limits.tokens_per_minute
+        if rate is None:
+            return
+        balance = self._balance_now()
+        if balance <= 0:
+            wait = ceil((1 - balance) * 60 / rate)
+            problem = f"this key may use {rate:,} tokens a minute, and it has used {-balance:,.0f} more"
+            raise ApiError(429, problem, code="token_rate_limit", headers={"Retry-After": str(wait)})
+
+    def use(self, num_tokens: int) -> None:
+        """So many tokens were read or written for the tenant. What goes over the limit is paid off by waiting."""
+        if self._limits.tokens_per_minute is not None:
+            self._balance = self._balance_now() - num_tokens
+
+    def _balance_now(self) -> float:
+        rate, now = self._limits.tokens_per_minute or 0, self._clock()
+        self._balance = min(float(rate), self._balance + (now - self._balance_at) * rate / 60)
+        self._balance_at = now
+        return self._balance
+
+    def _check(self, num_texts: int, most: int | None, code: str, rule: str) -> None:
+        if most is None or self.num_texts + num_texts <= most:
+            return
+        if num_texts > most:
+            raise ApiError(400, f"n: {num_texts} texts, and {rule.format(most)}", param="n", code=code)
+        problem = f"{self.num_texts} texts are written or wait already, and {rule.format(most)}"
+        headers = {"Retry-After": str(self._seconds_until_ended(self.num_texts + num_texts - most))}
+        raise ApiError(429, problem, code=code, headers=headers)
+
+    def _seconds_until_ended(self, num_texts: int) -> int:
+        """How long so many of the tenant's texts take to end, if they end as fast as the latest ones; at least a second."""
+        passed = self._clock() - self._ends[0] if self._ends else 0.0
+        return min(max(1, ceil(num_texts * passed / max(1, len(self._ends)))), _LONGEST_WAIT)
