@@ -2,8 +2,8 @@
 
     python -m benchmarks.tenants              a minute; writes benchmarks/results/tenants.json
 
-A server of the embedded pair writes 8 texts at a time. The flood is 40 clients that each ask for a text of 300 tokens, again
-and again. The quiet client asks for one short text at a time, in three ways: alone; with the key of the flood, so that all
+A server of the embedded pair writes 8 texts at a time. The flood is 40 clients that ask for texts of 300 tokens, again and
+again. The quiet client asks for one short text at a time, in three ways: alone; with the key of the flood, so that all
 stand in one line in the order in which they came; and with a key of its own, so that the two tenants take turns. The ways
 take turns in rounds.
 """

@@ -107,10 +107,9 @@ def propose_all(
         for item, who, step in zip(items, drafters, drafts, strict=True):
             drafter = who[turn] if turn < len(who) else None
             if drafter is not None:
-                planned = item.turns[turn]
-                builder = builders.of(drafter.proposer, planned.tree)
-                groups[id(drafter.proposer)].append(_Asked(item, planned, drafter, step, builder))
-        for members in groups.values():
+                asked = _asked(item, item.turns[turn], drafter, step, builders)
+                groups[id(drafter.proposer)] += [] if asked is None else [asked]
+        for members in filter(None, groups.values()):
             for asked, answer in zip(members, _ask(members, noise, vocab_size), strict=True):
                 asked.step.add(asked.drafter, asked.builder, answer)
     return drafts
@@ -170,6 +169,16 @@ class _Asked:
     def report(self, problem: str) -> None:
         self.drafter.report_fault(self.seq.request.request_id, problem)
         self.seq.stats.num_proposer_faults += 1
+
+
+def _asked(item: ScheduledSequence, turn: Turn, drafter: Drafter, step: StepDraft, builders: TreeBuilders) -> _Asked | None:
+    """A turn with whoever shapes its draft; None, and nothing is drafted, where he cannot be had."""
+    try:
+        return _Asked(item, turn, drafter, step, builders.of(drafter.proposer, turn.tree))
+    except Exception as error:
+        drafter.report_fault(item.seq.request.request_id, f"its tree builder raised {error!r}")
+        item.seq.stats.num_proposer_faults += 1
+        return None
 
 
 def _ask(members: Seq[_Asked], noise: NoiseSource, vocab_size: int) -> list[Draft]:

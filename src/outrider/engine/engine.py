@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import count
@@ -244,6 +245,12 @@ class Engine:
 
     def _observe_pace(self, plan: Schedule, drafts: list[StepDraft], judged: dict[int, _Judged]) -> None:
         """Let trees that adapt know how fast texts grow; a step with a prompt in it tells nothing of that."""
+        try:
+            self._tell_pace(plan, drafts, judged)
+        except Exception:  # it concerns the speed of drafts, and no text
+            logger.exception("the pace of a step could not be observed")
+
+    def _tell_pace(self, plan: Schedule, drafts: list[StepDraft], judged: dict[int, _Judged]) -> None:
         if self.builders.measured and all(item.num_rows == 1 for item in plan.items):
             seconds = self.stats.step_seconds
             num_tokens = sum(len(each.verdict.path) + 1 for each in judged.values())
@@ -402,17 +409,33 @@ class Engine:
         candidates = self._candidates(plan, drafts, out)
         logits, stuck = self._processed(plan, candidates, out.logits)
         alive = {p: c for p, c in candidates.items() if plan.items[p].seq.request.error is None}
-        verdicts = dict(zip(alive, self._verifier.verify(list(alive.values()), logits), strict=True))
         judged = {}
-        for place, verdict in verdicts.items():
+        for place, verdict in self._verdicts(plan, alive, logits).items():
             seq = plan.items[place].seq
             if place in stuck and any(stuck[place][node + 1] for node in (-1, *verdict.path)):
                 problem = f"after {len(seq.token_ids)} tokens its parameters together forbid every token"
                 self._fail(seq.request, NoTokenLeftError, problem)
                 continue
-            score(seq, alive[place], verdict, out.logits, logits, self._decode)
-            judged[place] = _Judged(alive[place], verdict, logits)
+            with self._contained(seq, "its log probabilities"):
+                score(seq, alive[place], verdict, out.logits, logits, self._decode)
+                judged[place] = _Judged(alive[place], verdict, logits)
         return judged
+
+    def _verdicts(self, plan: Schedule, candidates: dict[int, Candidate], logits: Tensor) -> dict[int, Verdict]:
+        """Of all together; where that raises, of one after another with the same coins, so that it is known whose fault it
+        is."""
+        self.noise.mark()
+        try:
+            return dict(zip(candidates, self._verifier.verify(list(candidates.values()), logits), strict=True))
+        except Exception:
+            self.noise.rewind()
+        verdicts = {}
+        for place, candidate in candidates.items():
+            if candidate.coins is not None:
+                candidate.coins.clear()
+            with self._contained(plan.items[place].seq, "its verification"):
+                (verdicts[place],) = self._verifier.verify([candidate], logits)
+        return verdicts
 
     def _candidates(self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput) -> dict[int, Candidate]:
         """By place in the plan; requests with unsound logits fail here."""
@@ -424,7 +447,8 @@ class Engine:
             first = out.logits_spans[place][0] + item.num_rows - 1 - out.logits_first_rows[place]
             rows = (first, first + 1 + len(step.draft))
             if all(finite[slice(*rows)]):
-                candidates[place] = _candidate(item, step, rows)
+                with self._contained(item.seq, "its draft"):
+                    candidates[place] = _candidate(item, step, rows)
             else:
                 problem = f"the target wrote NaN or infinity after {len(item.seq.token_ids)} tokens"
                 self._fail(item.seq.request, NonFiniteLogitsError, problem)
@@ -446,11 +470,10 @@ class Engine:
             rows = slice(*candidate.rows)
             try:
                 changed, stuck[place] = seq.view.processing.apply(logits[rows], [(), *candidate.draft.paths])
+                processed = logits.clone() if processed is logits else processed  # the raw ones are still reported
+                processed[rows] = changed
             except Exception as error:
                 self._fail(seq.request, ProcessingError, f"processing its logits raised {error!r}", cause=error)
-                continue
-            processed = logits.clone() if processed is logits else processed  # the raw ones are still reported
-            processed[rows] = changed
         return processed, stuck
 
     # -- commit --------------------------------------------------------------------------------------------------------
@@ -458,23 +481,28 @@ class Engine:
     def _commit(self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput, judged: dict[int, _Judged]) -> None:
         computed: list[ComputedRows] = []
         for place, (item, step) in enumerate(zip(plan.items, drafts, strict=True)):
-            seq = item.seq
-            if seq.request.error is not None:
-                continue
-            start, accepted = seq.kv.num_computed, tuple[int, ...]()
-            seq.kv.num_computed += item.num_rows
-            score_prompt(seq, start, item.num_rows, out.logits[slice(*out.logits_spans[place])], self._decode)
-            if place in judged:
-                try:
-                    accepted = self._extend(seq, step, judged[place])
-                except GrammarError as error:
-                    self._fail(seq.request, ProcessingError, str(error), cause=error)
-                    continue
-            if seq.drafters:
-                computed.append(ComputedRows(item, step, place, start, accepted))
-            seq.kv.publish(seq.token_ids)
+            if item.seq.request.error is None:
+                with self._contained(item.seq, "its commit"):
+                    computed += self._commit_one(place, item, step, out, judged.get(place))
         if computed:
             observation.show(computed, out)
+
+    def _commit_one(
+        self, place: int, item: ScheduledSequence, step: StepDraft, out: ForwardOutput, judged: _Judged | None
+    ) -> list[ComputedRows]:
+        """Write down what a sequence has gained; returns what its proposers are to be shown of it."""
+        seq, accepted = item.seq, tuple[int, ...]()
+        start = seq.kv.num_computed
+        seq.kv.num_computed += item.num_rows
+        score_prompt(seq, start, item.num_rows, out.logits[slice(*out.logits_spans[place])], self._decode)
+        if judged is not None:
+            try:
+                accepted = self._extend(seq, step, judged)
+            except GrammarError as error:
+                self._fail(seq.request, ProcessingError, str(error), cause=error)
+                return []
+        seq.kv.publish(seq.token_ids)
+        return [ComputedRows(item, step, place, start, accepted)] if seq.drafters else []
 
     def _extend(self, seq: Sequence, step: StepDraft, judged: _Judged) -> tuple[int, ...]:
         """Append what stands; returns the draft tokens that entered the text."""
@@ -499,7 +527,7 @@ class Engine:
         self.stats.num_committed_tokens += num_written
         self.scheduler.tenants.charge(seq, num_written)
         seq.view.round += 1  # also where a drawn draft was lost: its keys are spent
-        teach(step, verdict.path, greedy=seq.request.params.greedy)
+        self._teach(seq, step, verdict)
         if len(draft):
             rejected = num_written > num_accepted and verdict.origin is TokenOrigin.RECOVERED
             seq.stats.observe_draft(len(draft), draft.depth, num_accepted, rejected=rejected)
@@ -507,6 +535,15 @@ class Engine:
         if seq.request.outbox is not None:
             seq.request.outbox.append(piece(seq, before))
         return verdict.path[:num_accepted]
+
+    def _teach(self, seq: Sequence, step: StepDraft, verdict: Verdict) -> None:
+        """Tell those who shaped a draft what of it stands; what raises there costs drafts and no text."""
+        try:
+            teach(step, verdict.path, greedy=seq.request.params.greedy)
+        except Exception as error:
+            seq.stats.num_proposer_faults += 1
+            for part in step.parts:
+                part.drafter.report_fault(seq.request.request_id, f"its tree builder raised {error!r}")
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
@@ -522,6 +559,16 @@ class Engine:
             self.proposers.release(drafter.method)
         self.stats.finished.add(seq.stats)
         self.stats.by_method.setdefault(seq.request.speculation.name, RequestStats()).add(seq.stats)
+
+    @contextmanager
+    def _contained(self, seq: Sequence, doing: str) -> Iterator[None]:
+        """What raises in this block ends the request of one sequence, and no other."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("%s raised, request %d", doing, seq.request.request_id)
+            self.stats.num_faults += 1
+            self._fail(seq.request, StepAbortedError, f"{doing} raised {error!r}", cause=error)
 
     def _fail(
         self, request: Request, kind: type[RequestError], problem: str, *, cause: BaseException | None = None

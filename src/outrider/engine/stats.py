@@ -21,6 +21,7 @@ class EngineStats:
         num_rows: Rows those passes computed.
         num_resumed_rows: Of these, rows whose first layers a proposer had run already.
         num_committed_tokens: Output tokens.
+        num_faults: Requests that ended because something raised in a step where nobody expected it.
         seconds: Wall time by phase of a step.
         step_seconds: The same of the latest step alone.
         finished: Counts of the sequences that ended.
@@ -31,6 +32,7 @@ class EngineStats:
     num_rows: int = 0
     num_resumed_rows: int = 0
     num_committed_tokens: int = 0
+    num_faults: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     step_seconds: dict[str, float] = field(default_factory=dict)
     finished: RequestStats = field(default_factory=RequestStats)

@@ -240,12 +240,17 @@ class EngineThread:
 
         It keeps no letters: errors in them point at the frames of the step, and so at this one.
         """
-        assert self._engine is not None
+        engine = self._engine
+        assert engine is not None
+        num_faults = engine.stats.num_faults
         try:
-            self._engine.step()
+            engine.step()
             self._num_failures = 0
         except BaseException as error:
-            self._recover(self._engine, error)
+            self._recover(engine, error)
+        else:
+            if engine.stats.num_faults != num_faults:
+                self._check_books(engine)
 
     def _recover(self, engine: Engine, error: BaseException) -> None:
         """Go on after a step was broken off, and those whom it served have ended.
@@ -255,15 +260,23 @@ class EngineThread:
         logger.error("a step was broken off: %r", error, exc_info=not isinstance(error, OutriderError))
         self._num_failures += 1
         self.health = replace(self.health, num_broken_steps=self.health.num_broken_steps + 1, last_error=repr(error))
+        if self._num_failures >= _PATIENCE or isinstance(error, EngineStalledError):
+            self._begin_anew(engine, error)
+        else:
+            self._check_books(engine)
+
+    def _check_books(self, engine: Engine) -> None:
+        """After a fault: where the books do not agree, the engine begins anew."""
         try:
             engine.check_integrity()
-            if self._num_failures < _PATIENCE and not isinstance(error, EngineStalledError):
-                return
-        except Exception:
+        except Exception as error:
             logger.exception("the books do not agree")
+            self._begin_anew(engine, error)
+
+    def _begin_anew(self, engine: Engine, error: BaseException) -> None:
         engine.rebuild([request for request, _ in self._served.values()], error)
         self._num_failures = 0
-        self.health = replace(self.health, num_rebuilds=self.health.num_rebuilds + 1)
+        self.health = replace(self.health, num_rebuilds=self.health.num_rebuilds + 1, last_error=repr(error))
 
     def gather(self) -> Letters:
         """What the step brought. Who has ended, or has no reader any more, is served no longer."""

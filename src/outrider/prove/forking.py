@@ -83,6 +83,13 @@ class ForkingNoise:
     def forget(self, owner: int) -> None:
         """Do nothing: what a path has used is forgotten when the path ends."""
 
+    def mark(self) -> None:
+        """Do nothing: a path goes only forward."""
+
+    def rewind(self) -> None:
+        """Raise: what was drawn on a path stands."""
+        raise RuntimeError("a path of the proof goes only forward")
+
     # -- driving -------------------------------------------------------------------------------------------------------
 
     def start(self, width: int) -> int:

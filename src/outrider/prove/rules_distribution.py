@@ -97,6 +97,12 @@ class GridNoise:
     def forget(self, owner: int) -> None:
         pass
 
+    def mark(self) -> None:
+        pass
+
+    def rewind(self) -> None:
+        pass
+
 
 def prove_decisions(rule: ReferenceRule, count: int, steps: int = 7, k: int = 2) -> Finding:
     """With uniform numbers from a grid, the Verifier always accepts as many tokens as the reference."""

@@ -75,6 +75,18 @@ class NoiseSource(Protocol):
         """The sequence is finished: its keys will not come again."""
         ...
 
+    def mark(self) -> None:
+        """Remember this place for `rewind`."""
+        ...
+
+    def rewind(self) -> None:
+        """Take back all draws since `mark`. Whoever asks with the same keys again draws the same again.
+
+        Raises:
+            RuntimeError: This source cannot.
+        """
+        ...
+
 
 class KeyedNoise:
     """The production source.
@@ -86,6 +98,7 @@ class KeyedNoise:
 
     def __init__(self) -> None:
         self._used: defaultdict[int, set[Key]] = defaultdict(set)
+        self._since_mark: list[Key] = []
 
     def bernoulli(self, probability: Tensor, keys: Sequence[Key]) -> Tensor:
         self._spend(keys)
@@ -108,12 +121,21 @@ class KeyedNoise:
     def forget(self, owner: int) -> None:
         self._used.pop(owner, None)
 
+    def mark(self) -> None:
+        self._since_mark.clear()
+
+    def rewind(self) -> None:
+        for key in self._since_mark:
+            self._used[key.owner].discard(key)
+        self._since_mark.clear()
+
     def _spend(self, keys: Sequence[Key]) -> None:
         for key in keys:
             used = self._used[key.owner]
             if key in used:
                 raise NoiseReuseError(f"{key} was used before")
             used.add(key)
+            self._since_mark.append(key)
 
 
 _GOLDEN = 0x9E3779B97F4A7C15
