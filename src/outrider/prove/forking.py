@@ -87,8 +87,8 @@ class ForkingNoise:
         """Do nothing: a path goes only forward."""
 
     def rewind(self) -> None:
-        """Raise: what was drawn on a path stands."""
-        raise RuntimeError("a path of the proof goes only forward")
+        """Raise again what made the engine take draws back: a path goes only forward."""
+        raise
 
     # -- driving -------------------------------------------------------------------------------------------------------
 

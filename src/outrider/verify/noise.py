@@ -80,11 +80,8 @@ class NoiseSource(Protocol):
         ...
 
     def rewind(self) -> None:
-        """Take back all draws since `mark`. Whoever asks with the same keys again draws the same again.
-
-        Raises:
-            RuntimeError: This source cannot.
-        """
+        """Take back all draws since `mark`, where an error is handled. Whoever asks with the same keys again draws the same
+        again. A source that cannot do so raises the error again."""
         ...
 
 
