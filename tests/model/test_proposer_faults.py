@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -13,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.draft import Draft, Law, ScratchRows
-from outrider.engine import drafting
+from outrider.engine import conduct, drafting
+from outrider.engine.conduct import PATIENCE
 from outrider.engine.drafter import Drafter
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.errors import ForwardError, NonFiniteLogitsError, ProposerError
@@ -157,6 +159,12 @@ def with_proposer() -> Iterator[Callable[[Proposer], SpeculationConfig]]:
     PLANTED.clear()
 
 
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a proposer fails, it is asked again."""
+    monkeypatch.setattr(conduct, "PATIENCE", 10**9)
+
+
 def draft_model_of(llm: LLM) -> DraftModelProposer:
     assert llm.speculation.method is not None
     proposer = llm.engine.proposers.get(llm.speculation.method)
@@ -169,6 +177,7 @@ SEEDED = SamplingParams(seed=3, max_tokens=16)
 UNSEEDED = SamplingParams(max_tokens=16)
 
 
+@pytest.mark.usefixtures("patience")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("row", [0, 1, 2])
 @pytest.mark.parametrize("fault", [*ROW_FAULTS, *WHOLE_FAULTS])
@@ -192,6 +201,7 @@ TREE_FAULTS: dict[str, Callable[[Draft, int], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("patience")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("row", [0, 3, 5])
 @pytest.mark.parametrize("fault", TREE_FAULTS)
@@ -209,8 +219,8 @@ def test_spoilt_trees_change_nothing(llm: LLM, with_proposer: Any, fault: str, r
 
 @pytest.mark.parametrize("verb", ["begin", "fork", "propose", "observe", "finish", "too few"])
 def test_a_raising_proposer_changes_nothing(llm: LLM, with_proposer: Any, verb: str) -> None:
-    config = with_proposer(Raiser(verb))
     for params in (GREEDY, SEEDED, GREEDY.replace(n=2), SEEDED.replace(n=2)):
+        config = with_proposer(Raiser(verb))
         want = [[s.token_ids for s in o.outputs] for o in llm.generate(PROMPTS, params, speculation="none")]
         mixed = llm.generate(PROMPTS, params, speculation=[config, llm.speculation, config])
         assert [[s.token_ids for s in o.outputs] for o in mixed] == want
@@ -218,6 +228,74 @@ def test_a_raising_proposer_changes_nothing(llm: LLM, with_proposer: Any, verb: 
         assert faults[1] == 0, "a neighbour's proposer is not to blame"
         assert (min(faults[0], faults[2]) > 0) == (verb != "fork" or params.n == 2)
     llm.engine.runner.blocks.check_integrity([])
+
+
+class Failing(Proposer):
+    """Raises as long as it is told to."""
+
+    requires = Requirements(every_row=True)
+
+    def __init__(self) -> None:
+        self.fails = True
+        self.num_asked = 0
+        self.alive: set[int] = set()
+
+    def begin(self, sequence: ProposerSequence) -> None:
+        self.alive.add(sequence.seq_id)
+
+    def finish(self, sequence: ProposerSequence) -> None:
+        self.alive.remove(sequence.seq_id)
+
+    def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> list[Draft]:
+        self.num_asked += 1
+        if self.fails:
+            raise RuntimeError("planted")
+        return [Draft.chain([1, 2][: r.budget], Law.OPAQUE) for r in requests]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_failing_proposer_is_switched_off_and_tried_again(
+    llm: LLM, with_proposer: Any, caplog: pytest.LogCaptureFixture, params: SamplingParams
+) -> None:
+    proposer = Failing()
+    config = with_proposer(proposer)
+    want = [o.token_ids for o in llm.generate(PROMPTS, params, speculation="none")]
+
+    def write(speculation: Any) -> list[Any]:
+        outputs = llm.generate(PROMPTS, params, speculation=speculation)
+        assert [o.token_ids for o in outputs] == want
+        assert not proposer.alive, "it is told of every end"
+        llm.engine.check_integrity()
+        return outputs
+
+    with caplog.at_level(logging.WARNING):
+        outputs = write(config)
+    assert proposer.num_asked == PATIENCE
+    assert all(0 < o.stats.num_proposer_faults <= PATIENCE for o in outputs)
+    assert llm.health.switched_off == ("planted",)
+    assert any("switched off" in record.message for record in caplog.records)
+    assert all(o.stats.num_proposer_faults == 0 for o in write(config))
+    assert proposer.num_asked == PATIENCE, "nobody asks it now"
+    while llm.health.switched_off:
+        write(llm.speculation)
+    write(config)
+    assert proposer.num_asked == PATIENCE + 1, "one more fault is enough"
+    proposer.fails = False
+    while llm.health.switched_off:
+        write(llm.speculation)
+    assert all(o.stats.num_drafts > 0 for o in write(config)), "it has mended its ways"
+    assert llm.health.switched_off == ()
+    assert llm.engine.proposers.pauses["planted"] >= 2
+
+
+def test_who_is_switched_off_in_the_middle_of_a_text_leaves_it_to_others(llm: LLM, with_proposer: Any) -> None:
+    config, want = with_proposer(Failing()), llm.generate(PROMPTS, SEEDED, speculation="none")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.scheduler, "planner", lambda seq: (config, llm.speculation))
+        outputs = llm.generate(PROMPTS, SEEDED.replace(max_tokens=60))
+    assert [o.token_ids[:16] for o in outputs] == [o.token_ids for o in want]
+    assert all(o.stats.num_accepted_tokens > 0 for o in outputs), "the next in turn drafts instead"
+    llm.engine.check_integrity()
 
 
 class Watch:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from outrider.engine.conduct import Conduct
 from outrider.propose.base import Proposer, Requirements
 from outrider.propose.method import Method
 
@@ -20,6 +21,7 @@ class Drafter:
         method: Its settings.
         proposer: Shared with other sequences that ask for the same method.
         requires: What it wants to be shown, as it said when it was first used; what it says later changes nothing.
+        conduct: Of the proposer, over all its sequences.
         demoted: A fault has happened; from then on its drafts are verified as opaque.
         num_faults: How many.
         last_round: Verify pass of the sequence in which it was last asked.
@@ -29,12 +31,21 @@ class Drafter:
     method: Method
     proposer: Proposer
     requires: Requirements | None = None
+    conduct: Conduct = field(default_factory=Conduct)
     demoted: bool = False
     num_faults: int = 0
     last_round: int = 0
 
-    def report_fault(self, request_id: int, problem: str) -> None:
-        """Count a fault and stop believing what the proposer says of its laws, for the rest of this sequence."""
+    def report_fault(self, request_id: int, problem: str, *, useless: bool = True) -> None:
+        """Count a fault and stop believing what the proposer says of its laws, for the rest of this sequence.
+
+        Args:
+            request_id: Whose sequence it is.
+            problem: What happened.
+            useless: Whether nothing of its draft is left. A proposer that brings only such faults is switched off.
+        """
         self.num_faults += 1
         self.demoted = True
+        if useless:
+            self.conduct.failed(request_id)
         logger.warning("method %s, request %d: %s", self.method.name, request_id, problem)

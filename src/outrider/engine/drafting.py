@@ -166,8 +166,8 @@ class _Asked:
             self.drafter.index,
         )
 
-    def report(self, problem: str) -> None:
-        self.drafter.report_fault(self.seq.request.request_id, problem)
+    def report(self, problem: str, *, useless: bool = True) -> None:
+        self.drafter.report_fault(self.seq.request.request_id, problem, useless=useless)
         self.seq.stats.num_proposer_faults += 1
 
 
@@ -183,6 +183,8 @@ def _asked(item: ScheduledSequence, turn: Turn, drafter: Drafter, step: StepDraf
 
 def _ask(members: Seq[_Asked], noise: NoiseSource, vocab_size: int) -> list[Draft]:
     proposer: Proposer = members[0].drafter.proposer
+    for asked in members:
+        asked.drafter.conduct.served(asked.seq.request.request_id)
     try:
         answers = list(proposer.propose([asked.request for asked in members], DraftNoise(noise)))
         if len(answers) != len(members):
@@ -201,7 +203,7 @@ def _checked(asked: _Asked, draft: Draft, vocab_size: int) -> Draft:
         sound, problem = EMPTY, repr(error)
     was_demoted = asked.drafter.demoted
     if problem is not None:
-        asked.report(problem)
+        asked.report(problem, useless=not sound.num_rows)
     return sound.opaque() if was_demoted else sound
 
 

@@ -271,6 +271,8 @@ class Engine:
         cancelled, self._cancelled = self._cancelled, []
         for request in cancelled:
             self.cancel(request)
+        for method in self.proposers.end_step():
+            self._switch_off(method)
 
     def _explain_stall(self) -> None:
         """Raise where waiting on would never end."""
@@ -348,6 +350,8 @@ class Engine:
 
     def _drafter(self, seq: Sequence, method: Method) -> Drafter | None:
         """The proposer with these settings at work for a sequence, begun on first use; None where it cannot be had."""
+        if self.proposers.is_off(method):
+            return None
         found = seq.drafter(method)
         if found is not None:
             found.last_round = seq.view.round
@@ -360,7 +364,8 @@ class Engine:
             seq.stats.num_proposer_faults += 1
             seq.refused.append(method)
             return None
-        found = Drafter(seq.num_drafters, method, proposer, proposer.requires, last_round=seq.view.round)
+        conduct = self.proposers.conduct_of(proposer)
+        found = Drafter(seq.num_drafters, method, proposer, proposer.requires, conduct, last_round=seq.view.round)
         seq.num_drafters += 1
         seq.drafters.append(found)
         seq.reads_every_row |= found.requires is not None and found.requires.every_row
@@ -372,9 +377,21 @@ class Engine:
         """Part with the proposers that a sequence has not used for longest, where a planner has named very many."""
         idle = sorted((d for d in seq.drafters if d.last_round < seq.view.round), key=lambda d: d.last_round)
         for drafter in idle[: max(0, len(seq.drafters) - MAX_DRAFTERS)]:
-            seq.drafters.remove(drafter)
-            self._tell(seq, drafter, "finish", seq.view)
-            self.proposers.release(drafter.method)
+            self._part(seq, drafter)
+
+    def _part(self, seq: Sequence, drafter: Drafter) -> None:
+        """A sequence goes on without one of its proposers."""
+        seq.drafters.remove(drafter)
+        self._tell(seq, drafter, "finish", seq.view)
+        self.proposers.release(drafter.method)
+
+    def _switch_off(self, method: Method) -> None:
+        """A proposer brings nothing but faults: all sequences go on without it, and it is asked again after a while."""
+        logger.warning("method %s is switched off for %d steps", method.name, self.proposers.switched_off[method.name])
+        for seq in [*self.scheduler.running, *self.scheduler.waiting]:
+            drafter = seq.drafter(method)
+            if drafter is not None:
+                self._part(seq, drafter)
 
     def _tell(self, seq: Sequence, drafter: Drafter, verb: str, *args: object) -> None:
         """Call a proposer's life-cycle method; what it raises is its own fault and no one else's."""

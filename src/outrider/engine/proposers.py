@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from outrider.engine.conduct import Conduct
 from outrider.model.target import Target
 from outrider.propose.base import Proposer
 from outrider.propose.method import LoadRunner, Method, ProposerContext, same_method
@@ -20,6 +22,7 @@ class _Alive:
 
     method: Method
     proposer: Proposer
+    conduct: Conduct
     num_users: int = 0
     trees: dict[str, TreeBuilder] = field(default_factory=dict)
 
@@ -40,6 +43,7 @@ class ProposerSet:
         self._context = ProposerContext(target, max_num_batched_tokens, load_runner)
         self._kept = kept
         self._alive: list[_Alive] = []  # least recently used first
+        self._off: list[tuple[Method, Conduct]] = []  # outlives the proposer
 
     def get(self, method: Method) -> Proposer:
         """The proposer with these settings.
@@ -56,6 +60,37 @@ class ProposerSet:
         found = self._find(method)
         found.num_users += 1
         return found.proposer
+
+    def conduct_of(self, proposer: Proposer) -> Conduct:
+        """How a proposer that is alive fares."""
+        return next(found.conduct for found in self._alive if found.proposer is proposer)
+
+    def is_off(self, method: Method) -> bool:
+        """Whether the proposer with these settings is switched off for now."""
+        return any(conduct.steps_left and same_method(known, method) for known, conduct in self._off)
+
+    def end_step(self) -> list[Method]:
+        """The step is over; returns the methods whose proposers are switched off from now on."""
+        for _, conduct in self._off:
+            if conduct.steps_left:
+                conduct.end_step()
+        off = [found for found in self._alive if not self.is_off(found.method) and found.conduct.end_step()]
+        new = [found for found in off if all(found.conduct is not conduct for _, conduct in self._off)]
+        self._off += [(found.method, found.conduct) for found in new]
+        return [found.method for found in off]
+
+    @property
+    def switched_off(self) -> dict[str, int]:
+        """For how many steps more methods are switched off, by name."""
+        return {method.name: conduct.steps_left for method, conduct in self._off if conduct.steps_left}
+
+    @property
+    def pauses(self) -> Counter[str]:
+        """How often methods were switched off, by name."""
+        found: Counter[str] = Counter()
+        for method, conduct in self._off:
+            found[method.name] += conduct.num_pauses
+        return found
 
     def release(self, method: Method) -> None:
         """A sequence no longer uses the proposer with these settings."""
@@ -85,7 +120,8 @@ class ProposerSet:
             if same_method(found.method, method):
                 self._alive.append(self._alive.pop(place))
                 return found
-        built = _Alive(method, self._context.build(method))
+        conduct = next((conduct for known, conduct in self._off if same_method(known, method)), Conduct())
+        built = _Alive(method, self._context.build(method), conduct)
         self._alive.append(built)
         self._let_go(self._alive[:-1])  # the new one is about to be used
         return built

@@ -70,11 +70,13 @@ class Health:
         num_broken_steps: Steps that were broken off.
         num_rebuilds: How often the engine began anew, with an empty memory.
         last_error: What broke the latest one off.
+        switched_off: Methods whose proposers bring nothing but faults, so that texts are written without them for now.
     """
 
     num_broken_steps: int = 0
     num_rebuilds: int = 0
     last_error: str | None = None
+    switched_off: tuple[str, ...] = ()
 
 
 class EngineThread:
@@ -251,6 +253,9 @@ class EngineThread:
         else:
             if engine.stats.num_faults != num_faults:
                 self._check_books(engine)
+        off = tuple(sorted(engine.proposers.switched_off))
+        if off != self.health.switched_off:
+            self.health = replace(self.health, switched_off=off)
 
     def _recover(self, engine: Engine, error: BaseException) -> None:
         """Go on after a step was broken off, and those whom it served have ended.

@@ -271,7 +271,11 @@ async def detokenize(service: Service, call: Call) -> Response:
 async def health(service: Service, call: Call) -> Response:
     """/health: 200 as long as the engine lives, with how it has fared."""
     found = service.health
-    facts = {"num_broken_steps": found.num_broken_steps, "num_rebuilds": found.num_rebuilds}
+    facts = {
+        "num_broken_steps": found.num_broken_steps,
+        "num_rebuilds": found.num_rebuilds,
+        "switched_off": list(found.switched_off),
+    }
     return answer({"status": "ok", **facts}) if not service.draining else answer({"status": "stopping", **facts}, 503)
 
 

@@ -82,6 +82,8 @@ class EngineState:
         num_tokens, num_steps, num_rows: Output tokens, target passes, and their rows.
         seconds: Time by phase of a step.
         by_method: Counts of sequences that have ended.
+        num_faults: Requests that ended because something raised in a step.
+        pauses: How often the proposer of a method was switched off.
         health: Of the engine.
     """
 
@@ -93,6 +95,8 @@ class EngineState:
     num_rows: int
     seconds: dict[str, float]
     by_method: dict[str, RequestStats]
+    num_faults: int
+    pauses: dict[str, int]
     health: Health
 
     @staticmethod
@@ -108,6 +112,8 @@ class EngineState:
             num_rows=stats.num_rows,
             seconds=dict(stats.seconds),
             by_method={name: found.copy() for name, found in stats.by_method.items()},
+            num_faults=stats.num_faults,
+            pauses=engine.proposers.pauses,
             health=health,
         )
 
@@ -125,6 +131,7 @@ class _EngineCollector(Collector):
         yield from self._gauges(self.state)
         yield from self._totals(self.state)
         yield from self._speculation(self.state.by_method)
+        yield from self._switched_off(self.state)
 
     def _gauges(self, state: EngineState) -> Iterator[Metric]:
         yield self._gauge("vllm:num_requests_running", "Sequences that run.", state.running)
@@ -140,6 +147,7 @@ class _EngineCollector(Collector):
         health = state.health
         yield self._total("outrider:broken_steps", "Steps that were broken off.", {(): health.num_broken_steps})
         yield self._total("outrider:engine_rebuilds", "How often the engine began anew.", {(): health.num_rebuilds})
+        yield self._total("outrider:step_faults", "Requests that a fault in a step has ended.", {(): state.num_faults})
         preempted = sum(stats.num_preemptions for stats in state.by_method.values())
         yield self._total("vllm:num_preemptions", "Sequences that lost their memory for a while.", {(): preempted})
 
@@ -162,6 +170,17 @@ class _EngineCollector(Collector):
         name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position."
         yield self._total(name, text, places, "method", "position")
         yield self._lengths(by_method)
+
+    def _switched_off(self, state: EngineState) -> Iterator[Metric]:
+        pauses: dict[Any, float] = {(method,): count for method, count in state.pauses.items()}
+        text = "How often a proposer was switched off for its faults."
+        yield self._total("outrider:proposer_switch_offs", text, pauses, "method")
+        off = GaugeMetricFamily(
+            "outrider:proposer_switched_off", "1 while a proposer is switched off.", labels=("model_name", "method")
+        )
+        for method in state.pauses:
+            off.add_metric((self._model, method), float(method in state.health.switched_off))
+        yield off
 
     def _lengths(self, by_method: dict[str, RequestStats]) -> Metric:
         text = "Draft tokens that entered the text, by draft."
