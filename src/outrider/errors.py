@@ -25,6 +25,7 @@ OutriderError
 │   ├── EngineAnswerError            it answered with an error, or with something that cannot be read
 │   └── UnforkableError              it uses chance in a way whose branches cannot be followed
 ├── EngineBusyError                  an LLM was used inside one of its own steps
+├── EngineDiedError                  the thread that owns an LLM's engine has ended, so that nothing can be written any more
 ├── EngineStalledError               the engine has work and no step makes progress: a defect
 ├── KernelMismatchError              the compiled kernels come from other sources than the package; carries the constant
 └── NoiseReuseError                  a random key was used twice: a defect, never a user's fault
@@ -244,6 +245,13 @@ class EngineBusyError(OutriderError):
         super().__init__(
             "the LLM is in the middle of a step, which called this code. Use another LLM here, or call this one afterwards."
         )
+
+
+class EngineDiedError(OutriderError):
+    """The thread that owns an LLM's engine has ended: something went wrong there that it could not go on after."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine of this LLM has died, and its log says of what. Close this LLM and make a new one.")
 
 
 class EngineStalledError(OutriderError):

@@ -306,6 +306,7 @@ class StreamPiece:
         origins: Where each token came from, aligned with token_ids.
         output: The finished completion, on the last piece of a sample only.
         logprobs: Of `token_ids`, where they were asked for.
+        prompt_logprobs: Those of the prompt, as in RequestOutput, on the first piece of a sample.
     """
 
     index: int
@@ -315,3 +316,4 @@ class StreamPiece:
     origins: tuple[TokenOrigin, ...]
     output: CompletionOutput | None = field(default=None)
     logprobs: tuple[PositionLogprobs, ...] | None = field(default=None)
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = field(default=None)

@@ -9,7 +9,7 @@ from outrider.params import CompletionOutput, PositionLogprobs, RequestOutput, S
 def request_output(request: Request) -> RequestOutput:
     """What a finished request came to, or its error."""
     outputs = () if request.error is not None else tuple(completion(seq) for seq in request.sequences)
-    scores = None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
+    scores = _prompt_logprobs(request)
     return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs, request.error, scores)
 
 
@@ -40,7 +40,12 @@ def piece(seq: Sequence, before: int) -> StreamPiece:
         origins=tuple(seq.origins[before:]),
         output=completion(seq) if seq.status is Status.FINISHED else None,
         logprobs=_logprobs(seq, before),
+        prompt_logprobs=_prompt_logprobs(seq.request) if before == 0 else None,
     )
+
+
+def _prompt_logprobs(request: Request) -> tuple[PositionLogprobs | None, ...] | None:
+    return None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
 
 
 def _logprobs(seq: Sequence, start: int) -> tuple[PositionLogprobs, ...] | None:

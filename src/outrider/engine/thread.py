@@ -24,7 +24,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.mail import Mailbox, News, Office
 from outrider.engine.outputs import request_output
 from outrider.engine.sequence import Request
-from outrider.errors import ClosedError, EngineBusyError, EngineStalledError, OutriderError
+from outrider.errors import ClosedError, EngineBusyError, EngineDiedError, EngineStalledError, OutriderError
 from outrider.kernels.library import check_process
 from outrider.params import SamplingParams
 from outrider.propose.speculation import SpeculationConfig
@@ -70,12 +70,14 @@ class Health:
         num_broken_steps: Steps that were broken off.
         num_rebuilds: How often the engine began anew, with an empty memory.
         last_error: What broke the latest one off.
+        alive: Whether the engine's thread still runs. Without it nothing can be written any more.
         switched_off: Methods whose proposers bring nothing but faults, so that texts are written without them for now.
     """
 
     num_broken_steps: int = 0
     num_rebuilds: int = 0
     last_error: str | None = None
+    alive: bool = True
     switched_off: tuple[str, ...] = ()
 
 
@@ -128,11 +130,13 @@ class EngineThread:
         """Raise where there is no engine any more, or not in this process.
 
         Raises:
-            ClosedError, ForkedProcessError: There is none.
+            ClosedError, EngineDiedError, ForkedProcessError: There is none.
         """
         check_process()
         if self._closed:
             raise ClosedError
+        if not self.health.alive:
+            raise EngineDiedError
 
     def prepare(
         self, prompt_token_ids: tuple[int, ...], params: SamplingParams, speculation: SpeculationConfig, **options: Any
@@ -160,6 +164,8 @@ class EngineThread:
         self.check()
         command = _Command(function)
         self._commands.put(command)
+        if not self.health.alive:  # it died since the check, and nobody takes commands any more
+            _refuse_all(self._commands)
         return command.outcome
 
     def admit(self, requests: Sequence[Request], mailbox: Mailbox) -> Future[list[OutriderError | None]]:
@@ -188,8 +194,9 @@ class EngineThread:
         if os.getpid() != self._process:
             self._closed, self._engine = True, None
             return
-        self.call(self._close)
-        self._closed = True
+        if self.health.alive:
+            self.call(self._close)
+        self._closed, self._engine = True, None
         _end(self._commands)
         self._thread.join()
 
@@ -308,6 +315,19 @@ class EngineThread:
             _release(request)
         return letters
 
+    def die(self, error: BaseException) -> Letters:
+        """What all who are served get where this thread cannot go on."""
+        logger.critical("the engine's thread has died", exc_info=error)
+        self.health = replace(self.health, alive=False, last_error=repr(error))
+        served = list(self._served.values())
+        self._served.clear()
+        letters = []
+        for request, mailbox in served:
+            request.error = EngineDiedError()
+            letters += self._letters(request, mailbox)
+            _release(request)
+        return letters
+
     def _letters(self, request: Request, mailbox: ref[Mailbox]) -> Letters:
         """The letter with what is new of a request, if anything is and somebody reads it."""
         reader, pieces = mailbox(), tuple(request.outbox or ())
@@ -326,8 +346,28 @@ def _release(request: Request) -> None:
 
 
 def _work(commands: _Commands, owner: ref[EngineThread], num_threads: int) -> None:
-    """The thread's life. While it rests it holds nothing of the engine, which may go with its last reference."""
+    """The thread's life, and its death: nobody may wait for a thread that is no more."""
     torch.set_num_threads(num_threads)
+    try:
+        _serve(commands, owner)
+    except BaseException as error:
+        thread = owner()
+        letters = [] if thread is None else thread.die(error)
+        del thread
+        _deliver(letters)
+        _refuse_all(commands)
+
+
+def _refuse_all(commands: _Commands) -> None:
+    """Answer commands that nobody will carry out."""
+    while not commands.empty():
+        command = commands.get()
+        if command is not None and command.outcome.set_running_or_notify_cancel():
+            command.outcome.set_exception(EngineDiedError())
+
+
+def _serve(commands: _Commands, owner: ref[EngineThread]) -> None:
+    """Carry out commands and step. While it rests it holds nothing of the engine, which may go with its last reference."""
     busy = False
     while True:
         while not busy or not commands.empty():
@@ -345,7 +385,7 @@ def _work(commands: _Commands, owner: ref[EngineThread], num_threads: int) -> No
             if thread.serving:
                 thread.advance()
             letters = thread.gather()
-        except Exception as error:  # nobody may wait for a thread that is no more
+        except Exception as error:
             letters = thread.surrender(error)
         busy = thread.serving
         del thread  # before the letters: their readers may let the engine go

@@ -46,8 +46,9 @@ def register(method: type[Method]) -> type[Method]:
 
 
 def names() -> list[str]:
-    """Every method that can be asked for."""
-    return sorted({*_BUILT_IN, *_registered, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+    """Every method that can be asked for, but for those whose names begin with an underscore: they are for proofs."""
+    found = {*_BUILT_IN, *_registered, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))}
+    return sorted(name for name in found if not name.startswith("_"))
 
 
 def find(name: str) -> type[Method]:

@@ -127,8 +127,8 @@ SETTINGS = (
     Setting("the same in a tree", _drafted("block", min_confidence=0.4, tree=(2, 1))),
     Setting("the same in a best-first tree", _drafted("auto", min_confidence=0.4, tree="best_first", num_draft_tokens=3)),
     Setting("tree, wider than the tokens left", _drafted("block", tree=(3, 1)), {"top_k": 2}),
-    Setting("merged tree", _drafted("auto", tree=(1, 1), num_draft_tokens=4) | {"method": "prove_merged"}),
-    Setting("merged tree, three laws", _drafted("token", tree=(2,), num_draft_tokens=4) | {"method": "prove_merged"}),
+    Setting("merged tree", _drafted("auto", tree=(1, 1), num_draft_tokens=4) | {"method": "_prove_merged"}),
+    Setting("merged tree, three laws", _drafted("token", tree=(2,), num_draft_tokens=4) | {"method": "_prove_merged"}),
     Setting("a text that the caller predicts", _PREDICTED, prediction=(1, 0, 1, 2)),
     Setting("the same, seeded", _PREDICTED, {"seed": 3}, prediction=(0, 1, 0, 1)),
     Setting("two methods in turns", turns=((_drafted("block"),), (LOOKUP,), (_drafted("token", tree=(2,)),))),
@@ -152,10 +152,10 @@ SETTINGS = (
     Setting("token, min_tokens", _drafted("token"), {"stop_token_ids": (1,), "min_tokens": 2}),
     Setting("block, two samples", _drafted("block", num_draft_tokens=1), {"n": 2, "max_tokens": 2}),
     Setting("auto, seeded, two samples", _drafted("auto", num_draft_tokens=1), {"n": 2, "max_tokens": 2, "seed": 3}),
-    *(Setting(f"block, fault: {f}", _drafted("block", fault=f) | {"method": "prove_faulty"}) for f in FAULTS),
-    *(Setting(f"token, fault: {f}", _drafted("token", fault=f) | {"method": "prove_faulty"}) for f in FAULTS[1:3]),
-    Setting("coupled, fault: raises", _drafted("coupled", fault="raises") | {"method": "prove_faulty"}),
-    Setting("tree, fault: nan row", _drafted("block", tree=(2,), fault="nan row") | {"method": "prove_faulty"}),
+    *(Setting(f"block, fault: {f}", _drafted("block", fault=f) | {"method": "_prove_faulty"}) for f in FAULTS),
+    *(Setting(f"token, fault: {f}", _drafted("token", fault=f) | {"method": "_prove_faulty"}) for f in FAULTS[1:3]),
+    Setting("coupled, fault: raises", _drafted("coupled", fault="raises") | {"method": "_prove_faulty"}),
+    Setting("tree, fault: nan row", _drafted("block", tree=(2,), fault="nan row") | {"method": "_prove_faulty"}),
 )
 
 #: Layers of the target of `SHARED_TARGET_SETTINGS`.
@@ -230,7 +230,7 @@ DRAFTED_BY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token": (_drafted("token"), {}),
     "tree": (_drafted("block", tree=(2, 1)), {"max_tokens": 2}),
     "recursive": (_drafted("token", tree=(2,)), {"max_tokens": 2}),
-    "merged": (_drafted("auto", tree=(2,), num_draft_tokens=4) | {"method": "prove_merged"}, {"max_tokens": 2}),
+    "merged": (_drafted("auto", tree=(2,), num_draft_tokens=4) | {"method": "_prove_merged"}, {"max_tokens": 2}),
     "coupled": (_drafted("auto"), {"seed": 8}),
     "lookup": ({"method": "ngram", "num_draft_tokens": 2, "min_match": 1}, {}),
 }
@@ -376,7 +376,7 @@ class _OfDraftModel(Method):
         model: The draft model.
     """
 
-    name: ClassVar[str] = "prove_around"
+    name: ClassVar[str] = "_prove_around"
 
     model: str
 
@@ -391,7 +391,7 @@ class _OfDraftModel(Method):
 class Merged(_OfDraftModel):
     """The settings of `MergedProposer`."""
 
-    name: ClassVar[str] = "prove_merged"
+    name: ClassVar[str] = "_prove_merged"
 
     def build(self, context: ProposerContext) -> Proposer:
         return MergedProposer(self.inner(context))
@@ -404,7 +404,7 @@ class Faulty(_OfDraftModel):
         fault: How it fails, one of `FAULTS`.
     """
 
-    name: ClassVar[str] = "prove_faulty"
+    name: ClassVar[str] = "_prove_faulty"
 
     fault: Literal["raises", "nan row", "truncated", "token outside", "too long"]
 

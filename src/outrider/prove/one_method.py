@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ from outrider.prove.findings import Finding
 from outrider.prove.own_model import OwnModel
 from outrider.prove.running import Proof
 
+#: What the caller predicts in every setting, over a vocabulary of three tokens; only the method `prediction` reads it.
+PREDICTION = (1, 0, 1, 2)
 #: Fields of SpeculationConfig that the settings of a proof vary.
 _VARIED = frozenset({"num_draft_tokens", "tree", "rule", "draft_sampling"})
 
@@ -55,7 +58,7 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
         if kind.grows_from_probabilities:
             found.append(Setting("best-first tree", {**method, "tree": "best_first", "num_draft_tokens": 3}))
             found.append(Setting("Sequoia's tree", {**method, "tree": "sequoia", "num_draft_tokens": 3}))
-    return found
+    return [replace(setting, prediction=PREDICTION) for setting in found]
 
 
 def method_proofs(

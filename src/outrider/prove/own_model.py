@@ -79,8 +79,9 @@ class OwnModel:
         """Texts in a batch with drafts differ in no token from texts that are decoded plainly and alone."""
         plain = [self.llm.generate(prompt, params, speculation="none")[0].token_ids for prompt in self.prompts]
         wrong = compared = 0
+        predicted = self._predicted(plain)
         for config in self.speculations:
-            batch = self.llm.generate(self.prompts, params, speculation=config)
+            batch = self.llm.generate(self.prompts, params, speculation=config, prediction=predicted)
             wrong += sum(a != b.token_ids for a, b in zip(plain, batch, strict=True))
             compared += len(plain)
         return Finding(wrong, 0.0, f"{compared} texts of {params.max_tokens} tokens, float64, batched against alone")
@@ -106,9 +107,12 @@ class OwnModel:
 
     def drafts(self, length: int) -> Finding:
         """The method drafts, and without faults. If it drafted nothing, the other proofs would say nothing about it."""
+        greedy = SamplingParams(temperature=0, max_tokens=length)
+        plain = [output.token_ids for output in self.llm.generate(self.prompts, greedy, speculation="none")]
         self.llm.stats.reset()
         for config in self.speculations:
-            self.llm.generate(self.prompts, SamplingParams(max_tokens=length), speculation=config)
+            params = SamplingParams(max_tokens=length)
+            self.llm.generate(self.prompts, params, speculation=config, prediction=self._predicted(plain))
         stats = self.llm.stats.finished
         detail = f"{stats.num_draft_tokens} draft tokens, {stats.num_accepted_tokens} accepted"
         faults = stats.num_proposer_faults
@@ -118,11 +122,21 @@ class OwnModel:
         """The KV of every running sequence after every commit equals that of a fresh prefill of its tokens."""
         for prompt, config in self._pairs():
             params = SamplingParams(seed=5, max_tokens=max_tokens)
-            self.llm.engine.add_request(prompt, params, config)
+            self.llm.engine.add_request(prompt, params, config, prediction=self._predicted([prompt, prompt]))
         audit = CacheAudit(self.llm.engine)
         audit.run()
         holds = audit.num_checked > 0 and audit.worst <= KV_BOUND
         return Finding(audit.worst, KV_BOUND, f"{audit.num_checked} comparisons with a fresh prefill", holds)
+
+    def _predicted(self, texts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """What a caller might predict: some texts behind one another, each with another token in its middle. Only the
+        method `prediction` drafts from it."""
+        vocab_size = self.llm.engine.runner.loaded.vocab_size
+        changed = [
+            (*text[: len(text) // 2], (text[len(text) // 2] + 1) % vocab_size, *text[len(text) // 2 + 1 :])
+            for text in texts
+        ]
+        return tuple(token for text in changed for token in text)
 
     def _pairs(self) -> Iterator[tuple[tuple[int, ...], SpeculationConfig]]:
         ways = self.speculations

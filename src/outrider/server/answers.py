@@ -6,12 +6,12 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from outrider.params import CompletionOutput, PositionLogprobs, RequestOutput, StreamPiece, TokenOrigin
 from outrider.server import usage
-from outrider.server.jobs import Job
+from outrider.server.jobs import Job, Prompt
 from outrider.server.logprobs import CompletionLogprobs, chat_logprobs
 from outrider.server.schemas import ChatRequest, CompletionRequest
 from outrider.server.tools import ToolForm, ToolListener
@@ -41,7 +41,7 @@ class Answer(ABC):
         """The answer at once."""
         choices = []
         for place, request in enumerate(found):
-            for output in request.outputs:
+            for output in map(self._told, request.outputs):
                 number = self.number(place, output.index)
                 self.outputs[number] = output
                 self.num_told += len(output.token_ids)
@@ -55,6 +55,7 @@ class Answer(ABC):
 
     def chunk(self, place: int, piece: StreamPiece) -> dict[str, Any] | None:
         """The chunk for a piece of a prompt's text; None where there is nothing to tell yet."""
+        piece = self._told_piece(piece)
         number = self.number(place, piece.index)
         self.num_told += len(piece.token_ids)
         if piece.output is not None:
@@ -64,6 +65,20 @@ class Answer(ABC):
             return None
         last = len(self.outputs) == self.job.num_sequences
         return self._chunk([choice], **({"speculation": self.speculation()} if last else {}))
+
+    def _told(self, output: CompletionOutput) -> CompletionOutput:
+        """A completion as the client sees it: without its tokens where he wants none."""
+        if not self.job.is_silent:
+            return output
+        silent = replace(output, text="", token_ids=(), origins=(), finish_reason="length", stop_reason=None)
+        return replace(silent, logprobs=None if output.logprobs is None else (), rounds=None)
+
+    def _told_piece(self, piece: StreamPiece) -> StreamPiece:
+        if not self.job.is_silent:
+            return piece
+        output = None if piece.output is None else self._told(piece.output)
+        logprobs = None if piece.logprobs is None else ()
+        return replace(piece, text="", spans=(), token_ids=(), origins=(), output=output, logprobs=logprobs)
 
     def closing(self) -> Iterator[dict[str, Any]]:
         """The chunks that come behind the last piece."""
@@ -128,7 +143,7 @@ class CompletionAnswer(Answer):
         self._echoes, self._count = bool(job.asked.echo), job.asked.logprobs
 
     def _choice(self, number: int, request: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
-        prompt = self.job.prompts[number // self.job.params.n]
+        prompt = self._prompt(number)
         scores: list[PositionLogprobs | None] = [*(request.prompt_logprobs or ()), *(output.logprobs or ())]
         return {
             "index": number,
@@ -138,21 +153,27 @@ class CompletionAnswer(Answer):
         }
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        for number in range(self.job.num_sequences if self._echoes else 0):
-            text = self.job.prompts[number // self.job.params.n].text
+        """Echoes; but where log probabilities are asked for, those of the prompt come with the first piece."""
+        for number in range(self.job.num_sequences if self._echoes and self._count is None else 0):
+            text = self._prompt(number).text
             yield self._chunk([{"index": number, "text": text, "logprobs": None, **_end(None)}])
 
     def _delta(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
         extras = self._piece_extras(piece)
-        if not (piece.text or piece.output or piece.logprobs or extras):
+        if not (piece.text or piece.output or piece.logprobs or piece.prompt_logprobs or extras):
             return None
-        return {"index": number, "text": piece.text, "logprobs": self._shape(number, piece), **_end(piece.output), **extras}
+        text = piece.text if piece.prompt_logprobs is None else self._prompt(number).text + piece.text
+        return {"index": number, "text": text, "logprobs": self._shape(number, piece), **_end(piece.output), **extras}
 
     def _shape(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
         if self._count is None:
             return None
         begun = self._logprobs.setdefault(number, CompletionLogprobs(self._count))
-        return begun.shape(piece.logprobs or ())
+        scores = [*(piece.prompt_logprobs or ()), *(piece.logprobs or ())]
+        return begun.shape(scores, self._prompt(number).first)
+
+    def _prompt(self, number: int) -> Prompt:
+        return self.job.prompts[number // self.job.params.n]
 
 
 class ChatAnswer(Answer):

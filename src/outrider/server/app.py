@@ -187,9 +187,6 @@ def _size(service: Service, asked: Asked) -> int:
 def _check_streaming(asked: Asked) -> None:
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options: the answer is not streamed", param="stream_options", code="invalid_value")
-    if isinstance(asked, CompletionRequest) and asked.stream and asked.echo and asked.logprobs is not None:
-        problem = "logprobs: those of an echoed prompt are known at the end only. Leave stream or echo out"
-        raise ApiError(400, problem, param="logprobs", code="unsupported")
 
 
 async def _read(service: Service, call: Call, shaped: Answer, streams: list[AsyncStream]) -> AsyncGenerator[bytes, None]:
@@ -276,13 +273,13 @@ async def health(service: Service, call: Call) -> Response:
         "num_rebuilds": found.num_rebuilds,
         "switched_off": list(found.switched_off),
     }
-    return answer({"status": "ok", **facts}) if not service.draining else answer({"status": "stopping", **facts}, 503)
+    return answer({"status": service.status, **facts}, 200 if service.status == "ok" else 503)
 
 
 async def ready(service: Service, call: Call) -> Response:
     """/ready: 200 where another request would find a place."""
-    if service.draining:
-        return answer({"status": "stopping"}, 503)
+    if service.status != "ok":
+        return answer({"status": service.status}, 503)
     if service.is_full:
         raise ApiError(429, "the queue is full", code="queue_full", headers={"Retry-After": "1"})
     return answer({"status": "ready"})

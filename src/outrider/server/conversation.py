@@ -9,7 +9,7 @@ from typing import Any
 from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
 from outrider.prompts import PromptEncoder
 from outrider.server.schemas import ChatRequest, Message
-from outrider.server.tools import ToolForm, tool_form
+from outrider.server.tools import CLOSE, ToolForm, calls_grammar, tool_form
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:
@@ -39,12 +39,9 @@ def wanted_tools(asked: ChatRequest) -> bool:
     """Whether the model is to know of the tools.
 
     Raises:
-        InputError: The choice of a tool is one that is not supported, or there are no tools to choose from.
+        ContradictionError: There are no tools to choose from.
     """
-    if asked.tool_choice not in (None, "auto", "none"):
-        problem = "only the model itself decides whether it calls a tool"
-        raise UnsupportedParameterError("tool_choice", asked.tool_choice, problem, "Use auto or none.")
-    if not asked.tools and asked.tool_choice == "auto":
+    if asked.tool_choice is not None and not asked.tools and asked.tool_choice != "none":
         raise ContradictionError("tool_choice", asked.tool_choice, "there are no tools", "Give tools, or leave it out.")
     return bool(asked.tools) and asked.tool_choice != "none"
 
@@ -52,6 +49,49 @@ def wanted_tools(asked: ChatRequest) -> bool:
 def form_of(asked: ChatRequest, prompts: PromptEncoder) -> ToolForm | None:
     """How calls of tools are written in the answer; None where no tools are wanted."""
     return tool_form(_template_of(prompts).chat_template) if wanted_tools(asked) else None
+
+
+def forced_calls(asked: ChatRequest, prompts: PromptEncoder) -> str | None:
+    """The grammar of the calls that the answer has to be; None where the model decides whether it calls a tool.
+
+    Raises:
+        InputError: The choice of a tool is none of those there are.
+    """
+    form, choice = form_of(asked, prompts), asked.tool_choice
+    if form is None or choice in (None, "auto"):
+        return None
+    schemas = {tool.function.name: tool.function.parameters for tool in asked.tools or ()}
+    if choice != "required":
+        name = _named(choice)
+        if name not in schemas:
+            remedy = f"Use auto, none, required, or one of the tools: {', '.join(sorted(schemas))}."
+            raise InvalidParameterError("tool_choice", choice, "no such choice", remedy)
+        schemas = {name: schemas[name]}
+    several = choice == "required" and asked.parallel_tool_calls is not False
+    return calls_grammar(form, schemas, several=several)
+
+
+def only_call_ends_with(asked: ChatRequest, prompts: PromptEncoder) -> str | None:
+    """The string at which a text has to stop so that it has one call at most; None where that is not asked for, or where a
+    grammar sees to it.
+
+    Raises:
+        UnsupportedParameterError: Calls in the form of this model have no end of their own.
+    """
+    if asked.parallel_tool_calls is not False or asked.tool_choice not in (None, "auto"):
+        return None
+    form = form_of(asked, prompts)
+    if form == "llama":
+        problem = "calls in Llama's form have no end that the text could stop at"
+        raise UnsupportedParameterError("parallel_tool_calls", False, problem, "Leave it out, or set tool_choice.")
+    return None if form is None else CLOSE
+
+
+def _named(choice: Any) -> str | None:
+    """The function that {"type": "function", "function": {"name": ...}} names."""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def check_template(prompts: PromptEncoder) -> None:

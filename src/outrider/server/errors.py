@@ -7,6 +7,7 @@ from typing import Any
 
 from outrider.errors import (
     ClosedError,
+    EngineDiedError,
     InputError,
     ModelError,
     NoTokenLeftError,
@@ -76,6 +77,8 @@ def api_error(error: BaseException, names: Mapping[str, str] | None = None) -> A
         return ApiError(400, str(error), code=type(error).__name__)
     if isinstance(error, ClosedError):
         return ApiError(503, "the server is shutting down", code="shutting_down")
+    if isinstance(error, EngineDiedError):
+        return ApiError(503, "the engine has died; the server has to be started again", code="engine_died")
     if isinstance(error, TimeoutError):
         return ApiError(503, "the request took longer than this server allows", code="timeout")
     if isinstance(error, OutriderError) and not isinstance(error, ModelError | ProposerError):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.errors import InvalidParameterError
-from outrider.params import SamplingParams
+from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.params import SamplingParams, StructuredOutputs
 from outrider.prompts import PromptEncoder
 from outrider.propose.speculation import SpeculationConfig
 from outrider.server.allowed import AllowedMethods
-from outrider.server.conversation import encode
+from outrider.server.conversation import encode, forced_calls, only_call_ends_with
 from outrider.server.schemas import Asked, ChatRequest, CompletionRequest
 from outrider.server.settings import ServerSettings
-from outrider.server.translate import sampling
+from outrider.server.translate import check_size, sampling
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Job:
         params: For all of them.
         speculation: Who drafts.
         namespace: Whose it is.
+        is_silent: Whether no token is told: only the prompt and its log probabilities are wanted.
     """
 
     asked: Asked
@@ -48,6 +49,7 @@ class Job:
     params: SamplingParams
     speculation: SpeculationConfig
     namespace: str | None
+    is_silent: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -98,8 +100,21 @@ class JobMaker:
         found = self._prompts(asked)
         room = self.longest - max(len(prompt.token_ids) for prompt in found)
         params = sampling(asked, self.defaults, room, self.settings)
+        if isinstance(asked, ChatRequest):
+            params = self._with_calls(asked, params)
         speculation = self.allowed.of(asked.speculation, predicted=asked.predicted is not None)
-        return Job(asked, found, params, speculation, namespace)
+        return Job(asked, found, params, speculation, namespace, is_silent=asked.max_tokens == 0)
+
+    def _with_calls(self, asked: ChatRequest, params: SamplingParams) -> SamplingParams:
+        """The parameters with which the text has the calls of tools that the request asks for."""
+        grammar, end = forced_calls(asked, self.prompts), only_call_ends_with(asked, self.prompts)
+        if grammar is not None:
+            if params.structured_outputs is not None:
+                problem = "the text cannot be a call and have a structure of its own"
+                raise ContradictionError("tool_choice", asked.tool_choice, problem, "Leave one of them out.")
+            check_size("tools", grammar, self.settings)
+            params = params.replace(structured_outputs=StructuredOutputs(grammar=grammar))
+        return params if end is None else params.replace(stop=(*params.stop, end))
 
     def check_size(self, asked: Asked) -> int:
         """The number of texts that a request asks for; known before its prompts are encoded.

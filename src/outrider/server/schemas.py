@@ -42,7 +42,6 @@ _REFUSED_IN_CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), _HERE),
     "functions": ((), _OLD_TOOLS),
     "function_call": (("none",), _OLD_TOOLS),
-    "parallel_tool_calls": ((True,), "the model decides how many tools it calls"),
     "reasoning_effort": ((), "use chat_template_kwargs for what the chat template knows"),
     "verbosity": ((), "it is a setting of OpenAI's own models"),
     "web_search_options": ((), "this server searches nothing"),
@@ -293,6 +292,7 @@ class ChatRequest(Asked):
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     safety_identifier: str | None = None
 

@@ -66,6 +66,13 @@ class Service:
         """How the engine has fared."""
         return self.engine.llm.health
 
+    @property
+    def status(self) -> str:
+        """ok, stopping, or dead where the engine's thread has ended."""
+        if not self.health.alive:
+            return "dead"
+        return "stopping" if self.draining else "ok"
+
     def meter(self, tenant: str | None) -> Meter:
         """What a tenant uses. There are as many as the tenants of the keys, so they are never forgotten."""
         if tenant not in self._meters:

@@ -1,10 +1,10 @@
-"""Calls of tools in what a model writes: Hermes' form, which Qwen shares, and Llama's."""
+"""Calls of tools in what a model writes, or has to write: Hermes' form, which Qwen shares, and Llama's."""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,8 +14,10 @@ from outrider.errors import UnsupportedParameterError
 #: Llama: the whole text is {"name": ..., "parameters": {...}}, or several of them with ";" between them.
 ToolForm = Literal["hermes", "llama"]
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _LLAMA_TAG = "<|python_tag|>"
+#: White space as json.dumps writes it, and as models were shown it; otherwise a model may write spaces for ever.
+_SPACES = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 
 
 def tool_form(template: str | None) -> ToolForm:
@@ -32,6 +34,27 @@ def tool_form(template: str | None) -> ToolForm:
         return "llama"
     problem = "the model's chat template writes calls in a form that this server cannot read"
     raise UnsupportedParameterError("tools", "...", problem, "Use a model that writes Hermes', Qwen's or Llama's form.")
+
+
+def calls_grammar(form: ToolForm, schemas: Mapping[str, dict[str, Any] | None], *, several: bool) -> str:
+    """A grammar, in Lark, of a text that is nothing but calls, with arguments of the right shape.
+
+    Args:
+        form: How the model writes calls.
+        schemas: What the arguments of each function look like; None for any object.
+        several: Whether there may be more than one call.
+    """
+    before, between, after, separator = {
+        "hermes": (f'{_OPEN}\n{{"name": ', ', "arguments": ', f"}}\n{CLOSE}", "\n"),
+        "llama": ('{"name": ', ', "parameters": ', "}", "; "),
+    }[form]
+    rules = [f"start: call ({json.dumps(separator)} call)*" if several else "start: call"]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(schemas))))
+    for number, (name, schema) in enumerate(schemas.items()):
+        head = json.dumps(before + json.dumps(name) + between)
+        rules.append(f"call_{number}: {head} arguments_{number} {json.dumps(after)}")
+        rules.append(f"arguments_{number}: %json {json.dumps({**(schema or {'type': 'object'}), **_SPACES})}")
+    return "\n".join(rules)
 
 
 @dataclass(frozen=True)
@@ -86,7 +109,7 @@ class ToolListener:
                 content += self._held[: len(self._held) - kept]
                 self._held = self._held[len(self._held) - kept :]
                 break
-            inside, closed, after = rest.partition(_CLOSE)
+            inside, closed, after = rest.partition(CLOSE)
             content += before
             self._held = found + rest
             if not closed:

@@ -73,11 +73,16 @@ def structure(asked: Asked, settings: ServerSettings) -> StructuredOutputs | Non
         names = sorted(found)
         raise ContradictionError(names[0], names, f"{len(names)} kinds of structure at a time", "Give one of them.")
     ((name, value),) = found.items()
-    size = len(json.dumps(value))
+    check_size(name, value, settings)
+    return StructuredOutputs(**value)
+
+
+def check_size(name: str, structure: Any, settings: ServerSettings) -> None:
+    """Raise InvalidParameterError where a structure is larger than the server allows."""
+    size = len(json.dumps(structure))
     if size > settings.max_structure_bytes:
         remedy = f"Use up to {settings.max_structure_bytes:,} bytes."
         raise InvalidParameterError(name, "...", f"{size:,} bytes are too many", remedy)
-    return StructuredOutputs(**value)
 
 
 def field_names(asked: Asked) -> dict[str, str]:
@@ -87,6 +92,8 @@ def field_names(asked: Asked) -> dict[str, str]:
         if getattr(asked, name) is not None:
             found |= dict.fromkeys(("structured_outputs", "json_schema", "regex", "choice", "grammar"), name)
     if isinstance(asked, ChatRequest):
+        if asked.tools and asked.tool_choice not in (None, "auto", "none"):
+            found |= dict.fromkeys(("structured_outputs", "grammar"), "tools")
         found["prompt"] = "messages"
         found["logprobs"] = "top_logprobs"
         if asked.max_completion_tokens is not None:
@@ -135,6 +142,8 @@ def _max_tokens(asked: Asked, defaults: SamplingParams, room: int) -> dict[str, 
             given = asked.max_completion_tokens
             raise ContradictionError("max_completion_tokens", given, problem, "Leave one of them out.")
         given = asked.max_completion_tokens
+    if given == 0 and isinstance(asked, CompletionRequest) and asked.echo:
+        return {"max_tokens": 1}  # which is not told: the prompt has to be read all the same
     if given is not None:
         return {"max_tokens": given}
     if "max_tokens" in defaults.model_fields_set:

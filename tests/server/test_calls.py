@@ -1,0 +1,209 @@
+"""Calls that a request asks for, and prompts that come back: checked with the openai client against a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import llguidance
+import openai
+import pytest
+from llguidance.hf import from_tokenizer
+from pydantic import BaseModel
+from transformers import AutoTokenizer
+
+from outrider.llm import default_model
+from outrider.server.tools import ToolForm, ToolListener, calls_grammar
+from tests.server.running import TEMPLATE, Server, running
+
+NAME = "outrider-embedded"
+PROMPT = "def parse(line):\n"
+
+
+class Place(BaseModel):
+    """With a schema that refers to itself."""
+
+    name: str
+    inner: list[Place] = []
+
+
+def tool(name: str, schema: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+TOOLS = [tool("move", POINT), tool("stop", {"type": "object", "properties": {}, "additionalProperties": False})]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    template = tmp_path_factory.mktemp("server") / "template.jinja"
+    template.write_text(TEMPLATE, "utf-8")
+    with running("--chat-template", str(template)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+
+
+def called(client: openai.OpenAI, **fields: Any) -> list[tuple[str, Any]]:
+    """The calls of a whole answer, which is nothing else; those of the stream are the same."""
+    asked: Any = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 200}
+    asked |= {"seed": 3, **fields}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert (whole.message.content, whole.finish_reason) == (None, "tool_calls")
+    found = [(call.function.name, json.loads(call.function.arguments)) for call in whole.message.tool_calls or []]
+    streamed = []
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        assert not chunk.choices[0].delta.content
+        for call in chunk.choices[0].delta.tool_calls or []:
+            streamed.append((call.function.name, json.loads(call.function.arguments)))
+    assert streamed == found
+    return found
+
+
+@pytest.mark.parametrize("speculation", ["off", "draft_model"])
+def test_a_call_that_is_required_comes(client: openai.OpenAI, speculation: str) -> None:
+    for seed in range(4):
+        body = {"speculation": speculation}
+        found = called(client, tool_choice="required", parallel_tool_calls=False, seed=seed, extra_body=body)
+        ((name, arguments),) = found
+        assert arguments.keys() == ({"x"} if name == "move" else set())
+        assert name == "stop" or 0 <= arguments["x"] <= 9
+
+
+def test_the_function_that_is_named_is_called(client: openai.OpenAI) -> None:
+    for name in ("move", "stop"):
+        ((got, _),) = called(client, tool_choice={"type": "function", "function": {"name": name}})
+        assert got == name
+
+
+def test_several_calls_may_come_where_they_are_not_refused(client: openai.OpenAI) -> None:
+    """A bias towards what separates two calls brings a second one."""
+    tokenizer = AutoTokenizer.from_pretrained(default_model("target"))
+    bias = {str(tokenizer.encode("\n")[0]): 50}
+    fields: Any = {"tool_choice": "required", "logit_bias": bias}
+    limited = called(client, parallel_tool_calls=False, **fields)
+    assert len(limited) == 1
+    asked: Any = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 200}
+    whole = client.chat.completions.create(**asked, **fields, seed=3).choices[0]
+    assert len(whole.message.tool_calls or []) > 1
+
+
+def test_an_automatic_call_is_the_only_one_where_that_is_asked_for(client: openai.OpenAI) -> None:
+    call = r'<tool_call>\{"name": "stop", "arguments": \{\}\}</tool_call>'
+    asked: Any = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 200}
+    asked |= {"extra_body": {"guided_regex": f"ok{call}{call}"}}
+    both = client.chat.completions.create(**asked).choices[0]
+    one = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
+    assert (len(both.message.tool_calls or []), len(one.message.tool_calls or [])) == (2, 1)
+    assert (one.message.content, one.finish_reason) == ("ok", "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": None}, "tool_choice"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": [tool("f", {"type": "no such type"})]}, "tools"),
+        ({"tool_choice": "required", "tools": [tool("f", {"description": "x" * 70_000})]}, "tools"),
+    ],
+)
+def test_choices_that_there_are_not(server: Server, fields: Any, param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, **fields}
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param, response.text
+
+
+# -- prompts that come back --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_echoes_with_log_probabilities(client: openai.OpenAI, count: int, n: int) -> None:
+    asked: Any = {"model": NAME, "prompt": [PROMPT, "x = 1"], "echo": True, "logprobs": count, "seed": 1, "n": n}
+    whole = client.completions.create(**asked, max_tokens=6)
+    texts = [""] * 2 * n
+    lists: list[dict[str, list[Any]]] = [{} for _ in texts]
+    for chunk in client.completions.create(**asked, max_tokens=6, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            for name, values in (choice.logprobs.model_dump() if choice.logprobs else {}).items():
+                lists[choice.index].setdefault(name, []).extend(values)
+    assert texts == [choice.text for choice in whole.choices]
+    assert lists == [choice.logprobs and choice.logprobs.model_dump() for choice in whole.choices]
+    assert texts[0].startswith(PROMPT)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("count", [None, 1])
+def test_a_prompt_alone_is_scored_without_a_token_more(client: openai.OpenAI, streamed: bool, count: int | None) -> None:
+    asked: Any = {"model": NAME, "prompt": PROMPT, "echo": True, "logprobs": count}
+    want = client.completions.create(**asked, max_tokens=1).choices[0].logprobs
+    if streamed:
+        options = {"include_usage": True}
+        chunks = list(client.completions.create(**asked, max_tokens=0, stream=True, stream_options=options))
+        usage = chunks[-1].usage
+        text = "".join(chunk.choices[0].text for chunk in chunks[:-1])
+        end = chunks[-2].choices[0].finish_reason
+        (found,) = [c.choices[0].logprobs for c in chunks[:-1] if c.choices[0].logprobs] or [None]
+    else:
+        answer = client.completions.create(**asked, max_tokens=0)
+        usage, text, end = answer.usage, answer.choices[0].text, answer.choices[0].finish_reason
+        found = answer.choices[0].logprobs
+    assert (text, end) == (PROMPT, "length")
+    assert usage is not None
+    assert usage.completion_tokens == 0
+    assert (found is None) == (count is None)
+    if found is not None and want is not None:
+        assert found.token_logprobs == (want.token_logprobs or [])[:-1]
+
+
+def test_nothing_at_all_is_refused(server: Server) -> None:
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 0}).json()["error"]["param"] == "max_tokens"
+
+
+# -- without a server --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama"])
+@pytest.mark.parametrize("several", [False, True])
+def test_the_grammar_takes_what_the_listener_hears(form: ToolForm, several: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(default_model("target"))
+    schemas = {"move": POINT, 'odd "name"': Place.model_json_schema(), "any": None}
+    source = llguidance.LLMatcher.grammar_from_lark(calls_grammar(form, schemas, several=several))
+    key = "arguments" if form == "hermes" else "parameters"
+
+    def written(name: str, arguments: Any) -> str:
+        call = json.dumps({"name": name, key: arguments})
+        return f"<tool_call>\n{call}\n</tool_call>" if form == "hermes" else call
+
+    def taken(text: str) -> bool:
+        matcher = llguidance.LLMatcher(from_tokenizer(tokenizer), source)
+        assert not matcher.is_error(), matcher.get_error()
+        tokens = tokenizer.encode(text)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    good = [("move", {"x": 3}), ('odd "name"', {"name": "a", "inner": [{"name": "b", "inner": []}]}), ("any", {"z": [1]})]
+    for name, arguments in good:
+        text = written(name, arguments)
+        assert taken(text), text
+        listener = ToolListener(form)
+        ((call,),) = [tuple(c for heard in (listener.hear(text), listener.finish()) for c in heard.calls)]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (name, arguments)
+    for text in (written("move", {"x": "3"}), written("fly", {}), f"I call {written(*good[0])}", ""):
+        assert not taken(text)
+    pair = ("\n" if form == "hermes" else "; ").join(written(*call) for call in good[:2])
+    assert taken(pair) == several
