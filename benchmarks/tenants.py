@@ -2,7 +2,7 @@
 
     python -m benchmarks.tenants              a minute; writes benchmarks/results/tenants.json
 
-A server of the embedded pair writes 8 texts at a time. The flood is 40 clients that ask for texts of 300 tokens, again and
+A server of the embedded pair writes 8 texts at a time. The flood is 24 clients that ask for texts of 150 tokens, again and
 again. The quiet client asks for one short text at a time, in three ways: alone; with the key of the flood, so that all
 stand in one line in the order in which they came; and with a key of its own, so that the two tenants take turns. The ways
 take turns in rounds.
@@ -32,8 +32,8 @@ from outrider.bench.machine import describe
 
 RESULTS = Path(__file__).parent / "results"
 KEYS = "flood:loud,quiet:calm"
-WAYS = {"alone": (0, "calm"), "in one line with the flood": (40, "loud"), "a tenant of its own": (40, "calm")}
-LONG = {"prompt": "class Reader:\n", "max_tokens": 300, "ignore_eos": True, "temperature": 1.0}
+WAYS = {"alone": (0, "calm"), "in one line with the flood": (24, "loud"), "a tenant of its own": (24, "calm")}
+LONG = {"prompt": "class Reader:\n", "max_tokens": 150, "ignore_eos": True, "temperature": 1.0}
 SHORT = {"prompt": "def parse(line):\n", "max_tokens": 8, "temperature": 0, "stream": True}
 
 

@@ -11,25 +11,11 @@ import pytest
 
 from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.errors import ClosedError, InvalidParameterError, InvalidPromptError, ProcessingError
+from tests.conftest import PROMPTS
 
 T = TypeVar("T")
-PROMPTS = ["def parse(line):\n", "class Reader:\n", "import os\n", "for name in names:\n"]
-PARAMS = SamplingParams(temperature=0, max_tokens=24)
+PARAMS = SamplingParams(temperature=0, max_tokens=24)  # as in the fixture `alone`
 ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    llm = LLM(kv_cache_tokens=4096)
-    assert llm.tokenizer is not None
-    llm.tokenizer.chat_template = TEMPLATE
-    return llm
-
-
-@pytest.fixture(scope="module")
-def alone(llm: LLM) -> dict[str, tuple[int, ...]]:
-    return {prompt: llm.generate(prompt, PARAMS)[0].token_ids for prompt in PROMPTS}
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from outrider import LLM, AsyncLLM, SamplingParams
-
-PROMPTS = ["def parse(line):\n", "class Reader:\n", "import os\n", "for name in names:\n"]
+from tests.conftest import PROMPTS
 
 
 @pytest.fixture(scope="module")

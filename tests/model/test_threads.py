@@ -14,23 +14,9 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.params import RequestOutput
+from tests.conftest import PROMPTS
 
-PROMPTS = ["def parse(line):\n", "class Reader:\n", "import os\n", "for name in names:\n"]
-PARAMS = SamplingParams(temperature=0, max_tokens=24)
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    llm = LLM(kv_cache_tokens=2048)
-    assert llm.tokenizer is not None
-    llm.tokenizer.chat_template = TEMPLATE
-    return llm
-
-
-@pytest.fixture(scope="module")
-def alone(llm: LLM) -> dict[str, tuple[int, ...]]:
-    return {prompt: llm.generate(prompt, PARAMS)[0].token_ids for prompt in PROMPTS}
+PARAMS = SamplingParams(temperature=0, max_tokens=24)  # as in the fixture `alone`
 
 
 def generated(llm: LLM, prompt: str) -> tuple[int, ...]:

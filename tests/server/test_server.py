@@ -16,9 +16,9 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, SecretStr
 
 from outrider import LLM, SamplingParams, StructuredOutputs
+from tests.conftest import PROMPTS
 from tests.server.running import TEMPLATE, Server, running
 
-PROMPTS = ["def parse(line):\n", "class Reader:\n", "import os\n", "for name in names:\n"]
 GREEDY = {"temperature": 0, "max_tokens": 24}
 SEEDED = {"seed": 11, "max_tokens": 24}
 ENDLESS = {"max_tokens": 1500, "ignore_eos": True, "temperature": 0}
@@ -36,11 +36,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    llm = LLM(kv_cache_tokens=4096)
-    assert llm.tokenizer is not None
-    llm.tokenizer.chat_template = TEMPLATE
-    return llm
+def template() -> str:
+    return TEMPLATE
 
 
 @pytest.fixture(autouse=True)

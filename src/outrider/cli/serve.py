@@ -13,10 +13,52 @@ from outrider.cli import options
 from outrider.errors import InvalidParameterError, MissingExtraError
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from outrider.llm import LLM
+    from outrider.server.keys import ApiKeys
     from outrider.server.settings import ServerSettings
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+Allow = Annotated[
+    list[str] | None, typer.Option(help="A further method that requests may ask for, as in --method; may be repeated.")
+]
+Host = Annotated[str, typer.Option(help="Address to listen at; others than this machine reach 0.0.0.0.")]
+Port = Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)]
+Name = Annotated[str | None, typer.Option(help="What clients call the model.")]
+Template = Annotated[Path | None, typer.Option(help="A file with a chat template, in place of the model's.")]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(help="A line for each key: tenant:key, and limits behind it; also from OUTRIDER_API_KEYS, with commas."),
+]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest text, prompt and output together.")]
+MaxNumSeqs = Annotated[int, typer.Option(help="Texts that are written at a time.")]
+MaxRows = Annotated[int, typer.Option(help="Rows of a pass.")]
+KVTokens = Annotated[int | None, typer.Option(help="KV memory; sized from free memory unless given.")]
+PrefixCaching = Annotated[bool, typer.Option(help="Share the KV of equal beginnings, within a tenant.")]
+MaxQueue = Annotated[int, typer.Option(help="Texts of a tenant that may wait beside these; further ones get 429.")]
+MaxN = Annotated[int, typer.Option(help="Texts of one request.")]
+MaxBody = Annotated[int, typer.Option(help="Of one request.")]
+RequestSeconds = Annotated[float | None, typer.Option(help="A request that takes longer is ended.")]
+DrainSeconds = Annotated[int, typer.Option(help="How long requests may finish after SIGTERM.", min=0)]
+Certificate = Annotated[Path | None, typer.Option(help="Certificate, for https.")]
+CertificateKey = Annotated[Path | None, typer.Option(help="Its key.")]
+
+#: Options of the command that are passed on as they are, to the model and to the server's limits.
+_LOADING = (
+    "dtype",
+    "device",
+    "attention_backend",
+    "quantization",
+    "batch_invariant",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_tokens",
+    "prefix_caching",
+)
+_LIMITS = ("max_queue", "max_n", "max_body_bytes", "request_seconds")
 
 
 def serve(
@@ -26,76 +68,57 @@ def serve(
     num_draft_tokens: options.NumDraftTokens = None,
     rule: options.Rule = None,
     tree: options.Tree = None,
-    allow: Annotated[
-        list[str] | None, typer.Option(help="A further method that requests may ask for, as in --method; may be repeated.")
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at; others than this machine reach 0.0.0.0.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option(help="A file with a chat template, in place of the model's.")
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="A key a line, or tenant:key; also from OUTRIDER_API_KEYS, with commas between.")
-    ] = None,
+    allow: Allow = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    served_model_name: Name = None,
+    chat_template: Template = None,
+    api_key_file: KeyFile = None,
     dtype: options.DType = "auto",
     device: options.Device = None,
     attention_backend: options.Backend = "auto",
     quantization: options.Quantization = None,
     batch_invariant: options.BatchInvariant = False,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest text, prompt and output together.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Texts that are written at a time.")] = 32,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Rows of a pass.")] = 1024,
-    kv_cache_tokens: Annotated[int | None, typer.Option(help="KV memory; sized from free memory unless given.")] = None,
-    prefix_caching: Annotated[bool, typer.Option(help="Share the KV of equal beginnings, within a tenant.")] = True,
-    max_queue: Annotated[int, typer.Option(help="Texts that may wait beside these; further ones get 429.")] = 256,
-    max_n: Annotated[int, typer.Option(help="Texts of one request.")] = 16,
-    max_body_bytes: Annotated[int, typer.Option(help="Of one request.")] = 4 * 2**20,
-    request_seconds: Annotated[float | None, typer.Option(help="A request that takes longer is ended.")] = None,
-    drain_seconds: Annotated[int, typer.Option(help="How long requests may finish after SIGTERM.", min=0)] = 30,
-    ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate, for https.")] = None,
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key.")] = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = 32,
+    max_num_batched_tokens: MaxRows = 1024,
+    kv_cache_tokens: KVTokens = None,
+    prefix_caching: PrefixCaching = True,
+    max_queue: MaxQueue = 256,
+    max_n: MaxN = 16,
+    max_body_bytes: MaxBody = 4 * 2**20,
+    request_seconds: RequestSeconds = None,
+    drain_seconds: DrainSeconds = 30,
+    ssl_certfile: Certificate = None,
+    ssl_keyfile: CertificateKey = None,
 ) -> None:
     """Serve a model to everything that speaks to OpenAI's API."""
+    given = dict(locals())
     allowed = [options.speculation(name, None, None, None) for name in allow or []]
     settings = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
     template = None if chat_template is None else _template(chat_template)
+    limits, keys, place = _open(given)  # before the model: what is wrong here is better known now
+    llm = _load(model, settings, template, **{name: given[name] for name in _LOADING})
+    tls = {name: str(given[name]) for name in ("ssl_certfile", "ssl_keyfile") if given[name] is not None}
+    _serve(llm, limits, allowed, keys, place, drain_seconds=drain_seconds, **tls)
+
+
+def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, socket]:
+    """The server's settings, its keys, and a place where clients reach it, from the options of the command."""
     _check_installed()
     from outrider.server.keys import ApiKeys
     from outrider.server.logs import log, write_json
     from outrider.server.run import listen
     from outrider.server.settings import ServerSettings
 
-    limits = ServerSettings(
-        model_name=served_model_name or _usual_name(model),
-        max_queue=max_queue,
-        max_n=max_n,
-        max_body_bytes=max_body_bytes,
-        request_seconds=request_seconds,
-    )
-    keys = ApiKeys.of(api_key_file)
-    place = listen(host, port)  # before the model: a port that cannot be had is better known now
+    name = given["served_model_name"] or _usual_name(given["model"])
+    limits = ServerSettings(model_name=name, **{name: given[name] for name in _LIMITS})
+    keys, host = ApiKeys.of(given["api_key_file"]), given["host"]
+    place = listen(host, given["port"])
     write_json()
     if not keys and host not in _LOOPBACK:
         log("everybody who reaches this address is served: give --api-key-file", {"host": host}, logging.WARNING)
-    llm = _load(
-        model,
-        settings,
-        template,
-        dtype=dtype,
-        device=device,
-        attention_backend=attention_backend,
-        quantization=quantization,
-        batch_invariant=batch_invariant,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_cache_tokens=kv_cache_tokens,
-        prefix_caching=prefix_caching,
-    )
-    tls = {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
-    given = {name: str(path) for name, path in tls.items() if path is not None}
-    _serve(llm, limits, allowed, keys, place, drain_seconds=drain_seconds, **given)
+    return limits, keys, place
 
 
 def _load(model: str | None, settings: Any, template: str | None, **given: Any) -> LLM:

@@ -1,0 +1,38 @@
+"""Fixtures of the tests that ask one model in several ways: from threads, from coroutines, and through the server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from outrider import LLM
+
+PROMPTS = ["def parse(line):\n", "class Reader:\n", "import os\n", "for name in names:\n"]
+
+
+@pytest.fixture(scope="module")
+def template() -> str:
+    """A chat template; a module may have one of its own."""
+    return "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def llm(template: str) -> LLM:
+    """The embedded pair, with a chat template."""
+    from outrider import LLM
+
+    llm = LLM(kv_cache_tokens=4096)
+    assert llm.tokenizer is not None
+    llm.tokenizer.chat_template = template
+    return llm
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> dict[str, tuple[int, ...]]:
+    """The greedy text of 24 tokens behind each prompt."""
+    from outrider import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=24)
+    return {prompt: llm.generate(prompt, params)[0].token_ids for prompt in PROMPTS}
