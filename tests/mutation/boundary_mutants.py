@@ -110,9 +110,9 @@ BOUNDARY_MUTANTS = (
     _mutant(
         "a fault demotes every drafter of the sequence",
         "engine/drafting.py",
-        "        self.drafter.report_fault(self.seq.request.request_id, problem)\n",
+        "        self.drafter.report_fault(self.seq.request.request_id, problem, useless=useless)\n",
         "        for drafter in self.seq.drafters:\n"
-        "            drafter.report_fault(self.seq.request.request_id, problem)\n",
+        "            drafter.report_fault(self.seq.request.request_id, problem, useless=useless)\n",
         "a_fault_is_ones_own",
     ),
     _mutant(

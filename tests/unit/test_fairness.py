@@ -175,8 +175,9 @@ def test_lower_numbers_go_first_within_a_tenant_and_not_before_others() -> None:
 
 def test_short_memory_is_taken_from_whoever_has_most() -> None:
     traffic = Traffic(seqs=4, blocks=8, caching=False)
-    (quiet,) = traffic.ask("quiet", 3, max_tokens=12)
     flood = traffic.ask("flood", 3, count=3, max_tokens=20)
+    traffic.step()
+    (quiet,) = traffic.ask("quiet", 3, max_tokens=12)
     while quiet.status is not Status.FINISHED:
         traffic.step()
     assert quiet.stats.num_preemptions == 0
