@@ -25,8 +25,8 @@ class Refusal:
 
 
 KEY_REUSED = Refusal(
+    "StepAbortedError",
     "NoiseReuseError",
-    "Stream.",
     "the prover's source of chance refuses a key that is asked for twice: such draws are not independent",
 )
 TOKEN_REFUSED = Refusal(
