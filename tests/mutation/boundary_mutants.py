@@ -318,7 +318,6 @@ BOUNDARY_MUTANTS = (
         "return target.norm(hidden) if config.normed and not normed_already else hidden",
         "return hidden",
         "exits_read_what_layers_leave",
-        Refusal("HeadMismatchError", "differ from those of", "the witness of the heads shows it"),
     ),
     _mutant(
         "an exit reads rows of another node",
