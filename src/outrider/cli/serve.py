@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import options
-from outrider.errors import InvalidParameterError, MissingExtraError
+from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError
 
 if TYPE_CHECKING:
     from outrider.llm import LLM
@@ -21,6 +21,9 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 def serve(
     model: options.Model = None,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="The embedded target tiled to 0.36 B parameters, where speculation gains.")
+    ] = False,
     method: options.Method = None,
     draft_model: options.DraftModel = None,
     num_draft_tokens: options.NumDraftTokens = None,
@@ -58,6 +61,9 @@ def serve(
 ) -> None:
     """Serve a model to everything that speaks to OpenAI's API."""
     allowed = [options.speculation(name, None, None, None) for name in allow or []]
+    if wide:
+        served_model_name = served_model_name or "outrider-wide"
+        model, draft_model = _wide(model, method, draft_model, dtype)
     settings = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
     template = None if chat_template is None else _template(chat_template)
     _check_installed()
@@ -96,6 +102,18 @@ def serve(
     tls = {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
     given = {name: str(path) for name, path in tls.items() if path is not None}
     _serve(llm, limits, allowed, keys, place, drain_seconds=drain_seconds, **given)
+
+
+def _wide(model: str | None, method: str | None, draft_model: str | None, dtype: str) -> tuple[str, str | None]:
+    """The wide copy of the embedded target, and the embedded draft model unless another one or another method drafts."""
+    if model is not None:
+        raise ContradictionError("wide", True, "it is a copy of the embedded target", "Leave MODEL or --wide out.")
+    from outrider.bench.widen import wide_target
+    from outrider.llm import default_model
+
+    drafts = draft_model is None and method in (None, "draft_model")
+    target = wide_target("bfloat16" if dtype == "auto" else dtype)  # "auto" is the embedded checkpoint's own
+    return target, default_model("draft") if drafts else draft_model
 
 
 def _load(model: str | None, settings: Any, template: str | None, **given: Any) -> LLM:
