@@ -119,7 +119,7 @@ function figure(title: string, body: HTMLElement, text?: string): HTMLElement {
   return h("section.figure", {}, h("h3", {}, title), body, text && h("p.fine", {}, text));
 }
 
-document.body.append(note.element);
+byId("main").append(note.element);
 byId("status").append(status.element, status.problem);
 fill(
   byId("examples"),

@@ -61,24 +61,29 @@ export class TokenText {
     const given = { role: "button", tabindex: "-1", "aria-label": label, "data-origin": token.origin, "data-place": place };
     const span = h(`span.token.${token.origin}`, given, ...visible(token.text));
     if (blank) span.classList.add("blank");
-    span.addEventListener("pointerenter", () => this.note.show(span, token, this.run.temperature));
+    span.addEventListener("pointerenter", () => this.explain(place));
     span.addEventListener("pointerleave", () => this.note.hide());
-    span.addEventListener("focus", () => this.note.show(span, token, this.run.temperature));
+    span.addEventListener("focus", () => this.entered(place));
     span.addEventListener("blur", () => this.note.hide());
     span.addEventListener("click", () => this.choose(place));
     return span;
   }
 
   private choose(place: number): void {
-    this.enter(place);
+    this.spans[place].focus();
     this.chosen(this.run.tokens[place]);
   }
 
-  private enter(place: number): void {
+  /** The token that has the focus is the one stop of the tab key. */
+  private entered(place: number): void {
     this.spans[this.current].setAttribute("tabindex", "-1");
     this.current = place;
     this.spans[place].setAttribute("tabindex", "0");
-    this.spans[place].focus();
+    this.explain(place);
+  }
+
+  private explain(place: number): void {
+    this.note.show(this.spans[place], this.run.tokens[place], this.run.temperature);
   }
 
   private move(event: KeyboardEvent): void {
@@ -86,7 +91,7 @@ export class TokenText {
     const steps: Record<string, number> = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -last, End: last };
     if (event.key === "Escape") this.note.hide();
     else if (event.key in steps) {
-      this.enter(Math.min(last, Math.max(0, this.current + steps[event.key])));
+      this.spans[Math.min(last, Math.max(0, this.current + steps[event.key]))].focus();
       event.preventDefault();
     } else if (event.key === "Enter" || event.key === " ") {
       this.choose(this.current);
@@ -107,6 +112,10 @@ function visible(text: string): (Node | string)[] {
 export class Note {
   readonly element = h("div.note", { role: "tooltip", id: "note", hidden: true });
   private owner: HTMLElement | null = null;
+
+  constructor() {
+    addEventListener("resize", () => this.hide()); // it would point at another place
+  }
 
   show(owner: HTMLElement, token: Token, temperature: number): void {
     this.hide();
