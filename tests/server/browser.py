@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 #: Names of the browser, Debian's first. Playwright's own is not needed.
-_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), None)
 
 
