@@ -106,6 +106,7 @@ def test_both_texts_are_shown_with_the_numbers_of_the_api(page: Any, server: Ser
 @pytest.mark.parametrize(
     ("method", "shape", "temperature", "rule"),
     [
+        ("draft_model", "chain", 0.9, "same dice"),
         ("draft_model", "chain", 0.8, "block"),
         ("draft_model", "chain", 0, "walk"),
         ("draft_model", "3,2,1", 1, "traversal"),
@@ -122,11 +123,15 @@ def test_every_note_equals_its_trace(
     page.select_option("#shape", shape)
     set_slider(page, "temperature", temperature)
     set_slider(page, "tokens", 32)
-    _, fast = run(page)
+    same = rule == "same dice"
+    page.set_checked("#dice", same)
+    plain, fast = run(page)
     rounds = fast["trace"]["rounds"]
     rules = {found["rule"] for found in rounds if found["token_ids"]}
     assert rules
-    assert rule is None or rules == {rule}
+    assert rule is None or rules == {"walk" if same else rule}
+    assert [seed is not None for seed in (plain["asked"].get("seed"), fast["asked"].get("seed"))] == [same, same]
+    assert plain["asked"].get("seed") == fast["asked"].get("seed")
     wanted = [note for found in rounds for note in notes_of(found)]
     tokens = page.locator(".lane >> nth=1").locator(".token")
     assert tokens.count() == len(wanted)

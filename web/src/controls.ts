@@ -29,7 +29,7 @@ export class Controls {
   private readonly length = slider("length", 1, 12, 1, 5);
   private readonly tokens = slider("tokens", 16, 256, 8, 96);
   private readonly temperature = slider("temperature", 0, 1.5, 0.1, 0.8);
-  private readonly dice = h<HTMLInputElement>("input", { id: "dice", type: "checkbox" });
+  private readonly dice = h<HTMLInputElement>("input", { id: "dice", type: "checkbox", checked: true });
 
   constructor(private readonly facts: Facts) {
     fill(this.method, ...facts.methods.map((each) => h("option", { value: each.name }, WORDS[each.name] ?? each.name)));
@@ -40,7 +40,7 @@ export class Controls {
       field("Guesses a round", this.length),
       field("Tokens to write", this.tokens),
       field("Temperature", this.temperature, "0 takes the likeliest token"),
-      h("div.field.check", {}, this.dice, h("label", { for: "dice" }, "The same random numbers on both sides")),
+      h("div.field.check", {}, this.dice, h("label", { for: "dice" }, "The same dice on both sides, so the same text")),
     );
     this.suit();
   }

@@ -4,7 +4,7 @@
 export function percent(value: number): string {
   const hundred = value * 100;
   if (hundred >= 9.995 || hundred === 0) return `${hundred.toFixed(hundred >= 99.95 || hundred === 0 ? 0 : 1)}%`;
-  return hundred >= 0.005 ? `${hundred.toFixed(2)}%` : "< 0.01%";
+  return `${hundred >= 0.005 ? hundred.toFixed(2) : hundred >= 1e-6 ? hundred.toPrecision(1) : "nearly 0"}%`;
 }
 
 /** A share without decimals: "41%". */

@@ -40,12 +40,13 @@ function decided(run: Run): Tested[] {
   );
 }
 
-/** One guess after the other, beginning with one that fell if there is one. */
+/** One guess after the other, beginning with the surest of those that fell. */
 function viewer(tested: Tested[]): HTMLElement {
   const place = h("p.round-title");
   const said = h("p.round-said", { role: "status" });
   const figures = h("div");
-  let at = Math.max(0, tested.findIndex(({ round, node }) => !round.accepted.includes(node)));
+  const sure = ({ round, node }: Tested) => (round.accepted.includes(node) ? -1 : round.draft_probs[node]!);
+  let at = tested.reduce((best, each, index) => (sure(each) > sure(tested[best]) ? index : best), 0);
   const show = (by: number) => {
     at = (at + by + tested.length) % tested.length;
     fill(place, h("b", {}, `Guess ${at + 1}`), ` of ${tested.length}`);
@@ -57,7 +58,7 @@ function viewer(tested: Tested[]): HTMLElement {
   const back = h("button.quiet", { type: "button", click: () => show(-1) }, "Back");
   const next = h("button", { type: "button", click: () => show(1) }, "Next guess");
   show(0);
-  return h("div.viewer", {}, h("div.round-head", {}, place, h("span"), h("div.round-buttons", {}, back, next)), said, figures);
+  return h("div.viewer", {}, h("div.round-head", {}, place, h("div.round-buttons", {}, back, next)), said, figures);
 }
 
 function explained({ round, node }: Tested): (Node | string)[] {
