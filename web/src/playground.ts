@@ -72,7 +72,10 @@ function side(asked: Asked, name: string): Promise<Written> {
 
 function show(plain: Run, fast: Run): void {
   note.hide();
-  const race = new Race(plain, fast, note, (token) => rounds.go(token.round.round, 0));
+  const race = new Race(plain, fast, note, (token) => {
+    rounds.go(token.round.round, 0);
+    byId("rounds").scrollIntoView({ block: "nearest" });
+  });
   const rounds = new Rounds(fast, (round) => race.mark(round));
   fill(byId("verdict"), verdict(plain, fast), numbers(plain, fast));
   fill(byId("race"), race.element);
@@ -80,6 +83,7 @@ function show(plain: Run, fast: Run): void {
   fill(byId("figures"), ...figures(plain, fast));
   byId("results").hidden = false;
   status.say(`Both texts are finished. Speculation was ${times(fast.speed / plain.speed)} as fast.`);
+  byId("results").focus({ preventScroll: true }); // whoever uses the keyboard goes on here
   byId("results").scrollIntoView({ block: "start", behavior: "instant" });
   race.play();
 }

@@ -61,10 +61,12 @@ export class TokenText {
     const given = { role: "button", tabindex: "-1", "aria-label": label, "data-origin": token.origin, "data-place": place };
     const span = h(`span.token.${token.origin}`, given, ...visible(token.text));
     if (blank) span.classList.add("blank");
-    span.addEventListener("pointerenter", () => this.explain(place));
-    span.addEventListener("pointerleave", () => this.note.hide());
+    span.addEventListener("pointermove", (event) => {
+      if (event.movementX || event.movementY) this.explain(place); // no text that scrolls under a pointer at rest
+    });
+    span.addEventListener("pointerleave", () => this.note.leave(span));
     span.addEventListener("focus", () => this.entered(place));
-    span.addEventListener("blur", () => this.note.hide());
+    span.addEventListener("blur", () => this.note.leave(span));
     span.addEventListener("click", () => this.choose(place));
     return span;
   }
@@ -118,6 +120,7 @@ export class Note {
   }
 
   show(owner: HTMLElement, token: Token, temperature: number): void {
+    if (this.owner === owner) return;
     this.hide();
     this.owner = owner;
     owner.setAttribute("aria-describedby", this.element.id);
@@ -130,6 +133,11 @@ export class Note {
     this.owner?.removeAttribute("aria-describedby");
     this.owner = null;
     this.element.hidden = true;
+  }
+
+  /** Hide the note if it is about this token. */
+  leave(owner: HTMLElement): void {
+    if (this.owner === owner) this.hide();
   }
 
   private place(owner: HTMLElement): void {
