@@ -1,6 +1,9 @@
 # Two commands, each from nothing on a fresh machine:
 #   make demo    environment, install, then the default pair writes code with and without speculation, and is timed in turns
 #   make test    environment, install, then lint, types and the tests, in 20 minutes at most on two cores
+# and further ones:
+#   make playground  the pages of the server at http://127.0.0.1:8000/, on the wide target, where speculation gains
+#   make pages       builds the pages from web/ again; needs Node.js
 # and one for those who have longer:
 #   make test-all    every test, also those marked slow. Tests beside other engines skip themselves unless these are there:
 #                    .venv/bin/python -m pip install -c constraints.txt -e '.[dev,peers]'
@@ -11,17 +14,32 @@ STAMP  := $(VENV)/.installed
 # Two workers, a thread each: more would spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install demo test test-all lint bench clean
+.PHONY: install demo playground pages browser test test-all lint bench clean
 
 install: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP) lint
+playground: $(STAMP)
+	@echo "Open http://127.0.0.1:8000/ when the server listens."
+	$(BIN)/outrider serve --wide --allow suffix --allow layer_skip --allow token_recycling
+
+pages:
+	cd web && npm ci --no-audit --no-fund && npm run build
+
+# For the tests of the pages, which skip themselves where no Chromium is found. Elsewhere than on Debian as root, it is left
+# to you to install one.
+browser:
+	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null \
+	|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null \
+	     && apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium > /dev/null; } \
+	|| echo "No Chromium was found or could be installed: the tests of the pages will be skipped."
+
+test: $(STAMP) browser lint
 	$(PYTEST) -m "not slow"
 
-test-all: $(STAMP) lint
+test-all: $(STAMP) browser lint
 	$(PYTEST)
 
 lint: $(STAMP)

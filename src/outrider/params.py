@@ -235,6 +235,7 @@ class CompletionOutput:
         stats: What speculation did.
         logprobs: One entry a token, where `SamplingParams.logprobs` asked for them.
         rounds: What happened in each verify pass, where a trace was asked for.
+        texts: The text that each token added, where a trace was asked for; "" where a later token completes its character.
     """
 
     index: int
@@ -246,6 +247,7 @@ class CompletionOutput:
     stats: RequestStats
     logprobs: tuple[PositionLogprobs, ...] | None = None
     rounds: tuple[RoundTrace, ...] | None = None
+    texts: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

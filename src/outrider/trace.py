@@ -36,6 +36,40 @@ class DraftedBy:
 
 
 @dataclass(frozen=True)
+class Likely:
+    """A token that a model held likely, or that was drafted or written.
+
+    Attributes:
+        token_id: The token.
+        text: How it reads by itself; None without a tokenizer.
+        target: The target's probability, after all parameters.
+        draft: The probability under which the draft was drawn; None where it was not drawn.
+    """
+
+    token_id: int
+    text: str | None
+    target: float
+    draft: float | None
+
+
+@dataclass(frozen=True)
+class RowTrace:
+    """What could have come after one token of a round.
+
+    Attributes:
+        node: The draft token that it follows; -1 is the last committed token.
+        likely: The likeliest tokens of either model, and those that were drafted or written here; the target's likeliest
+            first.
+        overlap: The mass that both models share, which is the chance that a token drawn from the draft stands by itself
+            (Leviathan et al. 2023); None where nothing was drawn.
+    """
+
+    node: int
+    likely: tuple[Likely, ...]
+    overlap: float | None
+
+
+@dataclass(frozen=True)
 class RoundTrace:
     """One verify pass of one sequence.
 
@@ -54,6 +88,9 @@ class RoundTrace:
         accepted: Draft tokens that entered the text.
         token_id: The token that the target wrote behind them; None where an accepted token ended the text.
         seconds: Of the step that held this round, by phase; shared with the other sequences of the step.
+        texts: How each draft token reads by itself; None without a tokenizer.
+        rows: What could have come after the last committed token, then after each draft token.
+        at: Seconds from the beginning of the request to the end of this round.
     """
 
     round: int
@@ -70,3 +107,6 @@ class RoundTrace:
     accepted: tuple[int, ...]
     token_id: int | None
     seconds: dict[str, float]
+    texts: tuple[str | None, ...]
+    rows: tuple[RowTrace, ...]
+    at: float

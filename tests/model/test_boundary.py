@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
@@ -28,6 +29,7 @@ from outrider.propose.base import (
 )
 from outrider.propose.growth import Growth, add_level
 from outrider.propose.method import Method, ProposerContext
+from outrider.trace import RoundTrace
 from tests.model import checkpoints
 from tests.model.test_target import Oracle, close
 
@@ -467,6 +469,7 @@ def test_a_trace_tells_what_was_decided(llm: LLM, draft: str, way: str) -> None:
         assert len(found.target_probs) == len(found.token_ids)
         assert all(0.0 <= p <= 1.0 for p in found.target_probs)
         assert set(found.seconds) == {"schedule", "propose", "forward", "verify"}
+        check_rows(found)
         if way in ("block", "token", "tree") and found.token_ids:
             assert all(q is not None and 0.0 < q <= 1.0 for q in found.draft_probs)
             assert found.coins
@@ -478,8 +481,33 @@ def test_a_trace_tells_what_was_decided(llm: LLM, draft: str, way: str) -> None:
             stands = [coin.stands for coin in found.coins]
             assert len(found.accepted) <= (stands.index(False) if False in stands else len(stands))
     assert tuple(written) == output.token_ids
+    times = [found.at for found in output.rounds]
+    assert all(before < after for before, after in pairwise([0.0, *times]))
+    assert times[-1] >= sum(sum(found.seconds.values()) for found in output.rounds)
     rules = {"block": "block", "token": "token", "tree": "traversal", "lookup": "walk"}
     assert {found.rule for found in output.rounds if found.token_ids} == {rules[way]}
+
+
+def check_rows(found: RoundTrace) -> None:
+    """The rows of a trace name what was drafted and written, with the probabilities that the rest of the trace has."""
+    assert [row.node for row in found.rows] == [-1, *range(len(found.token_ids))]
+    for row in found.rows:
+        chances = [each.target for each in row.likely]
+        assert chances == sorted(chances, reverse=True)
+        assert len({each.token_id for each in row.likely}) == len(chances)
+        assert 0.0 < sum(chances) <= 1.0 + 1e-5
+    of = {row.node: {each.token_id: each for each in row.likely} for row in found.rows}
+    drawn = set(found.laws) & {"sampled", "coupled"}
+    for node, (token, parent) in enumerate(zip(found.token_ids, found.parents, strict=True)):
+        assert of[parent][token].target == found.target_probs[node]
+        if found.parents.index(parent) == node and drawn:  # its elder siblings are taken out of a later one's
+            assert of[parent][token].draft == pytest.approx(found.draft_probs[node])
+    for row in found.rows:
+        shares = [min(each.target, each.draft) for each in row.likely if each.draft is not None]
+        assert (row.overlap is not None) == (bool(drawn) and row.node in found.parents)
+        assert row.overlap is None or sum(shares) - 1e-5 <= row.overlap <= 1.0 + 1e-5
+    if found.token_id is not None:
+        assert found.token_id in of[found.accepted[-1] if found.accepted else -1]
 
 
 def test_without_being_asked_there_is_none(llm: LLM) -> None:

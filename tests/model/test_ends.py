@@ -61,6 +61,15 @@ def test_stop_strings_that_span_tokens_and_rounds(llm: LLM, speculation: Specula
     assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
 
 
+def test_the_texts_of_a_trace_are_the_text(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=40, temperature=3.0, seed=1)  # hot enough for parts of characters
+    for stop in ((), ("e",)):
+        output = llm.generate("x = 'é", params.replace(stop=stop), trace=True)[0].outputs[0]
+        assert output.texts is not None
+        assert "".join(output.texts) == output.text
+        assert len(output.texts) == len(output.token_ids)
+
+
 @pytest.mark.parametrize("stop", [(), ("self.", "\n\n"), ("zzz",)])
 def test_streamed_pieces_add_up(llm: LLM, stop: tuple[str, ...]) -> None:
     params = SamplingParams(seed=4, max_tokens=50, stop=stop)

@@ -54,7 +54,8 @@ def test_with_kernels_it_names_what_is_missing_alone() -> None:
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     command = [sys.executable, ROOT / ".ci" / "nothing_is_skipped.py"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    missing = [name for name in ("gguf", "llguidance", "matplotlib") if find_spec(name) is None]
+    names = ("axe_playwright_python", "gguf", "llguidance", "matplotlib", "playwright")
+    missing = [name for name in names if find_spec(name) is None]
     assert result.returncode == (1 if missing else 0)
     assert [name for name in missing if f"the package {name} is not installed" in result.stderr] == missing
     assert "kernels" not in result.stderr
@@ -62,7 +63,8 @@ def test_with_kernels_it_names_what_is_missing_alone() -> None:
 
 def test_the_extra_for_tests_brings_what_they_would_skip_without() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
-    assert any(requirement.startswith("gguf") for requirement in extras["dev"])
+    for name in ("gguf", "playwright", "axe-playwright-python"):
+        assert any(requirement.startswith(name) for requirement in extras["dev"])
     assert "outrider[bench,grammar,serve]" in extras["dev"]
 
 
@@ -70,6 +72,20 @@ def test_what_is_slow_is_left_out_and_what_is_all_is_all(venv: Path) -> None:
     assert '-m "not slow"' in dry("test", venv)
     assert "-m pytest" in dry("test-all", venv)
     assert '"not slow"' not in dry("test-all", venv)
+
+
+def test_the_tests_get_a_browser_and_go_on_without_one(venv: Path) -> None:
+    for target in ("test", "test-all"):
+        assert "apt-get install -qq -y --no-install-recommends chromium" in dry(target, venv)
+    # No browser, and nobody who could install one: `make browser` says so, and does not fail.
+    (venv / "only").mkdir()
+    for name in ("make", "sh", "id"):
+        (venv / "only" / name).symlink_to(shutil.which(name) or name)
+    surroundings = {**os.environ, "PATH": str(venv / "only")}
+    command = ["make", "browser", f"VENV={venv}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=surroundings)
+    assert result.returncode == 0
+    assert "will be skipped" in result.stdout
 
 
 def test_measuring_leaves_tracked_files_alone(venv: Path) -> None:

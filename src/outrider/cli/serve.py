@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import options
-from outrider.errors import InvalidParameterError, MissingExtraError
+from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError
 
 if TYPE_CHECKING:
     from socket import socket
@@ -63,6 +63,9 @@ _LIMITS = ("max_queue", "max_n", "max_body_bytes", "request_seconds")
 
 def serve(
     model: options.Model = None,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="The embedded target tiled to 0.36 B parameters, where speculation gains.")
+    ] = False,
     method: options.Method = None,
     draft_model: options.DraftModel = None,
     num_draft_tokens: options.NumDraftTokens = None,
@@ -95,6 +98,9 @@ def serve(
     """Serve a model to everything that speaks to OpenAI's API."""
     given = dict(locals())
     allowed = [options.speculation(name, None, None, None) for name in allow or []]
+    if wide:
+        served_model_name = served_model_name or "outrider-wide"
+        model, draft_model = _wide(model, method, draft_model, dtype)
     settings = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
     template = None if chat_template is None else _template(chat_template)
     limits, keys, place = _open(given)  # before the model: what is wrong here is better known now
@@ -119,6 +125,18 @@ def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, socket]:
     if not keys and host not in _LOOPBACK:
         log("everybody who reaches this address is served: give --api-key-file", {"host": host}, logging.WARNING)
     return limits, keys, place
+
+
+def _wide(model: str | None, method: str | None, draft_model: str | None, dtype: str) -> tuple[str, str | None]:
+    """The wide copy of the embedded target, and the embedded draft model unless another one or another method drafts."""
+    if model is not None:
+        raise ContradictionError("wide", True, "it is a copy of the embedded target", "Leave MODEL or --wide out.")
+    from outrider.bench.widen import wide_target
+    from outrider.llm import default_model
+
+    drafts = draft_model is None and method in (None, "draft_model")
+    target = wide_target("bfloat16" if dtype == "auto" else dtype)  # "auto" is the embedded checkpoint's own
+    return target, default_model("draft") if drafts else draft_model
 
 
 def _load(model: str | None, settings: Any, template: str | None, **given: Any) -> LLM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from outrider.engine.stop_strings import stop_strings
@@ -57,6 +58,11 @@ class TextStream:
                 self.text = whole
                 self._marks[-1] = (len(whole), self._marks[-1][1])
         self._finished = True
+
+    def texts(self) -> list[str]:
+        """The text that each token added, "" where a later one completes its character. Together they are the text."""
+        ends = [0, *(min(end, len(self.text)) for end, _ in self._marks)]
+        return [self.text[start:end] for start, end in pairwise(ends)]
 
     def release(self) -> list[tuple[str, TokenOrigin]]:
         """Text that is certain and was not released before, cut by the origin of its tokens."""

@@ -525,7 +525,9 @@ class Engine:
         """Append what stands; returns the draft tokens that entered the text."""
         draft, verdict = step.draft, judged.verdict
         start, before = len(seq.token_ids) - 1, seq.num_output_tokens
-        found = rounds.trace(seq, step, judged.candidate, verdict, judged.logits) if seq.request.traced else None
+        found = None
+        if seq.request.traced:
+            found = rounds.trace(seq, step, judged.candidate, verdict, judged.logits, self._decode)
         for node in verdict.path:
             if seq.status is Status.RUNNING:
                 seq.append(draft.token_ids[node], TokenOrigin.ACCEPTED)
@@ -539,7 +541,8 @@ class Engine:
         seq.kv.enter_regime(len(seq.token_ids))
         if found is not None:
             wrote = num_written > num_accepted
-            seq.rounds.append(rounds.close(found, num_accepted, self.stats.step_seconds, wrote_token=wrote))
+            seconds, begun = self.stats.step_seconds, seq.request.begun
+            seq.rounds.append(rounds.close(found, num_accepted, seconds, begun, wrote_token=wrote))
         seq.stats.num_target_passes += 1
         self.stats.num_committed_tokens += num_written
         self.scheduler.tenants.charge(seq, num_written)

@@ -26,6 +26,7 @@ def completion(seq: Sequence) -> CompletionOutput:
         stats=seq.stats.copy(),
         logprobs=_logprobs(seq, 0),
         rounds=tuple(seq.rounds) if seq.request.traced else None,
+        texts=tuple(seq.text.texts()) if seq.request.traced else None,
     )
 
 

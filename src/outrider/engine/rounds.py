@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from outrider.engine.drafting import StepDraft
 from outrider.engine.sequence import Sequence
-from outrider.trace import DraftedBy, RoundTrace
+from outrider.trace import DraftedBy, Likely, RoundTrace, RowTrace
 from outrider.verify.logits import target_probs
 from outrider.verify.verifier import Candidate, Verdict
 
+#: Likeliest tokens of either model that a trace names at each row.
+_LIKELIEST = 5
+#: From a token to how it reads by itself.
+Decode = Callable[[int], str | None]
 
-def trace(seq: Sequence, step: StepDraft, candidate: Candidate, verdict: Verdict, logits: Tensor) -> RoundTrace:
+
+def trace(
+    seq: Sequence, step: StepDraft, candidate: Candidate, verdict: Verdict, logits: Tensor, decode: Decode
+) -> RoundTrace:
     """What was drafted and decided; what entered the text is filled in by `close`.
 
     Args:
@@ -22,10 +32,12 @@ def trace(seq: Sequence, step: StepDraft, candidate: Candidate, verdict: Verdict
         candidate: As it was verified.
         verdict: What stands.
         logits: [num_logits, vocab_size] as the parameters left them.
+        decode: How tokens read.
     """
     draft, size = step.draft, len(step.draft)
-    rows = logits[slice(*candidate.rows)]
-    wanted = [target_probs(rows[parent + 1][None], [candidate.sampling])[0] for parent in draft.parents]
+    wanted = target_probs(logits[slice(*candidate.rows)], [candidate.sampling] * (size + 1))
+    end = verdict.path[-1] if verdict.path else -1
+    written = {end: verdict.token_id}
     return RoundTrace(
         round=seq.view.round,
         position=len(seq.token_ids),
@@ -34,28 +46,64 @@ def trace(seq: Sequence, step: StepDraft, candidate: Candidate, verdict: Verdict
         laws=tuple(str(law) for law in draft.laws),
         drafted_by=tuple(DraftedBy(part.drafter.method.name, *part.nodes) for part in step.parts),
         draft_probs=tuple(_drawn_with(step, node) for node in range(size)),
-        target_probs=tuple(float(probs[token]) for probs, token in zip(wanted, draft.token_ids, strict=True)),
+        target_probs=tuple(float(wanted[draft.parents[node] + 1, draft.token_ids[node]]) for node in range(size)),
         num_scratch_rows=len(draft.scratch),
         rule=candidate.rule.name.lower() if size else None,
         coins=tuple(candidate.coins or ()),
         accepted=verdict.path,
         token_id=verdict.token_id,
         seconds={},
+        texts=tuple(decode(token) for token in draft.token_ids),
+        rows=tuple(_row(step, node, wanted[node + 1], written.get(node), decode) for node in range(-1, size)),
+        at=0.0,
     )
 
 
-def close(found: RoundTrace, num_accepted: int, seconds: dict[str, float], *, wrote_token: bool) -> RoundTrace:
+def close(
+    found: RoundTrace, num_accepted: int, seconds: dict[str, float], begun: float, *, wrote_token: bool
+) -> RoundTrace:
     """The trace with what entered the text, since an accepted token may have ended it, and the times of the phases that
-    came before the commit."""
+    came before the commit.
+
+    Args:
+        found: What `trace` returned.
+        num_accepted: Draft tokens that entered the text.
+        seconds: Of the step, by phase.
+        begun: When the request was made, on the clock of time.perf_counter.
+        wrote_token: Whether the token behind them entered the text.
+    """
     token = found.token_id if wrote_token else None
     times = {phase: seconds[phase] for phase in ("schedule", "propose", "forward", "verify")}
-    return replace(found, accepted=found.accepted[:num_accepted], token_id=token, seconds=times)
+    return replace(found, accepted=found.accepted[:num_accepted], token_id=token, seconds=times, at=perf_counter() - begun)
+
+
+def _row(step: StepDraft, node: int, wanted: Tensor, written: int | None, decode: Decode) -> RowTrace:
+    """What could have come after `node`, with `wanted` [vocab_size] the target's probabilities there."""
+    draft = step.draft
+    children = draft.children(node)
+    drawn = next((child for child in children if _is_drawn(step, child)), None)
+    proposal = None if drawn is None or draft.draft_probs is None else draft.draft_probs[drawn].to(wanted)
+    named = {draft.token_ids[child] for child in children} | ({written} if written is not None else set())
+    for probs in (wanted, proposal):
+        if probs is not None:
+            values, tokens = probs.topk(min(_LIKELIEST, len(probs)))
+            named.update(tokens[values > 0].tolist())
+    chances = [(float(wanted[token]), token) for token in sorted(named)]
+    likely = (
+        Likely(token, decode(token), chance, None if proposal is None else float(proposal[token]))
+        for chance, token in sorted(chances, key=lambda pair: -pair[0])
+    )
+    return RowTrace(node, tuple(likely), None if proposal is None else float(torch.minimum(wanted, proposal).sum()))
+
+
+def _is_drawn(step: StepDraft, node: int) -> bool:
+    return step.draft.draft_probs is not None and step.draft.laws[node] in ("sampled", "coupled")
 
 
 def _drawn_with(step: StepDraft, node: int) -> float | None:
     """Probability that a node was drawn with, those of its elder siblings taken out; None where it was not drawn."""
     draft = step.draft
-    if draft.draft_probs is None or draft.laws[node] not in ("sampled", "coupled"):
+    if draft.draft_probs is None or not _is_drawn(step, node):
         return None
     probs = draft.draft_probs[node]
     elders = [e for e in draft.children(draft.parents[node]) if e < node and draft.laws[e] == draft.laws[node]]

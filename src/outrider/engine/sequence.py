@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, auto
+from time import perf_counter
 
 from outrider.cache.lease import KVLease, KVView
 from outrider.engine.detokenizer import TextStream
@@ -76,6 +77,7 @@ class Request:
         self.priority = priority
         self.traced = traced
         self.arrival: int | None = None
+        self.begun = perf_counter()
         self.prompt_logprobs: list[PositionLogprobs | None] = [None]
         self.sequences: list[Sequence] = []
         self.error: OutriderError | None = None

@@ -239,8 +239,9 @@ def _end(output: CompletionOutput | None, *, called: bool = False) -> dict[str, 
 
 
 def _trace(tokens: Sequence[int], origins: Sequence[TokenOrigin], output: CompletionOutput | None) -> dict[str, Any]:
-    """Where tokens came from; at the end of a text also what happened in each round."""
+    """Where tokens came from; at the end of a text also what happened in each round, and what each of its tokens added."""
     found: dict[str, Any] = {"token_ids": list(tokens), "origins": [str(origin) for origin in origins]}
     if output is not None:
         found["rounds"] = [asdict(each) for each in output.rounds or ()]
+        found["texts"] = list(output.texts or ())
     return found

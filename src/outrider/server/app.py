@@ -27,6 +27,8 @@ from outrider.server.jobs import Job
 from outrider.server.limits import Meter
 from outrider.server.logs import log
 from outrider.server.openapi import document
+from outrider.server.pages.facts import facts
+from outrider.server.pages.files import page_routes
 from outrider.server.schemas import Asked, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.server.service import Service, close, described
 from outrider.server.streams import encoded, events, while_connected
@@ -68,6 +70,8 @@ def make_app(service: Service) -> Starlette:
         route(service, "/version", version, open_to_all=True),
         route(service, "/metrics", metrics, open_to_all=True),
         route(service, "/openapi.json", openapi, open_to_all=True),
+        route(service, "/pages/facts", page_facts),
+        *page_routes(),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route})
 
@@ -293,6 +297,11 @@ async def version(service: Service, call: Call) -> Response:
 async def metrics(service: Service, call: Call) -> Response:
     """/metrics, for Prometheus"""
     return Response(await service.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def page_facts(service: Service, call: Call) -> Response:
+    """/pages/facts: what the playground and the Learn page must know"""
+    return answer(facts(service))
 
 
 async def openapi(service: Service, call: Call) -> Response:

@@ -1,0 +1,1 @@
+"""The playground and the Learn page; their sources are in web/."""

@@ -1,0 +1,46 @@
+"""The files of the pages, as they were built from web/, and how browsers get them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+BUILT = Path(__file__).parent / "built"
+PAGES = {"/": "index.html", "/learn": "learn.html"}
+_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
+#: A page loads nothing from elsewhere and runs no script but its own, whatever a prompt holds.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+
+
+def page_routes() -> list[Route]:
+    """The routes of the pages and of what they load. All of it is open to everybody; what the pages ask for is not."""
+    return [*(Route(path, _page) for path in PAGES), Route("/assets/{name}", _asset)]
+
+
+async def _page(request: Request) -> Response:
+    return _file(PAGES[request.url.path], "no-cache")
+
+
+async def _asset(request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in _assets():
+        raise HTTPException(404, "there is no such file")
+    return _file(name, "public, max-age=31536000, immutable")  # its name holds a digest of what is in it
+
+
+def _assets() -> set[str]:
+    return {path.name for path in BUILT.iterdir() if path.suffix in (".css", ".js", ".svg")}
+
+
+def _file(name: str, caching: str) -> Response:
+    path = BUILT / name
+    headers = {**_HEADERS, "cache-control": caching}
+    return FileResponse(path, headers=headers, media_type=_TYPES[path.suffix])

@@ -1,0 +1,78 @@
+"""A headless browser, and what it saw of the server's answers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+#: Names of the browser, Debian's first. Playwright's own is not needed.
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), None)
+
+
+@contextmanager
+def browsing() -> Iterator[Any]:
+    """A browser; the test is skipped where there is none."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium is installed: `make browser` installs it on Debian as root")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
+    with sync_api.sync_playwright() as playwright:
+        # Root has no sandbox, and a container little shared memory.
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+        )
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class Watch:
+    """What a page asked for, and what went wrong on it.
+
+    Attributes:
+        urls: Of everything that was loaded.
+        problems: Errors of scripts, and what the console says of errors.
+    """
+
+    def __init__(self, page: Any) -> None:
+        self.urls: list[str] = []
+        self.problems: list[str] = []
+        self._responses: list[Any] = []
+        self._answers: list[dict[str, Any]] = []
+        page.on("request", lambda request: self.urls.append(request.url))
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
+        page.on("response", self._note)
+
+    def _note(self, response: Any) -> None:
+        if response.url.endswith("/v1/completions"):
+            self._responses.append(response)
+
+    def answers(self) -> list[dict[str, Any]]:
+        """The completions so far, in their order: what was asked, the text of the first choice, its trace, and the
+        statistics."""
+        waiting, self._responses = self._responses, []  # their bodies are gone when the page is left
+        self._answers += [_answer(response) for response in waiting if response.status == 200]
+        return list(self._answers)
+
+
+def _answer(response: Any) -> dict[str, Any]:
+    lines = response.body().decode().split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    last = [choice for choice in choices if choice["finish_reason"]]
+    return {
+        "asked": json.loads(response.request.post_data),
+        "text": "".join(choice["text"] for choice in choices if choice["index"] == 0),
+        "trace": next(choice["trace"] for choice in last if choice["index"] == 0),
+        "traces": [choice["trace"] for choice in last],
+        "speculation": next(chunk["speculation"] for chunk in chunks if "speculation" in chunk),
+        "token_ids": [token for choice in choices if choice["index"] == 0 for token in choice["trace"]["token_ids"]],
+        "origins": [origin for choice in choices if choice["index"] == 0 for origin in choice["trace"]["origins"]],
+    }

@@ -1,0 +1,425 @@
+"""The playground in a headless browser, against the real server and the real pair."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.browser import Watch, browsing
+from tests.server.running import Server, running
+
+WIDTHS = (360, 820, 1280)
+NEXT, BACK = ".round-buttons button:last-child", ".round-buttons button:first-child"
+#: What the note of a token says, by its origin.
+REASONS = {"accepted": "It stands", "recovered": " fell.", "bonus": "one token more", "plain": "wrote it alone"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running("--allow", "suffix", "--max-n", "8") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with browsing() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    page.watch = Watch(page)
+    yield page
+    context.close()
+
+
+def open_playground(page: Any, server: Server) -> None:
+    page.goto(f"{server.url}/")
+    page.wait_for_selector("#go:enabled")
+
+
+def set_slider(page: Any, name: str, value: float) -> None:
+    page.locator(f"#{name}").evaluate("(e, v) => { e.value = v; e.dispatchEvent(new Event('input')) }", str(value))
+
+
+def run(page: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write both texts; returns the two answers of the server that the page shows."""
+    page.click("#go")
+    page.wait_for_selector("#go:disabled")
+    page.wait_for_selector("#go:enabled")
+    assert page.locator(".problem:visible").count() == 0, page.inner_text(".problem")
+    plain, fast = page.watch.answers()[-2:]
+    return plain, fast
+
+
+def speed(rounds: list[dict[str, Any]]) -> float:
+    """Tokens a second behind the first token."""
+    tokens = sum(len(found["accepted"]) + (found["token_id"] is not None) for found in rounds[1:])
+    return tokens / (rounds[-1]["at"] - rounds[0]["at"])
+
+
+def value(page: Any, selector: str) -> float:
+    return float(page.locator(selector).get_attribute("data-value"))
+
+
+# -- what is shown is what the API said --------------------------------------------------------------------------------
+
+
+def test_both_texts_are_shown_with_the_numbers_of_the_api(page: Any, server: Server) -> None:
+    open_playground(page, server)
+    page.fill("#prompt", "def read(path):\n")
+    plain, fast = run(page)
+    assert plain["asked"]["prompt"] == fast["asked"]["prompt"] == "def read(path):\n"
+    assert plain["asked"]["speculation"] == "off"
+    for lane, answer in enumerate((plain, fast)):
+        tokens = page.locator(f".lane >> nth={lane}").locator(".token")
+        texts = tokens.evaluate_all(
+            "all => all.map(e => [...e.childNodes].filter(n => n.nodeType === 3).map(n => n.data).join(''))"
+        )
+        assert len(texts) == len(answer["token_ids"])
+        assert "".join(answer["trace"]["texts"]) == answer["text"]
+        assert [text.lstrip() for text in texts] == [text.lstrip() for text in answer["trace"]["texts"]]
+        assert tokens.evaluate_all("all => all.map(e => e.dataset.origin)") == answer["origins"]
+    told, rounds = fast["speculation"], fast["trace"]["rounds"]
+    assert value(page, "[data-name=tau]") == told["mean_acceptance_length"]
+    assert page.inner_text("[data-name=tau]") == f"{told['mean_acceptance_length']:.2f}"
+    assert value(page, "[data-name=rate]") == told["acceptance_rate"]
+    assert value(page, "[data-name=passes]") == told["target_passes"]
+    assert value(page, "[data-name=first]") == rounds[0]["at"]
+    assert value(page, ".big") == pytest.approx(speed(rounds) / speed(plain["trace"]["rounds"]))
+    shares = page.locator("#figures td.number[data-value]").evaluate_all("all => all.map(e => Number(e.dataset.value))")
+    pairs = zip(told["accepted_per_position"], told["drafted_per_position"], strict=True)
+    assert shares == pytest.approx([accepted / drafted for accepted, drafted in pairs])
+    parts = page.locator("#figures b[data-part]").all_inner_texts()
+    mean = sum(found["seconds"]["propose"] for found in rounds[1:]) / len(rounds[1:])
+    assert parts[0] == (f"{mean * 1000:.1f} ms" if mean < 0.1 else f"{mean * 1000:.0f} ms")
+    assert page.watch.problems == []
+
+
+@pytest.mark.parametrize(
+    ("method", "shape", "temperature", "rule"),
+    [
+        ("draft_model", "chain", 0.9, "same dice"),
+        ("draft_model", "chain", 0.8, "block"),
+        ("draft_model", "chain", 0, "walk"),
+        ("draft_model", "3,2,1", 1, "traversal"),
+        ("draft_model", "best_first", 1, None),
+        ("suffix", "chain", 0.5, "walk"),
+    ],
+)
+def test_every_note_equals_its_trace(
+    page: Any, server: Server, method: str, shape: str, temperature: float, rule: str | None
+) -> None:
+    open_playground(page, server)
+    page.fill("#prompt", "x = [1, 2, 3]\nx = [1, 2, 3]\nx = [")
+    page.select_option("#method", method)
+    page.select_option("#shape", shape)
+    set_slider(page, "temperature", temperature)
+    set_slider(page, "tokens", 32)
+    same = rule == "same dice"
+    page.set_checked("#dice", same)
+    plain, fast = run(page)
+    rounds = fast["trace"]["rounds"]
+    rules = {found["rule"] for found in rounds if found["token_ids"]}
+    assert rules
+    assert rule is None or rules == {"walk" if same else rule}
+    assert [seed is not None for seed in (plain["asked"].get("seed"), fast["asked"].get("seed"))] == [same, same]
+    assert plain["asked"].get("seed") == fast["asked"].get("seed")
+    wanted = [note for found in rounds for note in notes_of(found)]
+    tokens = page.locator(".lane >> nth=1").locator(".token")
+    assert tokens.count() == len(wanted)
+    tokens.first.focus()
+    for place, want in enumerate(wanted):
+        facts = page.locator("#note dd").evaluate_all("all => all.map(e => Number(e.dataset.value))")
+        assert facts == want["facts"], place
+        assert page.inner_text("#note .badge") == fast["origins"][place]
+        assert page.inner_text("#note .note-where").startswith(f"Round {want['round'] + 1}")
+        assert REASONS[fast["origins"][place]] in page.inner_text("#note .note-why")
+        for guess in want["fallen"]:
+            assert guess.strip() in page.inner_text("#note .note-why")
+        page.keyboard.press("ArrowRight")
+
+
+def test_the_pointer_shows_a_note_too(page: Any, server: Server) -> None:
+    open_playground(page, server)
+    set_slider(page, "tokens", 24)
+    _, fast = run(page)
+    wanted = [note for found in fast["trace"]["rounds"] for note in notes_of(found)]
+    for place in (0, len(wanted) // 2, len(wanted) - 1):
+        page.locator(".lane >> nth=1").locator(".token").nth(place).hover()
+        facts = page.locator("#note dd").evaluate_all("all => all.map(e => Number(e.dataset.value))")
+        assert facts == wanted[place]["facts"]
+    page.locator("#race-title").hover()
+    assert page.locator("#note:visible").count() == 0
+    page.locator(".lane >> nth=1").locator(".token").last.click()
+    last = fast["trace"]["rounds"][-1]["round"]
+    assert page.inner_text(".round-title") == f"Round {last + 1} of {last + 1}"
+
+
+def notes_of(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What the notes of a round's tokens must say, from its trace alone."""
+    coins = {coin["node"]: coin["probability"] for coin in found["coins"]}
+    rows = {row["node"]: {each["token_id"]: each for each in row["likely"]} for row in found["rows"]}
+    end = -1
+    for node in found["accepted"]:
+        likely = rows[found["parents"][node]][found["token_ids"][node]]
+        assert likely["target"] == found["target_probs"][node]
+        yield note(found["round"], likely, coins.get(node))
+        end = node
+    if found["token_id"] is not None:
+        fallen = [found["texts"][node] for node, parent in enumerate(found["parents"]) if parent == end]
+        yield note(found["round"], rows[end][found["token_id"]], None, [text for text in fallen if text.strip().isalnum()])
+
+
+def note(number: int, likely: dict[str, Any], coin: float | None, fallen: list[str] | None = None) -> dict[str, Any]:
+    facts = [likely["target"], likely["draft"], coin]
+    return {"round": number, "facts": [each for each in facts if each is not None], "fallen": fallen or []}
+
+
+@pytest.mark.parametrize("shape", ["chain", "3,2,1"])
+def test_rounds_are_stepped_to_the_end(page: Any, server: Server, shape: str) -> None:
+    open_playground(page, server)
+    page.select_option("#shape", shape)
+    set_slider(page, "tokens", 24)
+    _, fast = run(page)
+    rounds = fast["trace"]["rounds"]
+    while page.locator(BACK).is_enabled():
+        page.click(BACK)
+    for number, found in enumerate(rounds):
+        for stage, name in enumerate(("Draft", "Verify", "Accept", "Repair")):
+            assert page.inner_text(".round-title").startswith(f"Round {number + 1} ")
+            assert page.inner_text("[aria-current=step]") == name
+            kinds = page.locator(".tree .box").evaluate_all("all => all.map(e => e.classList[1])")
+            assert kinds == boxes(found, stage), (number, name)
+            marked = page.locator(".token.marked").count()
+            assert marked == len(found["accepted"]) + (found["token_id"] is not None)
+            if number < len(rounds) - 1 or stage < 3:
+                page.click(NEXT)
+    assert page.locator(NEXT).is_disabled()
+    assert page.watch.problems == []
+
+
+def boxes(found: dict[str, Any], stage: int) -> list[str]:
+    """The kinds of boxes of the drawn tree: the root, the draft, and what the target wrote."""
+    nodes = range(len(found["token_ids"]))
+    if stage < 2:
+        draft = ["guess" for _ in nodes]
+    else:
+        draft = ["accepted" if node in found["accepted"] else "fallen" for node in nodes]
+    end = found["accepted"][-1] if found["accepted"] else -1
+    kind = "plain" if not draft else "recovered" if end in found["parents"] else "bonus"
+    return ["root", *draft, *([kind] if stage == 3 and found["token_id"] is not None else [])]
+
+
+# -- prompts and failures ----------------------------------------------------------------------------------------------
+
+TEXTS = {
+    "markup": '<img src=x onerror="alert(1)"><script>alert(2)</script> &amp; <b>bold</b>',
+    "right to left": "שלום עולם, مرحبا بالعالم",
+    "emoji": "print('🎉👩‍👩‍👧‍👦🇨🇭')\n# é",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_of_all_kinds_are_shown_as_they_are(page: Any, server: Server, name: str) -> None:
+    dialogs: list[str] = []
+    page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+    # The model would hardly write such a text by itself, so the server is asked for it: the answer is real in all else.
+    page.route("**/v1/completions", lambda route: route.continue_(post_data=asking_for(TEXTS[name], route.request)))
+    open_playground(page, server)
+    page.fill("#prompt", TEXTS[name])
+    set_slider(page, "tokens", 256)
+    plain, fast = run(page)
+    assert fast["asked"]["prompt"] == TEXTS[name]
+    assert plain["text"] == fast["text"] == TEXTS[name]
+    shown = page.locator(".lane >> nth=1").locator(".token").evaluate_all("all => all.map(e => e.textContent)")
+    assert all(shown), "a token that cannot be seen cannot be pointed at"
+    read = "".join(shown).replace("·", "").replace("␣", "").replace("↵", "")
+    assert read.replace(" ", "") == TEXTS[name].replace(" ", "")
+    page.locator(".lane >> nth=1").locator(".token").last.focus()
+    page.click(NEXT)
+    assert page.locator("main img, main script, .tokens b").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert dialogs == []
+    assert page.watch.problems == []
+
+
+def asking_for(text: str, request: Any) -> str:
+    """A request whose answer can only be this text."""
+    return json.dumps({**json.loads(request.post_data), "guided_choice": [text]})
+
+
+def test_a_prompt_of_two_thousand_tokens_is_taken(page: Any, server: Server) -> None:
+    open_playground(page, server)
+    page.fill("#prompt", long_prompt(server))
+    set_slider(page, "tokens", 24)
+    assert run(page)[1]["token_ids"]
+    assert page.watch.problems == []
+
+
+def long_prompt(server: Server) -> str:
+    """A prompt of 2,000 tokens."""
+    tokens = server.post("/tokenize", {"prompt": "def read(path):\n    return open(path).read()\n" * 200}).json()["tokens"]
+    text: str = server.post("/detokenize", {"tokens": tokens[:2000]}).json()["prompt"]
+    assert server.post("/tokenize", {"prompt": text}).json()["count"] == 2000
+    return text
+
+
+def test_what_the_server_refuses_is_said(page: Any, server: Server) -> None:
+    open_playground(page, server)
+    page.fill("#prompt", "word " * 3000)
+    page.click("#go")
+    page.wait_for_selector(".problem:visible")
+    assert "2048" in page.inner_text(".problem").replace(",", "")
+    page.fill("#prompt", "def f(")
+    run(page)
+    assert page.locator(".problem:visible").count() == 0
+
+
+def test_a_server_that_goes_away_is_said_and_recovered_from(page: Any) -> None:
+    with running() as first:
+        open_playground(page, first)
+        port = first.url.rsplit(":", 1)[1]
+        set_slider(page, "tokens", 256)
+        first_bytes = "() => /tokens…/.test(document.querySelector('.status').textContent)"
+        page.click("#go")
+        page.wait_for_function(first_bytes)
+        first.process.kill()
+        page.wait_for_selector(".problem:visible")
+        assert "server" in page.inner_text(".problem")
+        assert page.locator("#results:visible").count() == 0
+    with running("--port", port):
+        page.wait_for_function("() => document.querySelector('.status').textContent === 'The server is back.'")
+        assert page.locator(".problem:visible").count() == 0
+        page.watch = Watch(page)
+        set_slider(page, "tokens", 24)
+        _, fast = run(page)
+        assert fast["token_ids"]
+
+
+def test_a_key_is_asked_for(page: Any) -> None:
+    name = "<b>not</b> markup"
+    with running("--served-model-name", name, OUTRIDER_API_KEYS="team:secret") as server:
+        assert httpx.get(f"{server.url}/").status_code == 200
+        assert httpx.get(f"{server.url}/pages/facts").status_code == 401
+        page.goto(f"{server.url}/")
+        page.fill("#key", "secret")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#go:enabled")
+        assert page.inner_text("#model").startswith(f"{name}, ")
+        set_slider(page, "tokens", 16)
+        assert run(page)[1]["token_ids"]
+
+
+def test_without_scripts_the_pages_say_what_is_missing(browser: Any, server: Server) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    for path, words in (("/", "needs JavaScript"), ("/learn", "need JavaScript")):
+        page.goto(server.url + path)
+        assert words in page.inner_text("noscript")
+    context.close()
+
+
+# -- everybody can use it ----------------------------------------------------------------------------------------------
+
+
+def test_the_keyboard_is_enough(page: Any, server: Server) -> None:
+    open_playground(page, server)
+    press = page.keyboard.press
+    press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "To the content"
+    focus(page, "prompt")
+    press("Control+a")
+    page.keyboard.type("import os")
+    focus(page, "tokens")
+    press("Home")
+    assert page.inner_text("output[for=tokens]") == "16"
+    focus(page, "go")
+    press("Enter")
+    page.wait_for_selector("#results:visible")
+    _, fast = page.watch.answers()[-2:]
+    assert fast["asked"]["prompt"] == "import os"
+    assert page.evaluate("document.activeElement.id") == "results"
+    for _ in range(40):
+        press("Tab")
+        if page.evaluate(
+            "document.activeElement.classList.contains('token') && !!document.activeElement.closest('.lane:nth-child(2)')"
+        ):
+            break
+    press("End")
+    assert page.locator("#note:visible").count() == 1
+    described = page.evaluate("document.activeElement.getAttribute('aria-describedby')")
+    assert described == "note"
+    press("Escape")
+    assert page.locator("#note:visible").count() == 0
+    press("Enter")
+    rounds = len(fast["trace"]["rounds"])
+    assert page.inner_text(".round-title") == f"Round {rounds} of {rounds}"
+    focus_selector(page, NEXT)
+    press("Enter")
+    assert page.inner_text("[aria-current=step]") == "Verify"
+    assert page.evaluate("document.activeElement.matches('.round-buttons button')")
+
+
+def focus(page: Any, name: str) -> None:
+    """Go on with the tab key until the element has the focus."""
+    focus_selector(page, f"#{name}")
+
+
+def focus_selector(page: Any, selector: str) -> None:
+    for _ in range(60):
+        if page.evaluate("(s) => document.activeElement.matches(s)", selector):
+            return
+        page.keyboard.press("Tab")
+    raise AssertionError(f"the tab key does not come to {selector}")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_and_nothing_is_cut_off(browser: Any, server: Server, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    context = browser.new_context(color_scheme=scheme, reduced_motion="reduce")
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    page.watch = Watch(page)
+    open_playground(page, server)
+    check(axe, page)
+    set_slider(page, "tokens", 48)
+    run(page)
+    for _ in range(6):
+        page.click(NEXT)
+    page.locator(".lane >> nth=1").locator(".token.recovered, .token.accepted").first.focus()
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_selector("#note", state="hidden")
+        page.keyboard.press("ArrowRight")
+        assert page.locator("#note:visible").count() == 1
+        check(axe, page)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
+    context.close()
+
+
+def check(axe: Any, page: Any) -> None:
+    found = axe.Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+
+
+def test_a_page_is_light_and_loads_nothing_from_elsewhere(page: Any, server: Server) -> None:
+    for path in ("/", "/learn"):
+        page.goto(server.url + path)
+        page.wait_for_load_state("networkidle")
+        sizes = page.evaluate("performance.getEntriesByType('resource').map(e => e.decodedBodySize)")
+        assert sum(sizes) + len(httpx.get(server.url + path).content) < 300_000
+        assert page.evaluate("performance.getEntriesByName('first-contentful-paint').length") == 1
+        response = httpx.get(server.url + path)
+        assert "default-src 'none'" in response.headers["content-security-policy"]
+        assert "'unsafe" not in response.headers["content-security-policy"]
+    assert {url.startswith((server.url, "data:")) for url in page.watch.urls} == {True}
+    assert httpx.get(f"{server.url}/assets/digests.json").status_code == 404
+    assert httpx.get(f"{server.url}/assets/..%2Ffiles.py").status_code == 404

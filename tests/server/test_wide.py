@@ -1,0 +1,52 @@
+"""`outrider serve --wide`: the wide copy of the embedded target, and who drafts for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outrider.cli import serve as command
+from outrider.errors import ContradictionError
+from outrider.llm import default_model
+
+
+class Stop(Exception):
+    """Ends the command where it would load a model."""
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the command would load: the model and the settings of speculation."""
+    found: list[Any] = []
+
+    def load(model: str, settings: Any, template: str | None, **given: Any) -> None:
+        found.append((model, settings))
+        raise Stop
+
+    monkeypatch.setattr(command, "_load", load)
+    monkeypatch.setattr("outrider.bench.widen.wide_target", lambda dtype: f"wide-{dtype}")
+    monkeypatch.setattr("outrider.server.run.listen", lambda host, port: None)
+    monkeypatch.setattr("outrider.server.logs.write_json", lambda: None)
+    return found
+
+
+def test_the_embedded_draft_model_drafts_for_it(loaded: list[Any]) -> None:
+    for given in ({}, {"method": "draft_model"}, {"dtype": "float32"}):
+        with pytest.raises(Stop):
+            command.serve(wide=True, **given)
+        model, settings = loaded.pop()
+        assert model == f"wide-{given.get('dtype', 'bfloat16')}"
+        assert (settings.method.name, settings.method.model) == ("draft_model", default_model("draft"))
+
+
+def test_another_method_may(loaded: list[Any]) -> None:
+    with pytest.raises(Stop):
+        command.serve(wide=True, method="suffix")
+    assert loaded.pop()[1].method.name == "suffix"
+
+
+def test_a_model_beside_it_is_refused(loaded: list[Any]) -> None:
+    with pytest.raises(ContradictionError, match="copy of the embedded target"):
+        command.serve("some-model", wide=True)
+    assert not loaded

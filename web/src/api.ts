@@ -1,0 +1,199 @@
+/** What the server is asked, and what it answers. The shapes are those of docs/serving.md. */
+
+export type Origin = "plain" | "accepted" | "recovered" | "bonus";
+
+/** A way to draft that the server was started with. */
+export interface MethodFacts {
+  name: string;
+  num_draft_tokens: number;
+  takes_tree: boolean;
+  adapts: boolean;
+  least_length: number;
+}
+
+export interface Facts {
+  model: string;
+  max_model_len: number;
+  dtype: string;
+  weight_bytes: number | null;
+  max_texts: number;
+  methods: MethodFacts[];
+}
+
+export interface Likely {
+  token_id: number;
+  text: string | null;
+  target: number;
+  draft: number | null;
+}
+
+/** What could have come after one token of a round; node -1 is the last token of the text so far. */
+export interface Row {
+  node: number;
+  likely: Likely[];
+  overlap: number | null;
+}
+
+export interface Round {
+  round: number;
+  position: number;
+  token_ids: number[];
+  parents: number[];
+  laws: string[];
+  drafted_by: { method: string; first: number; end: number }[];
+  draft_probs: (number | null)[];
+  target_probs: number[];
+  rule: string | null;
+  coins: { node: number; probability: number; stands: boolean }[];
+  accepted: number[];
+  token_id: number | null;
+  seconds: Record<string, number>;
+  texts: (string | null)[];
+  rows: Row[];
+  at: number;
+}
+
+export interface Speculation {
+  method: string;
+  target_passes: number;
+  drafts: number;
+  draft_tokens: number;
+  accepted_tokens: number;
+  drafted_per_position: number[];
+  accepted_per_position: number[];
+  acceptance_rate: number;
+  mean_acceptance_length: number;
+}
+
+/** One text with its trace. */
+export interface Written {
+  text: string;
+  tokenIds: number[];
+  origins: Origin[];
+  texts: string[];
+  rounds: Round[];
+  speculation: Speculation;
+  finishReason: string;
+}
+
+/** What a text is asked for; speculation is "off" or the settings of a method. */
+export interface Asked {
+  prompt: string;
+  max_tokens: number;
+  temperature: number;
+  speculation: string | Record<string, unknown>;
+  seed?: number;
+  n?: number;
+  ignore_eos?: boolean;
+}
+
+/** An answer of the server that is an error, or no answer at all: then `gone` is true. */
+export class ServerError extends Error {
+  constructor(
+    message: string,
+    readonly status: number,
+    readonly gone = false,
+  ) {
+    super(message);
+  }
+}
+
+let apiKey = "";
+
+/** Send this key with every further request. */
+export function useKey(key: string): void {
+  apiKey = key;
+}
+
+/** The model and the methods of the server. */
+export async function facts(): Promise<Facts> {
+  return (await answered("/pages/facts")).json();
+}
+
+/** Whether the server is there. */
+export async function isAlive(): Promise<boolean> {
+  try {
+    return (await fetch("/health")).ok;
+  } catch {
+    return false;
+  }
+}
+
+/**
+ * Write one text, with its trace.
+ *
+ * @param asked What is asked for.
+ * @param progress Is told how many tokens there are so far.
+ * @throws ServerError
+ */
+export async function write(asked: Asked, progress: (numTokens: number) => void = () => {}): Promise<Written> {
+  const [found] = await writeAll(asked, progress);
+  return found;
+}
+
+/** Write `asked.n` texts at a time. */
+export async function writeAll(asked: Asked, progress: (numTokens: number) => void = () => {}): Promise<Written[]> {
+  const body = JSON.stringify({ ...asked, stream: true, trace: true });
+  const response = await answered("/v1/completions", { method: "POST", body });
+  const found = Array.from({ length: asked.n ?? 1 }, empty);
+  let numTokens = 0;
+  for await (const event of events(response)) {
+    if (event.error) throw new ServerError(event.error.message, 500);
+    for (const choice of event.choices) {
+      take(found[choice.index], choice);
+      numTokens += choice.trace.token_ids.length;
+    }
+    if (event.speculation) for (const each of found) each.speculation = event.speculation;
+    progress(numTokens);
+  }
+  if (found.some((each) => !each.finishReason)) throw new ServerError("The answer broke off in the middle.", 0, true);
+  return found;
+}
+
+function empty(): Written {
+  return { text: "", tokenIds: [], origins: [], texts: [], rounds: [], speculation: {} as Speculation, finishReason: "" };
+}
+
+function take(found: Written, choice: any): void {
+  found.text += choice.text;
+  found.tokenIds.push(...choice.trace.token_ids);
+  found.origins.push(...choice.trace.origins);
+  if (choice.finish_reason) {
+    found.finishReason = choice.finish_reason;
+    found.rounds = choice.trace.rounds;
+    found.texts = choice.trace.texts;
+  }
+}
+
+async function answered(path: string, options: RequestInit = {}): Promise<Response> {
+  const headers: Record<string, string> = { "content-type": "application/json" };
+  if (apiKey) headers.authorization = `Bearer ${apiKey}`;
+  let response: Response;
+  try {
+    response = await fetch(path, { ...options, headers });
+  } catch {
+    throw new ServerError("The server does not answer.", 0, true);
+  }
+  if (response.ok) return response;
+  const body = await response.json().catch(() => null);
+  throw new ServerError(body?.error?.message ?? `The server answered with status ${response.status}.`, response.status);
+}
+
+/** The events of a stream, up to its last. */
+async function* events(response: Response): AsyncGenerator<any> {
+  const reader = response.body!.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  while (true) {
+    const { done, value } = await reader.read().catch(() => {
+      throw new ServerError("The server went away in the middle of the answer.", 0, true);
+    });
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop()!;
+    for (const part of parts) {
+      const data = part.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}

@@ -1,0 +1,125 @@
+/** The small figures. Each says in words what it draws. */
+
+import type { Row, Speculation } from "./api";
+import { h, s } from "./dom";
+import { duration, percent, roughly, shown, times } from "./format";
+import { PARTS, type Part, type Run } from "./run";
+import { bestLength, speedup } from "./speedup";
+
+const NAMES: Record<Part, string> = {
+  draft: "drafting",
+  pass: "the target's pass",
+  check: "checking",
+  rest: "everything else",
+};
+
+/** Share of the guesses at each position that stood. */
+export function byPosition(found: Speculation): HTMLElement {
+  const rows = found.drafted_per_position.map((drafted, place) => {
+    const share = drafted ? found.accepted_per_position[place] / drafted : 0;
+    const bar = h("span.fill.accepted");
+    bar.style.width = `${share * 100}%`;
+    return h(
+      "tr",
+      {},
+      h("th", { scope: "row" }, `guess ${place + 1}`),
+      h("td.bars", {}, h("span.rail", {}, bar)),
+      h("td.number", { "data-value": share }, roughly(share)),
+    );
+  });
+  return h("table.chart", {}, h("caption", {}, "How many of the guesses at each place stood"), h("tbody", {}, ...rows));
+}
+
+/** Where the time of a step goes, in both runs, on one scale. */
+export function timeShares(plain: Run, fast: Run): HTMLElement {
+  const longest = Math.max(plain.secondsPerRound, fast.secondsPerRound);
+  const rows = [
+    partsRow("plain", plain, longest, "1 token"),
+    partsRow("a round", fast, longest, `${fast.tokensPerRound.toFixed(2)} tokens`),
+  ];
+  const keys = PARTS.map((part) =>
+    h("li", {}, h(`span.key.${part}`), `${NAMES[part]} `, h("b", { "data-part": part }, duration(fast.parts[part]))),
+  );
+  const caption = h("caption", {}, "The time of one step, and what it brings");
+  return h("div", {}, h("table.chart", {}, caption, h("tbody", {}, ...rows)), h("ul.keys", {}, ...keys));
+}
+
+function partsRow(name: string, run: Run, longest: number, brings: string): HTMLElement {
+  const bars = PARTS.map((part) => {
+    const bar = h(`span.fill.${part}`, { title: `${NAMES[part]}: ${duration(run.parts[part])}` });
+    bar.style.width = `${(run.parts[part] / longest) * 100}%`;
+    return bar;
+  });
+  const said = h("span.number", {}, `${duration(run.secondsPerRound)} · ${brings}`);
+  return h("tr", {}, h("th", { scope: "row" }, name), h("td.bars", {}, h("span.rail.wide", {}, ...bars), said));
+}
+
+/** The expected speedup by length of the draft, with what was measured. */
+export function curve(chance: number, cost: number, measured: { length: number; gain: number }[], longest = 12): HTMLElement {
+  const [width, height, left, bottom] = [360, 200, 38, 34];
+  const top = Math.max(1.5, ...measured.map((each) => each.gain), ...lengths(longest).map((k) => speedup(chance, k, cost))) * 1.1;
+  const x = (k: number) => left + (k / longest) * (width - left - 12);
+  const y = (gain: number) => height - bottom - (gain / top) * (height - bottom - 10);
+  const path = lengths(longest * 4).map((step) => `${x(step / 4).toFixed(1)},${y(speedup(chance, step / 4, cost)).toFixed(1)}`);
+  const best = bestLength(chance, cost, longest);
+  const ticks = [1, 2, 3, 4, 5, 6].filter((gain) => gain < top);
+  const said = `Expected speedup by length of the draft: most, ${times(speedup(chance, best, cost))}, with ${best} guesses. Measured: ${measured
+    .map((each) => `${times(each.gain)} with ${each.length.toFixed(1)}`)
+    .join(", ")}.`;
+  const points = measured.map((each) => s("circle.point", { cx: x(Math.min(each.length, longest)), cy: y(each.gain), r: 5.5 }));
+  return h(
+    "figure.curve",
+    {},
+    s(
+      "svg",
+      { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": said },
+      ...ticks.map((gain) => s(gain === 1 ? "line.grid.one" : "line.grid", { x1: left, x2: width - 12, y1: y(gain), y2: y(gain) })),
+      ...ticks.map((gain) => s("text.tick", { x: left - 8, y: y(gain) + 4, "text-anchor": "end" }, `${gain}×`)),
+      ...lengths(longest).filter((k) => k % 2 === 0).map((k) => s("text.tick", { x: x(k), y: height - bottom + 17, "text-anchor": "middle" }, String(k))),
+      s("text.tick", { x: width - 12, y: height - 2, "text-anchor": "end" }, "guesses a round"),
+      s("polyline.line", { points: path.join(" ") }),
+      ...points,
+    ),
+    h("figcaption", {}, s("svg.dot", { viewBox: "0 0 12 12", "aria-hidden": "true" }, s("circle.point", { cx: 6, cy: 6, r: 5 })), "measured just now; the line is what the formula expects"),
+  );
+}
+
+function lengths(longest: number): number[] {
+  return Array.from({ length: longest + 1 }, (_, k) => k);
+}
+
+/** What target and draft held likely behind a token, and what the target still owes. */
+export function distribution(row: Row, guess: number | null, options: { owed?: boolean } = {}): HTMLElement {
+  const most = Math.max(...row.likely.map((each) => Math.max(each.target, each.draft ?? 0)), 1e-9);
+  const left = row.overlap === null ? 0 : 1 - row.overlap;
+  const drawn = row.overlap !== null;
+  const body = row.likely.slice(0, 9).map((each) => {
+    const owed = drawn && left > 1e-6 ? Math.max(0, each.target - (each.draft ?? 0)) / left : null;
+    const values: [string, number][] = [["target", each.target]];
+    if (each.draft !== null) values.push(["draft", each.draft]);
+    if (options.owed && owed !== null) values.push(["owed", owed]);
+    const name = h("code", {}, shown(each.text, each.token_id));
+    const isGuess = each.token_id === guess;
+    return h(
+      `tr${isGuess ? ".guess" : ""}`,
+      {},
+      h("th", { scope: "row" }, name, isGuess && h("small", {}, " the guess")),
+      h("td.bars", {}, ...values.map(([kind, value]) => bar(kind, value, most))),
+      h("td.number", {}, ...values.map(([kind, value]) => h("span", { "data-kind": kind, "data-value": value }, percent(value)))),
+    );
+  });
+  const kinds = ["target", ...(drawn ? ["draft"] : []), ...(options.owed && left > 1e-6 ? ["owed"] : [])];
+  const keys: Record<string, string> = { target: "target p", draft: "draft q", owed: "what the target still owes" };
+  return h(
+    "div.distribution",
+    {},
+    h("ul.keys", {}, ...kinds.map((kind) => h("li", {}, h(`span.key.${kind}`), keys[kind]))),
+    h("table.chart", {}, h("caption.hidden", {}, "Probabilities of the next token"), h("tbody", {}, ...body)),
+  );
+}
+
+function bar(kind: string, value: number, most: number): HTMLElement {
+  const found = h(`span.fill.${kind}`);
+  found.style.width = `${Math.min(1, value / most) * 100}%`;
+  return h("span.rail.thin", {}, found);
+}

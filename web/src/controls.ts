@@ -1,0 +1,94 @@
+/** The sliders and choices of the playground. */
+
+import type { Facts, MethodFacts } from "./api";
+import { fill, h } from "./dom";
+
+const WORDS: Record<string, string> = {
+  draft_model: "a small model",
+  cross_vocabulary: "a small model of another vocabulary",
+  early_exit: "the target's first layers",
+  layer_skip: "the target with layers left out",
+  ngram: "what followed these words before",
+  suffix: "the longest text that came before",
+  token_recycling: "what the target held likely before",
+  lookahead: "word groups tried on the side",
+};
+
+/** What the reader has chosen. */
+export interface Choice {
+  speculation: Record<string, unknown>;
+  maxTokens: number;
+  temperature: number;
+  sameDice: boolean;
+}
+
+export class Controls {
+  readonly element = h("div.controls");
+  private readonly method = h<HTMLSelectElement>("select", { id: "method", change: () => this.suit() });
+  private readonly shape = h<HTMLSelectElement>("select", { id: "shape", change: () => this.suit() });
+  private readonly length = slider("length", 1, 12, 1, 5);
+  private readonly tokens = slider("tokens", 16, 256, 8, 96);
+  private readonly temperature = slider("temperature", 0, 1.5, 0.1, 0.8);
+  private readonly dice = h<HTMLInputElement>("input", { id: "dice", type: "checkbox", checked: true });
+
+  constructor(private readonly facts: Facts) {
+    fill(this.method, ...facts.methods.map((each) => h("option", { value: each.name }, WORDS[each.name] ?? each.name)));
+    fill(
+      this.element,
+      field("Guesses come from", this.method),
+      field("Shape of the guesses", this.shape),
+      field("Guesses a round", this.length),
+      field("Tokens to write", this.tokens),
+      field("Temperature", this.temperature, "0 takes the likeliest token"),
+      h("div.field.check", {}, this.dice, h("label", { for: "dice" }, "The same dice on both sides, so the same text")),
+    );
+    this.suit();
+  }
+
+  get choice(): Choice {
+    const speculation: Record<string, unknown> = { method: this.method.value };
+    if (this.shape.value === "chain") speculation.num_draft_tokens = Number(this.length.value);
+    else speculation.tree = this.shape.value === "best_first" ? "best_first" : this.shape.value.split(",").map(Number);
+    return {
+      speculation,
+      maxTokens: Number(this.tokens.value),
+      temperature: Number(this.temperature.value),
+      sameDice: this.dice.checked,
+    };
+  }
+
+  /** Offer what the chosen method can do. */
+  private suit(): void {
+    const method = this.facts.methods.find((each) => each.name === this.method.value);
+    if (!method) return;
+    const before = this.shape.value;
+    fill(this.shape, ...shapes(method).map(([value, name]) => h("option", { value }, name)));
+    if ([...this.shape.options].some((option) => option.value === before)) this.shape.value = before;
+    this.length.min = String(method.least_length);
+    this.length.max = String(Math.max(12, method.num_draft_tokens));
+    if (this.method.dataset.shown !== method.name) this.length.value = String(method.num_draft_tokens);
+    this.method.dataset.shown = method.name;
+    this.length.disabled = this.shape.value !== "chain";
+    this.length.dispatchEvent(new Event("input"));
+  }
+}
+
+function shapes(method: MethodFacts): [string, string][] {
+  const found: [string, string][] = [["chain", "one behind the other"]];
+  if (method.takes_tree) found.push(["3,2,1", "a tree: 3, then 2, then 1"]);
+  if (method.adapts) found.push(["best_first", "a tree that adapts"]);
+  return found;
+}
+
+function slider(id: string, min: number, max: number, step: number, value: number): HTMLInputElement {
+  return h("input", { id, type: "range", min, max, step, value });
+}
+
+function field(name: string, input: HTMLInputElement | HTMLSelectElement, help?: string): HTMLElement {
+  const number = input instanceof HTMLInputElement && h("output", { for: input.id });
+  const show = () => number && fill(number, input.disabled ? "by the tree" : input.value);
+  input.addEventListener("input", show);
+  show();
+  const small = help ? h("small", {}, help) : null;
+  return h("div.field", {}, h("label", { for: input.id }, name, small), h("div.with-number", {}, input, number));
+}
