@@ -21,6 +21,7 @@ LAYERS = (
     ("kernels",),
     ("cache",),
     ("model",),
+    ("heads",),
     ("verify",),
     ("propose",),
     ("govern",),

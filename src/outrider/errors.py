@@ -10,7 +10,8 @@ OutriderError
 │   ├── ModelLoadError               not on the hub, unreadable or corrupt
 │   ├── ModelTooLargeError           takes more memory than there is; carries the numbers
 │   ├── UnsupportedModelError        loads, but cannot be driven exactly; says why
-│   └── VocabularyMismatchError      a draft model that speaks other tokens than its target
+│   ├── VocabularyMismatchError      a draft model that speaks other tokens than its target
+│   └── HeadMismatchError            heads that were made for another target; carries what differs
 ├── RequestError                     one request failed; its neighbours did not
 │   ├── NonFiniteLogitsError         the target wrote NaN or infinity
 │   ├── ProcessingError              a logits processor or a grammar failed
@@ -152,6 +153,27 @@ class UnsupportedModelError(ModelError):
 
 class VocabularyMismatchError(ModelError):
     """The draft model's tokens are not the target's."""
+
+
+class HeadMismatchError(ModelError):
+    """Heads were made for another target than this one, or for another method.
+
+    Args:
+        model: The folder of the heads.
+        problem: What differs, as a clause.
+        remedy: What would help, as a sentence.
+        field: The name of what differs.
+        needed: What the heads need.
+        found: What there is.
+    """
+
+    def __init__(
+        self, model: str, problem: str, remedy: str, field: str = "", needed: object = None, found: object = None
+    ) -> None:
+        self.field = field
+        self.needed = needed
+        self.found = found
+        super().__init__(model, problem, remedy)
 
 
 class RequestError(OutriderError):

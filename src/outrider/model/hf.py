@@ -274,6 +274,42 @@ def _stack_and_layers(model: Any) -> tuple[Any, Any]:
     return next((pair for pair in found if getattr(pair[0], "config", None) is config), found[0])
 
 
+@torch.no_grad()
+def layer_features(model: Any, input_ids: Tensor, layer: int, *, normed: bool) -> Tensor:
+    """Hidden states of a stock model, as heads read them: what its first layers leave.
+
+    Args:
+        model: A causal language model whose weights are in its own modules.
+        input_ids: [batch, length]
+        layer: How many first layers.
+        normed: Whether the final norm is applied to what they leave.
+
+    Returns:
+        [batch, length, hidden_size]
+    """
+    kept: list[Tensor] = []
+    hook = decoder_layers(model)[layer - 1].register_forward_hook(lambda _, __, out: kept.append(_states_of(out)))
+    try:
+        with noting_layers(model):
+            out = model.base_model(input_ids=input_ids, use_cache=False)
+    finally:
+        hook.remove()
+    if not normed:
+        return kept[0]
+    if layer == len(decoder_layers(model)):
+        last: Tensor = out.last_hidden_state
+        return last
+    return torch.stack([final_norm(model, states) for states in kept[0]])
+
+
+def final_norm(model: Any, hidden: Tensor) -> Tensor:
+    """The final norm of hidden states [n, hidden_size]."""
+    with some_layers(model, (), hidden):
+        tokens = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+        normed: Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
+    return normed
+
+
 @contextmanager
 def only_head(model: Any, hidden: Tensor) -> Iterator[None]:
     """Let the model's head find `hidden` [num_rows, hidden_size] instead of what its decoder computes, with whatever the

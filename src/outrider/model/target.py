@@ -48,6 +48,7 @@ class Target:
 
     Attributes:
         name: Path or hub id.
+        model_type: The kind of model, as its configuration says.
         tokenizer: Its tokenizer, if any.
         vocab_size: Width of its logits.
         hidden_size: Width of its hidden states.
@@ -63,6 +64,7 @@ class Target:
         config = loaded.model.config.get_text_config(decoder=True)
         self._runner = runner
         self.name = loaded.name
+        self.model_type = str(config.model_type)
         self.tokenizer: Any | None = loaded.tokenizer
         self.vocab_size = loaded.vocab_size
         self.hidden_size = int(config.hidden_size)
@@ -195,14 +197,34 @@ class Target:
             InvalidParameterError: A layer that the model has not.
             UnsupportedModelError: Its layers cannot be chosen from.
         """
-        self._check_layers("layers", tuple(layers), self.num_layers)
-        apart = self._runner.apart(1)
-        segment = Segment([0], 0, apart.blocks.allocate(1), long_rope=self._runner.loaded.uses_long_rope(1))
         try:
-            apart.forward([segment], (), PartialPass(tuple(layers)))
+            self.run_apart([0], layers=layers)
+        except InvalidParameterError:
+            raise
         except Exception as error:  # whatever the model's own code raises
             problem = f"it cannot run layers {list(layers)} alone ({error})"
             raise UnsupportedModelError(self.name, problem, "Use another method.") from error
+
+    def run_apart(
+        self, token_ids: Sequence[int], *, layers: Sequence[int] | None = None, aux_layers: Sequence[int] = ()
+    ) -> ForwardOutput:
+        """Compute a text in a memory of its own, which no sequence has a part in.
+
+        Args:
+            token_ids: The text.
+            layers: As for `run`; None for a whole pass, which leaves no `hidden`.
+            aux_layers: As for `run`.
+
+        Raises:
+            InvalidParameterError: A layer that the model has not.
+        """
+        if layers is not None:
+            self._check_layers("layers", tuple(layers), self.num_layers)
+        self._check_layers("aux_layers", tuple(aux_layers), self.num_layers + 1)
+        size, apart = len(token_ids), self._runner.apart(len(token_ids))
+        blocks = apart.blocks.allocate(apart.blocks.blocks_for(size))
+        segment = Segment(token_ids, 0, blocks, long_rope=self._runner.loaded.uses_long_rope(size))
+        return apart.forward([segment], aux_layers, None if layers is None else PartialPass(tuple(layers)))
 
     def _compute(self, rows: Sequence[TargetRows], aux_layers: Sequence[int], part: PartialPass) -> ForwardOutput:
         """Run checked rows. What the first layers compute from the embeddings is written down for the target's own pass."""

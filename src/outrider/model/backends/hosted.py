@@ -48,10 +48,8 @@ class HostedAttention(AttentionBackend):
         return rows
 
     def norm(self, loaded: LoadedModel, hidden: Tensor) -> Tensor:
-        with self.scope(), hf.some_layers(loaded.model, (), hidden):
-            tokens = torch.zeros(1, len(hidden), dtype=torch.long, device=loaded.device)
-            normed: Tensor = loaded.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
-        return normed
+        with self.scope():
+            return hf.final_norm(loaded.model, hidden)
 
     def head(self, loaded: LoadedModel, hidden: Tensor) -> Tensor:
         with self.scope(), hf.only_head(loaded.model, hidden):

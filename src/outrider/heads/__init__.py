@@ -1,0 +1,1 @@
+"""Heads that draft from hidden states of their target: what they are, how they are kept, and which target they fit."""
