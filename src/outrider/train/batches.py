@@ -61,7 +61,7 @@ class Batch:
         return places[None] + ahead < self.lengths[:, None]
 
     def writes(self, ahead: int = 1) -> Tensor:
-        """[num_texts, num_tokens] the same, and that the token next to row i is none of the prompt: there a draft begins."""
+        """[num_texts, num_tokens] the same, and token i + 1 is none of the prompt: there a draft begins."""
         places = torch.arange(self.token_ids.shape[1], device=self.lengths.device)
         return self.predicts(ahead) & (places[None] + 1 >= self.num_prompt_tokens[:, None])
 
@@ -100,7 +100,7 @@ def load_data(folder: Path, *, length: int, rows: Sequence[str] = ()) -> Trainin
     manifest = read_manifest(folder)
     sides: dict[bool, list[Piece]] = {False: [], True: []}
     for record in read_records(folder, manifest, rows=rows):
-        sides[record.held_out] += _cut(record, length)
+        sides[record.held_out] += _cut(record, length, written=manifest.settings.max_tokens > 0)
     for held_out, pieces in sides.items():
         if len(pieces) < _LEAST_TEXTS:
             side = "to measure with" if held_out else "to train on"
@@ -110,13 +110,15 @@ def load_data(folder: Path, *, length: int, rows: Sequence[str] = ()) -> Trainin
     return TrainingData(manifest, sides[False], sides[True])
 
 
-def _cut(record: Record, length: int) -> Iterator[Piece]:
-    """Pieces of at most `length` tokens; one token alone predicts nothing."""
+def _cut(record: Record, length: int, *, written: bool) -> Iterator[Piece]:
+    """Pieces of at most `length` tokens; one token alone predicts nothing. Where the target has written nothing, the first
+    half of a text stands for the prompt."""
     size = len(record.token_ids)
+    num_prompt_tokens = record.num_prompt_tokens if written else size // 2
     for start in range(0, size - 1, length):
         end = min(start + length, size)
         if end - start > 1:
-            prompt = min(max(record.num_prompt_tokens - start, 0), end - start)
+            prompt = min(max(num_prompt_tokens - start, 0), end - start)
             rows = {name: values[start : end - 1] for name, values in record.rows.items()}
             yield Piece(record.token_ids[start:end], prompt, rows)
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from outrider.errors import InvalidParameterError
 from outrider.train.files import write_tensors, write_text
-from outrider.validation import Frozen
+from outrider.train.manifest import Kept
 
 _KEPT = 2
 
 
-class Measurement(Frozen):
+class Measurement(Kept):
     """A row of the curves.
 
     Attributes:
@@ -45,7 +45,7 @@ class Measurement(Frozen):
     engine_acceptance: tuple[float, ...] = ()
 
 
-class Progress(Frozen):
+class Progress(Kept):
     """Where a training stands.
 
     Attributes:
@@ -159,7 +159,8 @@ def _damaged(path: Path, reason: object) -> InvalidParameterError:
 
 def _apart(states: Sequence[dict[int, dict[str, Any]]]) -> tuple[dict[str, Tensor], list[dict[str, dict[str, Any]]]]:
     """The tensors of optimisers' states by name, and the plain numbers beside them."""
-    tensors, numbers = {}, []
+    tensors: dict[str, Tensor] = {}
+    numbers = []
     for place, state in enumerate(states):
         numbers.append({str(index): _plain(held) for index, held in state.items()})
         for index, held in state.items():

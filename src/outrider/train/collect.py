@@ -1,4 +1,4 @@
-"""The target writes training data on prompts of the user, through the engine; what breaks it off costs one shard at most."""
+"""The target writes training data on prompts of the user, through the engine; a break costs one file at most."""
 
 from __future__ import annotations
 
@@ -107,11 +107,13 @@ def collect(
             records = writer.write(missing[start : start + shard_records])
             if records:
                 shard = write_shard(folder, f"shard-{len(manifest.shards):05d}.safetensors", records)
-                manifest = manifest.replace(shards=(*manifest.shards, shard))
+                manifest = manifest.with_shard(shard)
                 manifest.save(folder)
     if not manifest.num_records:
         where, problem = writer.refused[0]
-        raise InvalidParameterError("prompts", where, f"the target refuses every prompt; this one: {problem}", "Shorten them.")
+        raise InvalidParameterError(
+            "prompts", where, f"the target refuses every prompt; this one: {problem}", "Shorten them."
+        )
     return Collected(manifest, len(missing) - len(writer.refused), tuple(writer.refused))
 
 

@@ -76,10 +76,8 @@ class DistilledDraft(Trainee):
         rows = batch.predicts()
         logits = module(input_ids=batch.token_ids, use_cache=False).logits[rows]
         tokens = batch.token_ids[:, 1:][rows[:, :-1]]
-        if self._settings.loss == "cross_entropy":  # learns from the texts alone
-            target = logits
-        else:
-            target = self._teacher.logits(batch, rows)
+        from_texts_alone = self._settings.loss == "cross_entropy"
+        target = logits if from_texts_alone else self._teacher.logits(batch, rows)
         return divergence(self._settings.loss, target, logits, tokens, self._temperature).mean()
 
     def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:

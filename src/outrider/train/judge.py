@@ -15,14 +15,13 @@ from outrider.train.batches import Piece
 class Judge:
     """Runs the engine on held-out prompts.
 
-    The chance that the token rule accepts, which is measured on texts, is exact for a single token and cheap. It does not see
-    how drafts of several tokens are verified, what the engine's own kernels compute, or whether what was written loads at
-    all. This does.
+    The chance that the token rule accepts, which is measured on texts, is exact for a single token and cheap. It does not
+    see how drafts of several tokens are verified, what the engine's own kernels compute, or whether what was written loads
+    at all. This does.
 
     Args:
         target: Folder or hub id.
         dtype: Of its weights, as LLM takes it.
-        device: A torch device.
         pieces: Held-out texts, whose prompts are written on.
         num_prompts: How many of them.
         params: How the texts are written.
@@ -33,14 +32,13 @@ class Judge:
         self,
         target: str,
         dtype: str,
-        device: str | None,
         pieces: Sequence[Piece],
         num_prompts: int,
         params: SamplingParams,
         num_draft_tokens: int,
     ) -> None:
-        self._llm = LLM(target, speculation="none", dtype=dtype, device=device)  # type: ignore[arg-type]
-        begun = [piece for piece in pieces if 0 < piece.num_prompt_tokens]
+        self._llm = LLM(target, speculation="none", dtype=dtype)  # type: ignore[arg-type]
+        begun = [piece for piece in pieces if piece.num_prompt_tokens > 0]
         self._prompts = [piece.token_ids[: piece.num_prompt_tokens].tolist() for piece in begun[:num_prompts]]
         self._params = params
         self._num_draft_tokens = num_draft_tokens

@@ -50,7 +50,7 @@ def divergence(name: str, target: Tensor, draft: Tensor, token_ids: Tensor, temp
 
 
 def overlap(target: Tensor, draft: Tensor, temperature: float) -> Tensor:
-    """The chance that the token rule accepts a token that is drawn from the draft: sum of min(p, q) (Leviathan et al. 2023).
+    """The chance that the token rule accepts a token drawn from the draft: sum of min(p, q) (Leviathan et al. 2023).
 
     Args:
         target, draft: [num_rows, vocab_size] logits.

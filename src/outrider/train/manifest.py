@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.train.files import write_text
@@ -12,6 +13,18 @@ from outrider.validation import Frozen
 
 MANIFEST = "manifest.json"
 _MAKE_ONE = "Make it with outrider train data --target T --prompts P --out DIR."
+
+
+class Kept(BaseModel):
+    """An immutable record that is kept as JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _as_layers(value: Any) -> Any:
+    """Layer numbers in ascending order, each once."""
+    is_list = isinstance(value, list | tuple) and all(type(each) is int for each in value)
+    return tuple(sorted(set(value))) if is_list else value
 
 
 class DataSettings(Frozen):
@@ -37,7 +50,9 @@ class DataSettings(Frozen):
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Use a number above 0, up to 1.")
     seed: int = Field(0, ge=0, lt=2**32, description="Use 0 to 2**32 - 1.")
     held_out: float = Field(0.05, gt=0.0, lt=1.0, description="Use a share between 0 and 1, such as 0.05.")
-    hidden_states: tuple[int, ...] = Field((), description="Use layer numbers from 0 to the number of layers.")
+    hidden_states: Annotated[tuple[int, ...], BeforeValidator(_as_layers)] = Field(
+        (), description="Use layer numbers from 0 to the number of layers."
+    )
     target_top_k: int = Field(0, ge=0, description="Use 0 or more.")
 
     @property
@@ -46,7 +61,7 @@ class DataSettings(Frozen):
         return bool(self.hidden_states or self.target_top_k)
 
 
-class TargetFacts(Frozen):
+class TargetFacts(Kept):
     """The model that wrote the data.
 
     Attributes:
@@ -62,7 +77,7 @@ class TargetFacts(Frozen):
     num_layers: int
 
 
-class Shard(Frozen):
+class Shard(Kept):
     """A file of records.
 
     Attributes:
@@ -78,7 +93,7 @@ class Shard(Frozen):
     num_held_out: int
 
 
-class Manifest(Frozen):
+class Manifest(Kept):
     """The contents of a folder of data. What it does not name does not count, whatever files there are.
 
     Attributes:
@@ -104,6 +119,10 @@ class Manifest(Frozen):
     @property
     def num_held_out(self) -> int:
         return sum(shard.num_held_out for shard in self.shards)
+
+    def with_shard(self, shard: Shard) -> Manifest:
+        """The same, and one more file."""
+        return self.model_copy(update={"shards": (*self.shards, shard)})
 
     def save(self, folder: Path) -> None:
         """Write it to the folder. Raises StorageError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +21,7 @@ from outrider.train.files import storing, write_whole
 from outrider.train.target import FrozenTarget
 from outrider.validation import Frozen
 
-_SHAPE = 'Use LAYERSxWIDTH, like 2x192, or LAYERSxWIDTH:FEED_FORWARD, like 2x192:512.'
+_SHAPE = "Use LAYERSxWIDTH, like 2x192, or LAYERSxWIDTH:FEED_FORWARD, like 2x192:512."
 #: Width of a head where the target's does not divide the draft's.
 _HEAD_WIDTH = 64
 
@@ -100,7 +101,12 @@ def pruned(target: FrozenTarget, layers: Sequence[int]) -> Any:
         UnsupportedModelError: Its layers cannot be chosen from.
     """
     count = target.num_layers
-    if not layers or sorted(set(layers)) != list(layers) or not 0 <= layers[0] <= layers[-1] < count or len(layers) == count:
+    if (
+        not layers
+        or sorted(set(layers)) != list(layers)
+        or not 0 <= layers[0] <= layers[-1] < count
+        or len(layers) == count
+    ):
         problem = f"not some of the target's layers 0 to {count - 1}, in ascending order"
         raise InvalidParameterError("prune", tuple(layers), problem, f"Use a form like 0,{count // 2},{count - 1}.")
     model = deepcopy(target.model).float()
@@ -179,4 +185,8 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, dtype: torch.dty
                 tokenizer.save_pretrained(unfinished)
             files = sorted(Path(unfinished).iterdir(), key=lambda file: file.name == "config.json")
             for file in files:
-                write_whole(folder / file.name, lambda path, file=file: file.replace(path))
+                write_whole(folder / file.name, partial(_move, file))
+
+
+def _move(file: Path, place: Path) -> None:
+    file.replace(place)

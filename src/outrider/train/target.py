@@ -131,4 +131,3 @@ class Teacher:
         tokens, values = batch.rows[TOP_TOKENS][chosen], batch.rows[TOP_LOGITS][chosen]
         logits = values.new_full((len(values), self._target.vocab_size), -torch.inf)
         return logits.scatter_(1, tokens.long(), values)
-

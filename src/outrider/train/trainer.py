@@ -25,6 +25,13 @@ from outrider.train.trainee import Overlaps, Trainee
 _SEED_STRIDE = 1_000_003
 
 
+def own_device() -> str:
+    """The device of this process, as Accelerate deals them out."""
+    from accelerate import PartialState
+
+    return str(PartialState().device)
+
+
 class Verdict(Protocol):
     """Runs the real engine with what a folder holds."""
 
@@ -75,7 +82,6 @@ class Trainer:
         self._accelerator: Any = Accelerator(
             mixed_precision="bf16" if settings.precision == "bf16" else "no",
             gradient_accumulation_steps=settings.accumulation,
-            cpu=not torch.cuda.is_available(),
         )
         self._trainee = trainee
         self._data = data
@@ -140,12 +146,13 @@ class Trainer:
         if not math.isfinite(loss):
             raise TrainingError(step + 1, f"the loss is {loss}", "Lower lr, and start in an empty folder.")
         self._watcher.on_step(step + 1, loss)
-        return progress.replace(
-            step=step + 1,
-            tokens=progress.tokens + tokens,
-            seconds=progress.seconds + perf_counter() - began,
-            losses=(*progress.losses, loss),
-        )
+        done = {
+            "step": step + 1,
+            "tokens": progress.tokens + tokens,
+            "seconds": progress.seconds + perf_counter() - began,
+            "losses": (*progress.losses, loss),
+        }
+        return progress.model_copy(update=done)
 
     def _batch(self, number: int) -> Batch:
         """The batch of that number for this process: each takes another."""
@@ -197,12 +204,13 @@ class Trainer:
             engine_acceptance=() if stats is None else by_position(stats),
         )
         is_best = not progress.measurements or tau > max(each.tau for each in progress.measurements)
-        found = progress.replace(
-            measurements=(*progress.measurements, measurement),
-            losses=(),
-            best=progress.step if is_best else progress.best,
-            waited=0 if is_best else progress.waited + 1,
-        )
+        news = {
+            "measurements": (*progress.measurements, measurement),
+            "losses": (),
+            "best": progress.step if is_best else progress.best,
+            "waited": 0 if is_best else progress.waited + 1,
+        }
+        found = progress.model_copy(update=news)
         if self.is_main:
             if is_best:
                 self._checkpoints.save_best(self._trainee.module)
