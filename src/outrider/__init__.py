@@ -21,11 +21,14 @@ if TYPE_CHECKING:
         StructuredOutputs,
         TokenOrigin,
     )
+    from outrider.propose.blockwise import Blockwise
     from outrider.propose.cross_vocabulary import CrossVocabulary
     from outrider.propose.draft_model import DraftModel
     from outrider.propose.early_exit import EarlyExit
+    from outrider.propose.exit_head import ExitHead
     from outrider.propose.layer_skip import LayerSkip
     from outrider.propose.lookahead import Lookahead
+    from outrider.propose.medusa import Medusa
     from outrider.propose.ngram import Ngram
     from outrider.propose.prediction import Prediction
     from outrider.propose.speculation import SpeculationConfig
@@ -40,10 +43,13 @@ _HOMES = {
     "AsyncLLM": "outrider.async_llm",
     "LLM": "outrider.llm",
     "SpeculationConfig": "outrider.propose.speculation",
+    "Blockwise": "outrider.propose.blockwise",
     "CrossVocabulary": "outrider.propose.cross_vocabulary",
     "DraftModel": "outrider.propose.draft_model",
     "EarlyExit": "outrider.propose.early_exit",
+    "ExitHead": "outrider.propose.exit_head",
     "LayerSkip": "outrider.propose.layer_skip",
+    "Medusa": "outrider.propose.medusa",
     "Ngram": "outrider.propose.ngram",
     "Prediction": "outrider.propose.prediction",
     "Suffix": "outrider.propose.suffix",
@@ -69,13 +75,16 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "Blockwise",
     "CompletionOutput",
     "CrossVocabulary",
     "DraftModel",
     "EarlyExit",
+    "ExitHead",
     "LayerSkip",
     "Logprob",
     "Lookahead",
+    "Medusa",
     "Ngram",
     "OutriderError",
     "Prediction",

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider.llm import default_model
 from outrider.propose import methods
+from outrider.prove.tiny_heads import save_random_heads
 from tests.model.vocabularies import save_permuted_and_cut
 
 PROMPTS = ["def main(", "The little dog went to", "x = [1, 2, 3, 1, 2, 3,"]
@@ -33,6 +35,11 @@ WAYS: list[dict[str, Any]] = [
     {"method": "layer_skip", "skip": (2, 3), "num_draft_tokens": 2},
     {"method": "cross_vocabulary", "num_draft_tokens": 3},
     {"method": "cross_vocabulary", "match": "text", "num_draft_tokens": 5},
+    {"method": "medusa", "num_draft_tokens": 3},
+    {"method": "medusa", "tree": (3, 2)},
+    {"method": "blockwise", "tree": "best_first"},
+    {"method": "exit", "num_draft_tokens": 4},
+    {"method": "exit", "tree": (2, 1)},
     {"method": "token_recycling", "num_draft_tokens": 9},
     {"method": "lookahead"},
     {"method": "ngram", "min_match": 1},
@@ -53,9 +60,11 @@ def test_every_method_takes_part() -> None:
 
 def test_a_batch_of_all_methods_writes_what_each_request_writes_alone(llm: LLM, tmp_path: Path) -> None:
     """With different lengths, trees, rules, parameters and numbers of samples, and too little memory for all at once."""
-    other = save_permuted_and_cut(tmp_path / "cut", num_merges=1200)
+    models = {"cross_vocabulary": {"model": save_permuted_and_cut(tmp_path / "cut", num_merges=1200)}}
+    for method in ("medusa", "blockwise", "exit"):
+        models[method] = {"model": save_random_heads(tmp_path / method, default_model("target"), method, scale=0.05)}
     requests = [
-        (prompt, PARAMS[(place + turn) % len(PARAMS)], {**way, "model": other} if "cross" in way["method"] else way)
+        (prompt, PARAMS[(place + turn) % len(PARAMS)], {**way, **models.get(way["method"], {})})
         for turn, prompt in enumerate(PROMPTS)
         for place, way in enumerate(WAYS)
     ]

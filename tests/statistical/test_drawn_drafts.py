@@ -16,7 +16,9 @@ from tests.model.vocabularies import save_permuted_and_cut
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.draft import Draft, Law
 from outrider.engine import engine
+from outrider.llm import default_model
 from outrider.propose import growth, methods
+from outrider.prove.tiny_heads import save_random_heads
 
 #: The chance that a proposer that draws right fails.
 SURE = 1e-6
@@ -40,6 +42,18 @@ DRAWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "early exit, best-first tree": ({"method": "early_exit", "tree": "best_first"}, {"top_p": 0.95}),
     "layer skip": ({"method": "layer_skip", "num_draft_tokens": 4}, {}),
     "layer skip, tree": ({"method": "layer_skip", "tree": (2, 2)}, {}),
+    "Medusa's heads": ({"method": "medusa", "num_draft_tokens": 3}, {}),
+    "Medusa's heads, token rule, filters": (
+        {"method": "medusa", "num_draft_tokens": 3, "rule": "token"},
+        {"temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
+    ),
+    "Medusa's heads, penalties": ({"method": "medusa"}, {"repetition_penalty": 1.5, "frequency_penalty": 0.3}),
+    "Medusa's heads, tree": ({"method": "medusa", "tree": (3, 2, 1)}, {}),
+    "Medusa's heads, low confidence": ({"method": "medusa", "tree": "best_first", "min_confidence": 0.01}, {}),
+    "blockwise heads": ({"method": "blockwise", "num_draft_tokens": 3}, {"temperature": 0.8}),
+    "blockwise heads, Sequoia's tree": ({"method": "blockwise", "tree": "sequoia"}, {}),
+    "a head to exit with": ({"method": "exit", "num_draft_tokens": 4}, {}),
+    "a head to exit with, tree": ({"method": "exit", "tree": (2, 2)}, {"top_p": 0.95}),
     "other vocabulary": ({"method": "cross_vocabulary", "num_draft_tokens": 4}, {}),
     "other vocabulary, tree": ({"method": "cross_vocabulary", "tree": (2, 2)}, {"temperature": 0.7}),
 }
@@ -53,6 +67,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "lookahead": {"method": "lookahead"},
     "prediction": {"method": "prediction", "min_match": 1},
     "text of another vocabulary": {"method": "cross_vocabulary", "match": "text"},
+    "likeliest tokens of heads": {"method": "medusa", "draft_sampling": "greedy", "tree": (2, 2)},
     "likeliest tokens": {"method": "draft_model", "draft_sampling": "greedy", "tree": "best_first"},
 }
 
@@ -63,9 +78,16 @@ def llm() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def other_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = tmp_path_factory.mktemp("other")
-    return save_permuted_and_cut(folder / "cut", num_merges=1200)
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By method: what it drafts with."""
+    folder: Path = tmp_path_factory.mktemp("models")
+    heads = ("medusa", "blockwise", "exit")
+    made = {name: save_random_heads(folder / name, default_model("target"), name, scale=0.1) for name in heads}
+    return {"cross_vocabulary": save_permuted_and_cut(folder / "cut", num_merges=1200), **made}
+
+
+def with_model(way: dict[str, Any], models: dict[str, str]) -> dict[str, Any]:
+    return {**way, "model": models[way["method"]]} if way["method"] in models else way
 
 
 def drafts(llm: LLM, way: dict[str, Any], params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
@@ -112,22 +134,17 @@ def p_value(found: Sequence[Draft]) -> float:
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawn_tokens_follow_the_probabilities_that_are_stated(
-    llm: LLM, other_draft: str, name: str, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, models: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     way, params = DRAWN[name]
-    if way["method"] == "cross_vocabulary":
-        way = {**way, "model": other_draft}
-    assert p_value(drafts(llm, way, params, monkeypatch)) > SURE
+    assert p_value(drafts(llm, with_model(way, models), params, monkeypatch)) > SURE
 
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_what_is_not_drawn_does_not_claim_to_be(
-    llm: LLM, other_draft: str, name: str, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, models: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    way = CHOSEN[name]
-    if way["method"] == "cross_vocabulary":
-        way = {**way, "model": other_draft}
-    found = drafts(llm, way, {}, monkeypatch)
+    found = drafts(llm, with_model(CHOSEN[name], models), {}, monkeypatch)
     assert found
     assert not any(Law.SAMPLED in draft.laws for draft in found)
 
@@ -137,8 +154,10 @@ def test_every_method_is_drawn_from() -> None:
     assert tried == set(methods._BUILT_IN)
 
 
-@pytest.mark.parametrize("name", ["draft model", "best-first tree", "early exit"])
-def test_a_proposer_that_keeps_likely_tokens_alone_turns_red(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["draft model", "best-first tree", "early exit", "Medusa's heads"])
+def test_a_proposer_that_keeps_likely_tokens_alone_turns_red(
+    llm: LLM, models: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planted: a drawn token is taken back where it is unlikely."""
     stock = growth._draw
 
@@ -150,4 +169,4 @@ def test_a_proposer_that_keeps_likely_tokens_alone_turns_red(llm: LLM, name: str
 
     monkeypatch.setattr(growth, "_draw", choosy)
     way, params = DRAWN[name]
-    assert p_value(drafts(llm, way, params, monkeypatch)) < SURE
+    assert p_value(drafts(llm, with_model(way, models), params, monkeypatch)) < SURE

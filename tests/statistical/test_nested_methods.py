@@ -22,7 +22,7 @@ from outrider.propose.draft_model import DraftModel, DraftModelProposer
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.speculation import Member, Members, SpeculationConfig
 from outrider.propose.tree import CHAIN
-from outrider.prove.engine_distribution import DRAFT, EngineProof, Setting, _filled
+from outrider.prove.engine_distribution import DRAFT, EngineProof, Setting
 from outrider.prove.tiny import raise_norms, save_tiny_llama
 from outrider.verify.logits import target_probs
 from outrider.verify.noise import KeyedNoise
@@ -172,7 +172,7 @@ def test_nested_methods_have_no_fault_in_long_texts(proof: EngineProof) -> None:
     """No key is used twice, though a stage comes to the same position again after a rejection."""
     proof.llm.engine.use_noise(KeyedNoise())
     for settings in (CHAINED, STAGED, DRAWN):
-        config = SpeculationConfig.of(_filled(settings, proof._draft))
+        config = SpeculationConfig.of(proof.filled(settings))
         for seed in range(4):
             params = SamplingParams(max_tokens=40, seed=None if seed else 1)
             output = proof.llm.generate([0, 1, 2], params, speculation=config)[0]
@@ -181,7 +181,7 @@ def test_nested_methods_have_no_fault_in_long_texts(proof: EngineProof) -> None:
 
 
 def _method(proof: EngineProof, settings: dict[str, Any]) -> Method:
-    method = SpeculationConfig.of(_filled(settings, proof._draft)).method
+    method = SpeculationConfig.of(proof.filled(settings)).method
     assert method is not None
     return method
 

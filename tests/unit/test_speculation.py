@@ -11,7 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider import CrossVocabulary, DraftModel, EarlyExit, LayerSkip, Lookahead, Ngram, Prediction, Suffix, TokenRecycling
+from outrider import (
+    Blockwise,
+    CrossVocabulary,
+    DraftModel,
+    EarlyExit,
+    ExitHead,
+    LayerSkip,
+    Lookahead,
+    Medusa,
+    Ngram,
+    Prediction,
+    Suffix,
+    TokenRecycling,
+)
 from outrider.config import DTypeName
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ProposerError
 from outrider.propose import methods
@@ -22,11 +35,14 @@ from outrider.validation import Frozen
 from tests.unit.builders import PlantedTree
 
 BUILT_IN: tuple[type[Method], ...] = (
+    Blockwise,
     CrossVocabulary,
     DraftModel,
     EarlyExit,
+    ExitHead,
     LayerSkip,
     Lookahead,
+    Medusa,
     Ngram,
     Prediction,
     Suffix,
@@ -89,6 +105,8 @@ KINDS: tuple[type[Frozen], ...] = (SpeculationConfig, *BUILT_IN)
         (Ngram, "max_match", 2),
         (Ngram, "min_match", 1),
         (Ngram, "min_match", 5),
+        (Medusa, "model", "heads"),
+        (Medusa, "min_confidence", 1.0),
         (Suffix, "min_match", 1),
         (Suffix, "factor", 1e-9),
         (Suffix, "factor", 64.0),
@@ -121,6 +139,9 @@ def test_both_ends_of_every_range_are_allowed(kind: type[Frozen], field: str, va
         (DraftModel, "dtype", "int8"),
         (DraftModel, "revision", 1),
         (DraftModel, "trust_remote_code", "yes"),
+        (Medusa, "model", ""),
+        (Medusa, "min_confidence", 1.1),
+        (ExitHead, "min_confidence", -0.1),
         (Ngram, "max_match", 0),
         (Ngram, "min_match", 0),
         (Ngram, "max_match", 2.0),
@@ -250,6 +271,7 @@ def test_plain_is_off_and_everything_else_is_on() -> None:
         ({"method": "ngram"}, 5),
         ({"method": "suffix"}, 16),
         ({"method": Suffix(branches=True)}, 16),
+        ({"method": "medusa"}, 4),
         ({"method": "token_recycling"}, 10),
         ({"method": "token_recycling", "tree": (3, 2)}, 9),
         ({"method": Lookahead(window=2, ngram=4, guesses=1)}, 9),
@@ -336,7 +358,11 @@ loaded: dict[str, st.SearchStrategy[Any]] = {
     "trust_remote_code": st.booleans(),
 }
 METHOD_CLASSES = {method.name: method for method in BUILT_IN}
+own_heads: dict[str, st.SearchStrategy[Any]] = {"model": texts, "min_confidence": st.floats(0, 1)}
 METHODS: dict[str, st.SearchStrategy[Method]] = {
+    "blockwise": st.builds(Blockwise, **own_heads),
+    "exit": st.builds(ExitHead, **own_heads),
+    "medusa": st.builds(Medusa, **own_heads),
     "draft_model": st.builds(DraftModel, **loaded, min_confidence=st.floats(0, 1)),
     "cross_vocabulary": st.builds(CrossVocabulary, **loaded, match=st.sampled_from(["tokens", "text"])),
     "early_exit": st.builds(EarlyExit, layers=st.none() | st.integers(1, 99)),

@@ -25,8 +25,9 @@ Model = Annotated[
 Method = Annotated[
     str | None,
     typer.Option(
-        help="Who drafts: draft_model, cross_vocabulary, early_exit, layer_skip, ngram, suffix, token_recycling, "
-        'lookahead, none, a plug-in, module:Class of your own, or settings like {"method": "suffix", "branches": true}.'
+        help="Who drafts: draft_model, cross_vocabulary, early_exit, layer_skip, medusa, blockwise, exit, ngram, suffix, "
+        "token_recycling, lookahead, none, a plug-in, module:Class of your own, "
+        'or settings like {"method": "suffix", "branches": true}.'
     ),
 ]
 DraftModel = Annotated[str | None, typer.Option(help="Folder or hub id of a draft model.")]

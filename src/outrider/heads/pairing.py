@@ -1,17 +1,50 @@
-"""Whether heads fit a target, before any work: by its facts, and by the hidden states that they will read."""
+"""Whether heads fit a target: by its facts and by the hidden states that they read, noted where heads are made and compared
+where they draft."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
 from outrider.errors import HeadMismatchError
-from outrider.heads.checkpoint import Witness
-from outrider.heads.config import HeadsConfig, RowHeadsConfig
+from outrider.heads.checkpoint import Witness, witness_tokens
+from outrider.heads.config import HeadsConfig, HeadTarget, RowHeadsConfig
+from outrider.model import hf
 from outrider.model.target import Target
 
 #: How far the hidden states may lie from the witness, as a share of its length. Rounding of weights and passes in bfloat16
 #: or int8 stays far below; other weights, another layer or a forgotten norm lie far above.
 TOLERANCE = 0.25
+
+
+def describe_target(model: Any, name: str) -> HeadTarget:
+    """What heads note of the target that they are made for.
+
+    Args:
+        model: The stock model of transformers.
+        name: Path or hub id, to show.
+    """
+    config = model.config.get_text_config(decoder=True)
+    return HeadTarget(
+        name=name,
+        model_type=str(config.model_type),
+        num_layers=int(config.num_hidden_layers),
+        hidden_size=int(config.hidden_size),
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+    )
+
+
+def take_witness(model: Any, config: HeadsConfig) -> Witness:
+    """What heads note of the hidden states of the target that they are made for.
+
+    Args:
+        model: The stock model of transformers, with its weights in its own modules.
+        config: Of the heads.
+    """
+    tokens = witness_tokens(config.target.vocab_size)
+    features = hf.layer_features(model, tokens[None].to(model.device), config.layer, normed=config.normed)
+    return Witness(tokens, features[0].float().cpu())
 
 
 def check_pairing(folder: str, config: HeadsConfig, witness: Witness, target: Target) -> None:
@@ -67,6 +100,7 @@ def _distance(config: HeadsConfig, witness: Witness, target: Target) -> float:
     if isinstance(config, RowHeadsConfig):
         hidden = target.run_apart(tokens, aux_layers=(config.layer,)).aux_hidden_states[config.layer]
     else:
+        target.try_layers(range(config.layer))
         left = target.run_apart(tokens, layers=range(config.layer)).hidden
         assert left is not None, "a pass through chosen layers says what they left"
         hidden = left

@@ -16,11 +16,14 @@ ENTRY_POINT_GROUP = "outrider.methods"
 
 #: Where the settings of the built-in methods are, so that only what is used is imported.
 _BUILT_IN = {
+    "blockwise": "outrider.propose.blockwise:Blockwise",
     "cross_vocabulary": "outrider.propose.cross_vocabulary:CrossVocabulary",
     "draft_model": "outrider.propose.draft_model:DraftModel",
     "early_exit": "outrider.propose.early_exit:EarlyExit",
+    "exit": "outrider.propose.exit_head:ExitHead",
     "layer_skip": "outrider.propose.layer_skip:LayerSkip",
     "lookahead": "outrider.propose.lookahead:Lookahead",
+    "medusa": "outrider.propose.medusa:Medusa",
     "ngram": "outrider.propose.ngram:Ngram",
     "prediction": "outrider.propose.prediction:Prediction",
     "suffix": "outrider.propose.suffix:Suffix",

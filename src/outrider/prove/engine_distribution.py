@@ -66,6 +66,8 @@ _PACE = FixedPace({1: 1.0, 2: 1.0, 3: 1.02, 4: 1.1, 8: 1.6})
 
 #: In a setting this stands for the path of the draft model of the proof.
 DRAFT = "the draft model of the proof"
+#: And this for the folder of its heads for the method of the setting.
+HEADS = "the heads of the proof"
 
 
 def _drafted(rule: str, **more: Any) -> dict[str, Any]:
@@ -198,6 +200,51 @@ SHARED_TARGET_SETTINGS = (
     Setting("layer skip, tree, traversal", _skip_tree("block")),
     Setting("layer skip, tree, recursive rejection", _skip_tree("token")),
     Setting("layer skip in turns with early exit", turns=((_SKIP_ONE,), (_EXIT,), (_exit_tree("block"),))),
+)
+
+
+_MEDUSA = {"method": "medusa", "model": HEADS, "num_draft_tokens": 2}
+_BLOCKWISE = {"method": "blockwise", "model": HEADS, "num_draft_tokens": 2}
+_EXIT_HEAD = {"method": "exit", "model": HEADS, "num_draft_tokens": 2}
+_MEDUSA_ONE = _MEDUSA | {"num_draft_tokens": 1}
+#: The row that heads read was computed for an earlier text here, so a text begins with a token that is decoded plainly.
+_FOUR, _PAIR = {"max_tokens": 4}, {"n": 2, "max_tokens": 3, "top_k": 2}
+
+#: Methods that draft with heads on the target's hidden states. They need the pair with several layers.
+HEADS_SETTINGS = (
+    Setting("Medusa, block", _MEDUSA | {"rule": "block"}, _FOUR),
+    Setting("Medusa, token", _MEDUSA | {"rule": "token"}, _FOUR),
+    Setting("Medusa, walk", _MEDUSA | {"rule": "walk"}, _FOUR),
+    Setting("Medusa, seeded", _MEDUSA, {"seed": 5, **_FOUR}),
+    Setting("Medusa, most likely tokens", _MEDUSA | {"draft_sampling": "greedy"}, _FOUR),
+    Setting("Medusa, two samples", _MEDUSA_ONE, _PAIR),
+    Setting("Medusa, temperature and filters", _MEDUSA, {"top_k": 2, "top_p": 0.9, "temperature": 1.3, **_FOUR}),
+    Setting("Medusa, penalties", _MEDUSA, {"frequency_penalty": -0.6, "repetition_penalty": 1.7, **_FOUR}),
+    Setting("Medusa, stop tokens", _MEDUSA, {"stop_token_ids": (2,), **_FOUR}),
+    Setting("Medusa, low confidence", _MEDUSA | {"min_confidence": 0.4}, _FOUR),
+    Setting("Medusa, tree, traversal", _MEDUSA | {"tree": (2, 1), "rule": "block"}, _FOUR),
+    Setting("Medusa, tree, recursive rejection", _MEDUSA | {"tree": (2, 1), "rule": "token"}, _FOUR),
+    Setting("Medusa, tree, seeded", _MEDUSA | {"tree": (2, 1)}, {"seed": 6, **_FOUR}),
+    Setting("Medusa, best-first tree", _MEDUSA | {"tree": "best_first", "num_draft_tokens": 4}, _FOUR),
+    Setting("Medusa, Sequoia's tree", _MEDUSA | {"tree": "sequoia", "num_draft_tokens": 3}, _FOUR),
+    Setting("Medusa in turns with others", turns=((_MEDUSA,), (), (LOOKUP,), (_drafted("block"),)), params=_FOUR),
+    Setting("Medusa behind a lookup", turns=((LOOKUP | {"num_draft_tokens": 1}, _MEDUSA),), params=_FOUR),
+    Setting("Medusa behind the draft model", turns=((_ONE, _MEDUSA_ONE),), params=_FOUR),
+    Setting("the draft model behind Medusa", turns=((_MEDUSA_ONE, _ONE),), params=_FOUR),
+    Setting("Medusa behind early exit", turns=((_EXIT_ONE, _MEDUSA_ONE),), params=_FOUR),
+    Setting("blockwise, block", _BLOCKWISE | {"rule": "block"}, _FOUR),
+    Setting("blockwise, token", _BLOCKWISE | {"rule": "token"}, _FOUR),
+    Setting("blockwise, seeded", _BLOCKWISE, {"seed": 7, **_FOUR}),
+    Setting("blockwise, two samples", _BLOCKWISE | {"num_draft_tokens": 1}, _PAIR),
+    Setting("blockwise, tree", _BLOCKWISE | {"tree": (2, 1)}, _FOUR),
+    Setting("exit, block", _EXIT_HEAD | {"rule": "block"}),
+    Setting("exit, token", _EXIT_HEAD | {"rule": "token"}),
+    Setting("exit, seeded", _EXIT_HEAD, {"seed": 5}),
+    Setting("exit, two samples", _EXIT_HEAD | {"num_draft_tokens": 1}, {"n": 2, "max_tokens": 2}),
+    Setting("exit, tree, traversal", _EXIT_HEAD | {"tree": (2, 1), "rule": "block"}),
+    Setting("exit, tree, recursive rejection", _EXIT_HEAD | {"tree": (2, 1), "rule": "token"}),
+    Setting("exit behind Medusa", turns=((_MEDUSA_ONE, _EXIT_HEAD | {"num_draft_tokens": 1}),), params=_FOUR),
+    Setting("exit in turns with early exit", turns=((_EXIT_HEAD,), (_EXIT,)), params=_FOUR),
 )
 
 
@@ -424,10 +471,20 @@ class EngineProof:
         draft: Path of another checkpoint over three tokens.
         speaks: Whether both were saved with a tokenizer and an end of text.
         crossed: Whether the draft has a vocabulary of its own.
+        heads: Folders of heads for the target, by method.
     """
 
-    def __init__(self, target: str, draft: str, *, speaks: bool = False, crossed: bool = False) -> None:
-        self._draft = draft
+    def __init__(
+        self,
+        target: str,
+        draft: str,
+        *,
+        speaks: bool = False,
+        crossed: bool = False,
+        heads: Mapping[str, str] | None = None,
+    ) -> None:
+        self._models = {DRAFT: draft, OTHER_DRAFT: draft}
+        self._heads = dict(heads or {})
         kind = CrossVocabulary if crossed else DraftModel
         speculation = kind(model=draft)
         self.llm = LLM(target, dtype="float64", device="cpu", speculation=speculation, block_size=2, max_num_seqs=_WIDTH)
@@ -450,8 +507,8 @@ class EngineProof:
     def distribution(self, setting: Setting, params: SamplingParams) -> Distribution:
         """The joint distribution of the texts of `LLM.generate`. The proposer starts each path in the same state."""
         noise, engine = ForkingNoise(), self.llm.engine
-        config = SpeculationConfig.of(_filled(setting.speculation, self._draft))
-        rounds = [tuple(SpeculationConfig.of(_filled(turn, self._draft)) for turn in turns) for turns in setting.turns]
+        config = SpeculationConfig.of(self.filled(setting.speculation))
+        rounds = [tuple(SpeculationConfig.of(self.filled(turn)) for turn in turns) for turns in setting.turns]
         learnt = self._learnt([config, *(turn for turns in rounds for turn in turns)])
         engine.use_noise(noise)
         engine.scheduler.planner = (lambda seq: rounds[seq.view.round % len(rounds)]) if rounds else as_requested
@@ -490,14 +547,14 @@ class EngineProof:
         raise_engine_norms(self.llm)
         return found
 
-
-def _filled(settings: Any, draft: str) -> Any:
-    """The settings with the path of the draft model in place of what stands for it, in nested settings too."""
-    if isinstance(settings, Mapping):
-        return {name: _filled(value, draft) for name, value in settings.items()}
-    if isinstance(settings, list | tuple):
-        return type(settings)(_filled(value, draft) for value in settings)
-    return draft if settings in (DRAFT, OTHER_DRAFT) else settings
+    def filled(self, settings: Any) -> Any:
+        """The settings with the path of a model or of heads in place of what stands for it, in nested settings too."""
+        if isinstance(settings, Mapping):
+            filled = {name: self.filled(value) for name, value in settings.items()}
+            return filled | ({"model": self._heads[filled["method"]]} if filled.get("model") == HEADS else {})
+        if isinstance(settings, list | tuple):
+            return type(settings)(self.filled(value) for value in settings)
+        return self._models.get(settings, settings) if isinstance(settings, str) else settings
 
 
 @contextmanager

@@ -8,10 +8,11 @@ from typing import Any
 
 from outrider.params import SamplingParams
 from outrider.propose.speculation import SpeculationConfig
-from outrider.prove.engine_distribution import DRAFT, LOOKUP, OTHER_DRAFT, Setting
+from outrider.prove.engine_distribution import DRAFT, HEADS, LOOKUP, OTHER_DRAFT, Setting
 from outrider.prove.findings import Finding
 from outrider.prove.own_model import OwnModel
 from outrider.prove.running import Proof
+from outrider.prove.tiny_heads import HEAD_METHODS
 
 #: Fields of SpeculationConfig that the settings of a proof vary.
 _VARIED = frozenset({"num_draft_tokens", "tree", "rule", "draft_sampling"})
@@ -22,12 +23,14 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
 
     Args:
         asked: Its settings in the form of one mapping. A method with a draft model takes the one of the proof unless it is
-            given another.
+            given another. Heads fit one target only, so a method with heads always takes those of the proof.
     """
     method = {name: value for name, value in asked.items() if name not in _VARIED}
     own_draft = {"draft_model": DRAFT, "cross_vocabulary": OTHER_DRAFT}.get(method["method"])
     if own_draft is not None:
         method.setdefault("model", own_draft)
+    if method["method"] in HEAD_METHODS:
+        method["model"] = HEADS
     base = {**method, "num_draft_tokens": _length(method, 2)}
     found = [
         Setting("as it is", base),

@@ -17,6 +17,7 @@ from outrider.propose.method import Method
 from outrider.propose.speculation import SpeculationConfig
 from outrider.prove.engine_distribution import (
     CROSSED_SETTINGS,
+    HEADS_SETTINGS,
     PARAMETER_SETTINGS,
     QUICK_SETTINGS,
     SETTINGS,
@@ -40,6 +41,7 @@ from outrider.prove.rules_distribution import (
 from outrider.prove.running import Proof, run_in_processes, run_proofs
 from outrider.prove.sampled import prove_sampled
 from outrider.prove.tiny import CROSSED_PIECES, PIECES, save_tiny_llama
+from outrider.prove.tiny_heads import save_tiny_heads
 from outrider.prove.tree_distribution import prove_tree_verifier
 from outrider.prove.tree_reference import TreeRule
 
@@ -155,6 +157,8 @@ def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: b
         deep = _TinyPair(folder / "deep", num_layers=SHARED_TARGET_LAYERS)
         for setting in SHARED_TARGET_SETTINGS:
             yield f"joint distribution: {setting.name}", partial(deep.prove, setting, 3)
+        for setting in HEADS_SETTINGS:
+            yield f"joint distribution: {setting.name}", partial(deep.prove, setting, 3)
         for setting in CROSSED_SETTINGS:
             yield f"joint distribution: {setting.name}", partial(crossed.prove, setting, 3)
     own, length = OwnModel(model, draft_model), 24 if quick else 48
@@ -216,5 +220,6 @@ class _TinyPair:
                 )
                 for part, seed in _SEEDS.items()
             ]
-            self._proof = EngineProof(*pair, speaks=self._speaks, crossed=self._crossed)
+            heads = save_tiny_heads(self._folder, pair[0])
+            self._proof = EngineProof(*pair, speaks=self._speaks, crossed=self._crossed, heads=heads)
         return self._proof.prove(setting, length)

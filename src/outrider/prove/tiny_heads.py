@@ -1,0 +1,66 @@
+"""Heads with random weights for a small target, so that drafts from heads can be proven without training any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.heads.checkpoint import save_heads
+from outrider.heads.config import BlockwiseConfig, ExitConfig, HeadsConfig, HeadTarget, MedusaConfig
+from outrider.heads.networks import build_network, randomise
+from outrider.heads.pairing import describe_target, take_witness
+from outrider.model.hf import without_bars
+
+#: Methods that draft with heads, and a spread of random weights for a tiny target, so that they guess unevenly and are not
+#: sure of anything.
+HEAD_METHODS = {"medusa": 0.7, "blockwise": 0.25, "exit": 0.7}
+
+
+def random_config(method: str, target: HeadTarget) -> HeadsConfig:
+    """Heads of a method as small as they can be for a target.
+
+    Args:
+        method: "medusa", "blockwise" or "exit".
+        target: Whom they are for.
+    """
+    if method == "medusa":
+        width = target.hidden_size
+        return MedusaConfig(target=target, layer=target.num_layers, normed=True, heads=3, width=width)
+    if method == "blockwise":
+        return BlockwiseConfig(target=target, layer=target.num_layers, normed=True, heads=3, inner=target.hidden_size)
+    assert method == "exit", method
+    return ExitConfig(target=target, layer=max(1, target.num_layers - 1), normed=False, width=target.hidden_size)
+
+
+def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
+    """Write heads of each method for a tiny target; returns their folders by method.
+
+    Args:
+        folder: Where to write them.
+        target: Folder of the target.
+    """
+    return {name: save_random_heads(folder / name, target, name, scale=scale) for name, scale in HEAD_METHODS.items()}
+
+
+def save_random_heads(folder: Path, target: str, method: str, seed: int = 1, *, scale: float = 0.3, **changes: Any) -> str:
+    """Write heads with random weights for a checkpoint; returns their folder.
+
+    Args:
+        folder: Where to write them.
+        target: Folder of the target.
+        method: "medusa", "blockwise" or "exit".
+        seed: Fixes the weights.
+        scale: Standard deviation of the weights.
+        changes: Other values for fields of their configuration.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with without_bars():
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    config = random_config(method, describe_target(model, target)).replace(**changes)
+    network = build_network(config)
+    randomise(network, seed, scale)
+    save_heads(folder, network, take_witness(model, config))
+    return str(folder)

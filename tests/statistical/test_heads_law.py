@@ -1,0 +1,72 @@
+"""The joint distribution of LLM.generate where heads draft, with controls that must turn red."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.propose import growth
+from outrider.propose.row_heads import RowHeadsProposer
+from outrider.prove.engine_distribution import BOUND, HEADS_SETTINGS, SHARED_TARGET_LAYERS, EngineProof
+from outrider.prove.tiny import save_tiny_llama
+from outrider.prove.tiny_heads import save_tiny_heads
+
+BY_NAME = {setting.name: setting for setting in HEADS_SETTINGS}
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProof]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny tensors
+    folder = tmp_path_factory.mktemp("heads")
+    target = save_tiny_llama(folder / "target", 1, num_layers=SHARED_TARGET_LAYERS)
+    yield EngineProof(target, save_tiny_llama(folder / "draft", 2), heads=save_tiny_heads(folder, target))
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_joint_distribution_of_generate(proof: EngineProof, name: str) -> None:
+    proof.llm.stats.reset()
+    assert proof.prove(BY_NAME[name], 3).measured <= BOUND
+    stats = proof.llm.stats.finished
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > 0, "otherwise the proof would say nothing about drafts"
+    assert stats.num_proposer_faults == 0
+
+
+def test_every_setting_has_a_name_of_its_own() -> None:
+    assert len(BY_NAME) == len(HEADS_SETTINGS)
+
+
+@pytest.mark.parametrize("name", ["Medusa, token", "Medusa, tree, traversal", "blockwise, block"])
+def test_control_drafts_that_are_dropped_for_what_they_are_are_seen(
+    proof: EngineProof, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    stock = RowHeadsProposer.propose
+
+    def picky(self: Any, requests: Any, noise: Any) -> Any:
+        drafts = stock(self, requests, noise)
+        return [draft.first(0) if draft.token_ids[:1] == (2,) else draft for draft in drafts]
+
+    monkeypatch.setattr(RowHeadsProposer, "propose", picky)
+    assert proof.prove(BY_NAME[name], 3).measured > 1e-4
+
+
+@pytest.mark.parametrize("name", ["Medusa, block", "exit, token"])
+def test_control_a_law_that_is_not_the_one_drawn_from_is_seen(
+    proof: EngineProof, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Planted: what is reported is a softer row than the one that the token was drawn from."""
+    stock = growth.Growth.draft
+
+    def softer(self: growth.Growth) -> Any:
+        draft = stock(self)
+        if draft.draft_probs is not None:
+            draft.draft_probs.sqrt_()
+            draft.draft_probs.div_(draft.draft_probs.sum(-1, keepdim=True))
+        return draft
+
+    monkeypatch.setattr(growth.Growth, "draft", softer)
+    assert proof.prove(BY_NAME[name], 3).measured > 1e-4
