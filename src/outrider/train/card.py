@@ -129,9 +129,9 @@ def _measured(outcome: Outcome) -> str:
         began = "" if before.engine_tau is None else f" Before the training it yielded {before.engine_tau:.2f}."
         lines.append(
             f"In the engine itself, with {settings.num_draft_tokens} draft tokens a step on up to "
-            f"{settings.engine_prompts} held-out prompts of {settings.engine_tokens} tokens each ({stats.num_target_passes:,} target "
-            f"passes), a draft yielded **{stats.mean_acceptance_length:.2f} tokens** of a pass. Share of draft tokens that stood, by "
-            f"position, where those before them stood: {by}.{began}"
+            f"{settings.engine_prompts} held-out prompts of {settings.engine_tokens} tokens each, in "
+            f"{stats.num_target_passes:,} target passes, a draft yielded **{stats.mean_acceptance_length:.2f} tokens** of "
+            f"a pass. Share of draft tokens that stood, by position, where those before them stood: {by}.{began}"
         )
     return "\n\n".join(lines)
 
