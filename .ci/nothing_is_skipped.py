@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from outrider.kernels.library import FILE, available_sets
 
 #: What the extra `dev` brings for tests that skip themselves elsewhere.
-PACKAGES = ("gguf", "llguidance", "matplotlib")
+PACKAGES = ("accelerate", "gguf", "llguidance", "matplotlib")
 
 
 def problems() -> list[str]:

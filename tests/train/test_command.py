@@ -16,6 +16,8 @@ from outrider.cli.app import app
 from outrider.errors import InputError, InvalidParameterError, MissingExtraError
 from tests.train.markov import VOCAB, save_markov_target
 
+pytest.importorskip("accelerate")
+
 FEW = ("--steps", "6", "--evaluate-every", "3", "--save-every", "3", "--batch-size", "8", "--precision", "fp32")
 
 

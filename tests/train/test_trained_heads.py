@@ -26,6 +26,8 @@ from outrider.train.target import FrozenTarget
 from tests.train.markov import LAYERS, VOCAB, save_data, save_markov_target
 from tests.train.test_training import KillAt, Killed
 
+pytest.importorskip("accelerate")
+
 SETTINGS = TrainSettings(
     steps=60, batch_size=8, lr=2e-2, precision="fp32", evaluate_every=20, save_every=10, engine_prompts=4, engine_tokens=16
 )

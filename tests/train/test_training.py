@@ -37,6 +37,8 @@ from outrider.train.trainer import Watcher
 from tests.train.markov import VOCAB, WIDTH, save_data, save_markov_target
 
 SHAPE = Shape(layers=1, width=32, feed_forward=32)
+pytest.importorskip("accelerate")
+
 SETTINGS = TrainSettings(
     steps=20, batch_size=8, lr=2e-2, precision="fp32", evaluate_every=5, save_every=5, engine_prompts=0, num_draft_tokens=3
 )
@@ -174,7 +176,8 @@ def test_a_damaged_checkpoint_is_refused(job: Job) -> None:
 def test_checkpoints_hold_no_pickles(job: Job) -> None:
     with pytest.raises(Killed):
         train_draft(job, DistillSettings(), shape=SHAPE, watcher=KillAt(12))
-    assert {file.suffix for file in job.out.rglob("*") if file.is_file()} <= {".safetensors", ".json", ".csv", ".md"}
+    there = [file for file in job.out.rglob("*") if file.is_file()]
+    assert {file.suffix for file in there if "tensorboard" not in file.parts} <= {".safetensors", ".json", ".csv"}
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,8 +348,11 @@ def _check_installed() -> None:
 
 
 def _show(outcome: Outcome, out: Path, *, as_json: bool) -> None:
+    from accelerate import PartialState
     from rich.console import Console
 
+    if not PartialState().is_main_process:  # the others have written nothing
+        return
     if as_json:
         sys.stdout.write(json.dumps(outcome.figures()) + "\n")
         return

@@ -25,7 +25,7 @@ from outrider.train.models import Shape, draft_to_begin_with
 from outrider.train.settings import TrainSettings
 from outrider.train.target import FrozenTarget, Teacher
 from outrider.train.trainee import Trainee
-from outrider.train.trainer import Trainer, Watcher, own_device
+from outrider.train.trainer import Trainer, Watcher, main_process_first, own_device
 
 #: What a folder says of the training that it comes from.
 TRAINING = "training.json"
@@ -117,7 +117,8 @@ def _train(
     trainee = make(target, manifest)
     data = load_data(job.data, length=job.settings.length, rows=trainee.rows)
     plan = {"asked": asked, "settings": job.settings.model_dump(mode="json"), "data": manifest.model_dump(mode="json")}
-    _open(job.out, plan)
+    with main_process_first():
+        _open(job.out, plan)
     verdict = _Engine(job, target, trainee, data) if job.settings.engine_prompts else None
     trainer = Trainer(trainee, data, job.settings, job.out, target.vocab_size, verdict=verdict, watcher=watcher)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from contextlib import AbstractContextManager
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -30,6 +31,14 @@ def own_device() -> str:
     from accelerate import PartialState
 
     return str(PartialState().device)
+
+
+def main_process_first() -> AbstractContextManager[None]:
+    """Within the block, the process that writes runs before the others."""
+    from accelerate import PartialState
+
+    first: AbstractContextManager[None] = PartialState().main_process_first()
+    return first
 
 
 class Verdict(Protocol):
@@ -88,7 +97,7 @@ class Trainer:
         self._settings = settings
         self._folder = folder
         self._verdict = verdict
-        self._watcher = watcher or Watcher()
+        self._watcher = watcher if watcher is not None and self.is_main else Watcher()
         self._checkpoints = Checkpoints(folder / "checkpoints")
         self._batches = Batches(data.train, settings.batch_size, settings.seed)
         optimisers = make_optimisers(trainee.module, settings, vocab_size)
@@ -120,8 +129,9 @@ class Trainer:
                 progress = self._measured(progress, board)
             if last or progress.step % self._settings.save_every == 0:
                 self._save(progress)
-        self._accelerator.wait_for_everyone()
+        self._accelerator.wait_for_everyone()  # the main process writes the best weights
         self._checkpoints.load_best(self._trainee.module)
+        self._accelerator.wait_for_everyone()  # and removes them at the end
         if board is not None:
             board.close()
         return progress
