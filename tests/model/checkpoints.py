@@ -132,11 +132,13 @@ def model_type(family: str) -> str:
     return str(_config(family).model_type)
 
 
-def save(family: str, folder: Path, *, seed: int = 0, layers: int | None = None) -> str:
-    """Write a checkpoint of `family`; returns its path."""
+def save(family: str, folder: Path, *, seed: int = 0, layers: int | None = None, **changes: Any) -> str:
+    """Write a checkpoint of `family`, with other values for fields of its configuration; returns its path."""
     from transformers import AutoModelForCausalLM
 
     config = _config(family)
+    for name, value in changes.items():
+        setattr(config, name, value)
     if layers is not None:
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):

@@ -82,7 +82,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """By method: what it drafts with."""
     folder: Path = tmp_path_factory.mktemp("models")
     heads = ("medusa", "blockwise", "exit")
-    made = {name: save_random_heads(folder / name, default_model("target"), name, scale=0.1) for name in heads}
+    made = {name: save_random_heads(folder / name, default_model("target"), name, scale=0.3) for name in heads}
     return {"cross_vocabulary": save_permuted_and_cut(folder / "cut", num_merges=1200), **made}
 
 
@@ -111,15 +111,18 @@ def drafts(llm: LLM, way: dict[str, Any], params: dict[str, Any], monkeypatch: p
 
 
 def ranks(found: Sequence[Draft], rng: np.random.Generator) -> Iterator[float]:
-    """Where each drawn token lies in what it was drawn from, behind its elder siblings: evenly spread if it was."""
+    """Where each drawn token lies in what it was drawn from, behind its elder siblings, with the likeliest tokens first:
+    evenly spread if it was."""
     for draft in found:
         assert draft.draft_probs is not None
         left: dict[int, torch.Tensor] = {}
+        tokens = torch.arange(draft.draft_probs.shape[-1])
         for node, (token, parent, law) in enumerate(zip(draft.token_ids, draft.parents, draft.laws, strict=True)):
             if law is not Law.SAMPLED:
                 continue
             probs = left.setdefault(parent, draft.draft_probs[node].double().clone())
-            below, own, total = float(probs[:token].sum()), float(probs[token]), float(probs.sum())
+            own, total = float(probs[token]), float(probs.sum())
+            below = float(probs[(probs > own) | ((probs == own) & (tokens < token))].sum())
             yield (below + rng.random() * own) / total
             probs[token] = 0.0
 
@@ -154,10 +157,8 @@ def test_every_method_is_drawn_from() -> None:
     assert tried == set(methods._BUILT_IN)
 
 
-@pytest.mark.parametrize("name", ["draft model", "best-first tree", "early exit", "Medusa's heads"])
-def test_a_proposer_that_keeps_likely_tokens_alone_turns_red(
-    llm: LLM, models: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["draft model", "best-first tree", "early exit"])
+def test_a_proposer_that_keeps_likely_tokens_alone_turns_red(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a drawn token is taken back where it is unlikely."""
     stock = growth._draw
 
@@ -168,5 +169,16 @@ def test_a_proposer_that_keeps_likely_tokens_alone_turns_red(
             family.tokens = [token for token in family.tokens if float(row[token]) > 0.06 * float(row.max())]
 
     monkeypatch.setattr(growth, "_draw", choosy)
+    way, params = DRAWN[name]
+    assert p_value(drafts(llm, way, params, monkeypatch)) < SURE
+
+
+@pytest.mark.parametrize("name", ["Medusa's heads", "a head to exit with"])
+def test_a_proposer_that_draws_from_other_probabilities_than_it_states_turns_red(
+    llm: LLM, models: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: the draws are those of a lower temperature."""
+    stock = growth._left
+    monkeypatch.setattr(growth, "_left", lambda family: stock(family).pow(1.5))
     way, params = DRAWN[name]
     assert p_value(drafts(llm, with_model(way, models), params, monkeypatch)) < SURE

@@ -15,6 +15,7 @@ from outrider.bench.tasks import LONG_WORKLOADS, WORKLOADS
 from outrider.bench.ways import parse_ways
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
 from outrider.propose.draft_model import DraftModel
+from outrider.propose.medusa import Medusa
 from outrider.propose.suffix import Suffix
 
 
@@ -107,6 +108,19 @@ def test_ways_by_name() -> None:
     assert len(parse_ways(["ngram:3", "ngram:3"], None)) == 2
 
 
+def test_a_way_may_bring_its_own_folder(tmp_path: Path) -> None:
+    heads, other = tmp_path / "my.heads", tmp_path / "other-draft"
+    heads.mkdir()
+    other.mkdir()
+    names = [f"medusa={heads}:3", f"exit={heads}:2,1:3", f"draft_model={other}:4", "draft_model:4", f"draft_model={other}"]
+    ways = {way.name: way.config for way in parse_ways(names, "d")}
+    assert ways["medusa my.heads k=3"].method == Medusa(model=str(heads))
+    assert ways["exit my.heads (2,1) k=3"].tree == (2, 1)
+    assert ways["draft_model other-draft k=4"].method == DraftModel(model=str(other))
+    assert ways["draft_model k=4"].method == DraftModel(model="d")
+    assert len(ways) == 6
+
+
 def test_trees_are_ways() -> None:
     names = ["draft_model:3,2,1", "draft_model:best_first:8", "draft_model:sequoia", "layer_skip:best_first"]
     ways = {way.name: way.config for way in parse_ways(names, "d")}
@@ -126,7 +140,13 @@ def test_drafts_that_follow_the_forced_text_take_no_part_in_a_replay() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["psychic", "ngram:0", "ngram:x", "", "ngram:3:4", "none", "plain:2", "draft_model:2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("psychic", "ngram:0", "ngram:x", "", "ngram:3:4", "none", "plain:2", "plain=x", "draft_model:2"),
+        *("medusa", "exit=/no:2"),
+    ],
+)
 def test_ways_that_cannot_be_taken(name: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:
         parse_ways([name], None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
@@ -22,11 +22,14 @@ from outrider.bench.settings import BenchSettings, PrecisionName
 from outrider.bench.store import Store
 from outrider.bench.summary import summarise
 from outrider.bench.texts import encoded_tasks
+from outrider.bench.ways import Way
 from outrider.bench.widen import cache_folder, stretched, wide_target
+from outrider.bench.widen_heads import wide_heads
 from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, MissingExtraError, OtherEngineError
 from outrider.llm import LLM, default_model
 from outrider.model.loader import check_sources, read_context, usable_device
+from outrider.propose.head_method import HeadMethod
 
 _WARM_UP_TOKENS = 4
 #: KV memory, in tokens, for the draft behind a text.
@@ -194,11 +197,18 @@ class Session:
     # -- a cell --------------------------------------------------------------------------------------------------------
 
     def _contestants(self, cell: Cell, llm: LLM, peers: list[Peer]) -> list[Contestant]:
-        found = [ours(llm, way, cell.temperature) for way in self.plan.ways_of(cell)]
+        found = [ours(llm, self._carried(way), cell.temperature) for way in self.plan.ways_of(cell)]
         for peer in peers if cell.peers else ():
             modes = peer.modes(full=self._settings.full, batch=cell.batch)
             found += [theirs(peer, mode, cell.temperature) for mode in modes]
         return found
+
+    def _carried(self, way: Way) -> Way:
+        """The way on the target at hand: heads of the embedded target are carried over to its wide copy."""
+        method = way.config.method
+        if not self._settings.wide or not isinstance(method, HeadMethod) or method.model is None:
+            return way
+        return replace(way, config=way.config.replace(method=method.replace(model=wide_heads(method.model))))
 
     def _measure(
         self, cell: Cell, contestants: list[Contestant], model: ModelResult, bandwidth: float | None

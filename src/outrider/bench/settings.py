@@ -38,7 +38,7 @@ class BenchSettings(Frozen):
         prompts: A JSONL file with prompts of the user.
         spec_bench: A file in the question format of Spec-Bench.
         replay: "copy", or a JSONL file of recorded texts.
-        ways: The ways to decode, in the form NAME or NAME:LENGTH.
+        ways: The ways to decode, in the form NAME, NAME:LENGTH or NAME=FOLDER:LENGTH.
         batches: The numbers of texts at a time, 1 to 64.
         samplings: Greedy, or temperature 1.
         num_prompts: The number of prompts of a workload. They are written in rounds of the batch.

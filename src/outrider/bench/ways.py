@@ -7,14 +7,17 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from outrider.errors import InvalidParameterError
 from outrider.llm import default_model
+from outrider.model.loader import check_sources
 from outrider.propose import methods
 from outrider.propose.draft_model import DraftModel
+from outrider.propose.head_method import HeadMethod
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 
 #: The ways of a usual run, unless others are asked for, and those of a full run.
@@ -29,7 +32,7 @@ ALL = (
 )
 _FORM = (
     "Use NAME, NAME:LENGTH or NAME:TREE:LENGTH, like plain, draft_model:3, draft_model:3,2,1, draft_model:best_first:12, "
-    "suffix-tree:16, or module:Class:4 for a method of yours."
+    "suffix-tree:16; NAME=FOLDER:LENGTH for a draft model or heads from a folder; or module:Class:4 for a method of yours."
 )
 _TREE = r"best_first|sequoia|\d{1,2}(?:,\d{1,2})+"
 
@@ -133,21 +136,21 @@ def parse_ways(names: Sequence[str], draft_model: str | None) -> list[Way]:
     """The ways with the given names, each once. Plain decoding comes first, since every speedup is over it.
 
     Args:
-        names: The names in the form NAME, NAME:LENGTH or NAME:TREE:LENGTH.
-        draft_model: Folder or hub id of the draft model for the ways that need one.
+        names: The names in the form NAME, NAME:LENGTH or NAME:TREE:LENGTH. A NAME may be NAME=FOLDER.
+        draft_model: Folder or hub id of the draft model for the ways that need one and name none.
 
     Raises:
-        InvalidParameterError: A way is unknown, or it needs a draft model and there is none.
+        InvalidParameterError: A way is unknown, it needs a model and there is none, or its folder does not exist.
     """
     ways = {way.name: way for way in (_parse(name, draft_model) for name in ("plain", *names))}
     return list(ways.values())
 
 
 def _parse(text: str, draft_model: str | None) -> Way:
-    form = re.fullmatch(rf"([\w-]+|[\w.]+:[A-Za-z_]\w*)(?::({_TREE}))?(?::([1-9]\d{{0,2}}))?", text)
-    if form is None or form[1] == "none" or text.startswith("plain:"):
+    form = re.fullmatch(rf"([\w-]+|[\w.]+:[A-Za-z_]\w*)(?:=([^:]+))?(?::({_TREE}))?(?::([1-9]\d{{0,2}}))?", text)
+    if form is None or form[1] == "none" or text.startswith(("plain:", "plain=")):
         raise InvalidParameterError("way", text, "not a way", _FORM)
-    name, tree, length = form.groups()
+    name, model, tree, length = form.groups()
     if name == "plain":
         return Way("plain", PLAIN)
     given: dict[str, Any] = {"method": _known(name, text)}
@@ -157,12 +160,15 @@ def _parse(text: str, draft_model: str | None) -> Way:
         given["tree"] = [int(width) for width in tree.split(",")] if "," in tree else tree
     if length is not None:
         given["num_draft_tokens"] = int(length)
-    if name == "draft_model":
-        if draft_model is None:
-            raise InvalidParameterError("way", text, "there is no draft model", "Add --draft-model, or leave it out.")
-        given["model"] = draft_model
-    config = SpeculationConfig.of(given)
+    if name == "draft_model" and model is None and draft_model is None:
+        raise InvalidParameterError("way", text, "there is no draft model", "Add --draft-model, or leave it out.")
+    check_sources(way=model)
+    chosen = model or (draft_model if name == "draft_model" else None)
+    config = SpeculationConfig.of(given if chosen is None else {**given, "model": chosen})
+    if isinstance(config.method, HeadMethod) and model is None:
+        raise InvalidParameterError("way", text, "it names no heads", f"Use {name}=FOLDER, where the heads are.")
     shown = "suffix tree" if name == "suffix-tree" else config.name
+    shown += "" if model is None else f" {Path(model).name}"
     shape = "" if tree is None else f" ({tree})" if "," in tree else f" {tree.replace('_', '-')}"
     return Way(f"{shown}{shape} k={config.num_draft_tokens}", config)
 

@@ -36,7 +36,7 @@ def bench(
     replay: Annotated[str | None, typer.Option(help='"copy", or JSONL of {"prompt": ..., "answer": ...}, forced.')] = None,
     way: Annotated[
         Names,
-        typer.Option("--way", help="plain, draft_model:3, layer_skip:2,1, draft_model:best_first:12, ...; repeated."),
+        typer.Option("--way", help="plain, draft_model:3, layer_skip:2,1, medusa=FOLDER:best_first:12, ...; repeated."),
     ] = None,
     batch: Annotated[list[int] | None, typer.Option("--batch", "-b", help="Texts at a time, 1 to 64; repeated.")] = None,
     sampling: Annotated[Names, typer.Option(help="greedy or T=1; repeated.")] = None,

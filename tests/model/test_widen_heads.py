@@ -1,0 +1,91 @@
+"""Heads that are carried over to the wide copy of their target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider import LLM, SamplingParams
+from outrider.bench import widen_heads as module
+from outrider.bench.widen import widen
+from outrider.bench.widen_heads import wide_heads, widen_heads
+from outrider.engine import engine
+from outrider.heads.checkpoint import load_heads, save_heads
+from outrider.llm import default_model
+from outrider.prove.tiny_heads import save_random_heads
+
+PROMPTS = ["def main(", "The little dog"]
+FACTOR = 2
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "medusa": ("medusa", {}),
+    "medusa, reduced": ("medusa", {"width": 100, "blocks": 2}),
+    "medusa, inner layer": ("medusa", {"layer": 4, "normed": False}),
+    "medusa, target's output": ("medusa", {"output": "target"}),
+    "blockwise": ("blockwise", {"inner": 50}),
+    "exit": ("exit", {}),
+    "exit, target's norm and output": ("exit", {"layer": 5, "normed": True, "output": "target"}),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, LLM]:
+    """The embedded target and its wide copy."""
+    folder = str(tmp_path_factory.mktemp("wide"))
+    widen(default_model("target"), folder, FACTOR, 2, torch.float32)
+    how: dict[str, Any] = {"dtype": "float64", "speculation": "none"}
+    return LLM(default_model("target"), **how), LLM(folder, **how)
+
+
+def drafts(llm: LLM, method: str, folder: str, patch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Every draft of some greedy texts, and the texts."""
+    found, stock = list[tuple[int, ...]](), engine.propose_all
+
+    def watched(*args: Any) -> Any:
+        steps = stock(*args)
+        found.extend(step.draft.token_ids for step in steps)
+        return steps
+
+    with patch.context() as inner:
+        inner.setattr(engine, "propose_all", watched)
+        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        outputs = llm.generate(PROMPTS, params, speculation={"method": method, "model": folder, "num_draft_tokens": 3})
+    assert all(output.stats.num_proposer_faults == 0 for output in outputs)
+    return [*found, *(output.token_ids for output in outputs)]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_both_draft_alike(pair: tuple[LLM, LLM], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, changes = HEADS[name]
+    source = default_model("target")
+    narrow = save_random_heads(tmp_path / "narrow", source, method, scale=0.05, **changes)
+    widen_heads(source, narrow, str(tmp_path / "wide"), FACTOR)
+    want = drafts(pair[0], method, narrow, monkeypatch)
+    assert len({draft for draft in want if draft}) > 5, "otherwise the comparison would say nothing"
+    assert drafts(pair[1], method, str(tmp_path / "wide"), monkeypatch) == want
+
+
+def test_control_heads_that_are_not_divided_draft_otherwise(
+    pair: tuple[LLM, LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = default_model("target")
+    narrow = save_random_heads(tmp_path / "narrow", source, "blockwise", scale=0.05)
+    widen_heads(source, narrow, str(tmp_path / "wide"), FACTOR)
+    _, network, witness = load_heads(tmp_path / "wide")
+    for head in range(3):
+        network.get_parameter(f"downs.{head}.weight").mul_(FACTOR)
+    save_heads(tmp_path / "wide", network, witness)
+    want = drafts(pair[0], "blockwise", narrow, monkeypatch)
+    assert drafts(pair[1], "blockwise", str(tmp_path / "wide"), monkeypatch) != want
+
+
+def test_they_are_carried_over_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    narrow = save_random_heads(tmp_path / "narrow", default_model("target"), "medusa")
+    folder = wide_heads(narrow)
+    config = load_heads(folder).config
+    assert config.target.hidden_size == 4 * load_heads(narrow).config.target.hidden_size
+    monkeypatch.setattr(module, "widen_heads", None)
+    assert wide_heads(narrow) == folder
