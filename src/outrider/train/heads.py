@@ -19,9 +19,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.errors import ContradictionError
-from outrider.heads.checkpoint import Witness, save_heads, witness_tokens
-from outrider.heads.config import BlockwiseConfig, ExitConfig, HeadsConfig, HeadTarget, MedusaConfig
+from outrider.heads.checkpoint import save_heads
+from outrider.heads.config import BlockwiseConfig, ExitConfig, HeadsConfig, MedusaConfig
 from outrider.heads.networks import build_network
+from outrider.heads.pairing import describe_target, take_witness
 from outrider.train.batches import Batch
 from outrider.train.files import storing
 from outrider.train.losses import LossName, divergence, overlap
@@ -67,13 +68,7 @@ class HeadSettings(Frozen):
         Raises:
             InputError: The target has no such layer, or the settings contradict.
         """
-        meant = HeadTarget(
-            name=target.name,
-            model_type=target.model_type,
-            num_layers=target.num_layers,
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-        )
+        meant = describe_target(target.model, target.name)
         width = self.width or target.hidden_size
         if self.method == "exit":
             layer = self.layer or max(1, target.num_layers // _EXIT_SHARE)
@@ -156,7 +151,7 @@ class TrainedHeads(Trainee):
     def save(self, folder: Path) -> None:
         with storing(folder):
             network: Any = self.module
-            save_heads(folder, network, self._witness())
+            save_heads(folder, network, take_witness(self._target.model, self._config))
 
     def speculation(self, folder: Path) -> dict[str, Any]:
         return {"method": self._settings.method, "model": str(folder)}
@@ -205,11 +200,6 @@ class TrainedHeads(Trainee):
     def _read(self, features: Tensor) -> Tensor:
         """Hidden states behind the final norm, where the heads read those."""
         return features if self._config.layer == self._target.num_layers else self._target.norm(features)
-
-    def _witness(self) -> Witness:
-        tokens = witness_tokens(self._target.vocab_size)
-        states, _ = self._target.states(tokens[None].to(self._target.device), [self._config.layer])
-        return Witness(tokens, self._read(states[self._config.layer][0]).float().cpu())
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:

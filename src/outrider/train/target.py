@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.config import DTypeName, ModelConfig
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.llm import default_model
-from outrider.model.hf import noting_layers, only_head, some_layers
+from outrider.model.hf import final_norm, noting_layers, only_head
 from outrider.model.loader import check_sources, load_model
 from outrider.train.batches import Batch
 from outrider.train.manifest import Manifest
@@ -41,7 +41,6 @@ class FrozenTarget:
         self.vocab_size, self.device = loaded.vocab_size, loaded.device
         config = self.model.config.get_text_config(decoder=True)
         self.hidden_size, self.num_layers = int(config.hidden_size), int(config.num_hidden_layers)
-        self.model_type = str(config.model_type)
         with noting_layers(self.model), torch.no_grad():  # so that its head can run without its layers
             self.model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.device), use_cache=False)
 
@@ -63,20 +62,15 @@ class FrozenTarget:
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [num_rows, vocab_size] of what the final norm left, [num_rows, hidden_size]; gradients go through."""
         rows = hidden.to(self.model.dtype)
+        tokens = torch.zeros((1, len(rows)), dtype=torch.long, device=self.device)  # stand in for the rows
         with only_head(self.model, rows):
-            logits: Tensor = self.model(input_ids=self._places(rows), use_cache=False).logits[0]
+            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
         return logits
 
     @torch.no_grad()
     def norm(self, hidden: Tensor) -> Tensor:
         """The final norm of hidden states [num_rows, hidden_size]."""
-        with some_layers(self.model, (), hidden.to(self.model.dtype)):
-            normed: Tensor = self.model.base_model(input_ids=self._places(hidden), use_cache=False).last_hidden_state[0]
-        return normed
-
-    def _places(self, hidden: Tensor) -> Tensor:
-        """Tokens to stand in for rows whose hidden states are given."""
-        return torch.zeros((1, len(hidden)), dtype=torch.long, device=self.device)
+        return final_norm(self.model, hidden.to(self.model.dtype))
 
     def check_fits(self, manifest: Manifest) -> None:
         """Raise ContradictionError where the data are in other tokens, or hold hidden states of another width."""
