@@ -24,6 +24,7 @@ from outrider.errors import (
     VocabularyMismatchError,
 )
 from outrider.train import checkpoint, curves
+from outrider.train.batches import Batch, Batches
 from outrider.train.checkpoint import Checkpoints, Progress
 from outrider.train.distill import DistillSettings, write_on
 from outrider.train.losses import LOSSES, divergence, overlap
@@ -247,6 +248,20 @@ def test_every_loss_teaches_what_the_target_writes(job: Job, loss: str) -> None:
     found = train_draft(job, DistillSettings(loss=loss), shape=SHAPE)  # type: ignore[arg-type]
     assert found.before.acceptance[0] < 0.2
     assert found.best.acceptance[0] > (0.6 if loss == "total_variation" else 0.85)  # which is slow where all are alike
+
+
+def test_every_batch_is_another_one(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    take = Batches.__getitem__
+
+    def noted(self: Batches, number: int) -> Batch:
+        taken.append(number)
+        return take(self, number)
+
+    monkeypatch.setattr(Batches, "__getitem__", noted)
+    job = replace(job, settings=job.settings.replace(steps=4, accumulation=3))
+    train_draft(job, DistillSettings(), shape=SHAPE)
+    assert taken == list(range(12))
 
 
 def test_a_draft_learns_from_texts_that_it_writes_itself(job: Job) -> None:
