@@ -12,10 +12,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from outrider.cache.blocks import BlockManager
 from outrider.draft import Draft, Law, depths_of
+from outrider.errors import HeadMismatchError
 from outrider.llm import LLM
 from outrider.params import SamplingParams, TokenOrigin
 from outrider.propose.base import (
@@ -31,9 +33,10 @@ from outrider.propose.draft_model import DraftModel
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.speculation import SpeculationConfig
 from outrider.propose.suffix import Suffix
-from outrider.prove.engine_distribution import SETTINGS, EngineProof, Setting
+from outrider.prove.engine_distribution import HEADS_SETTINGS, SETTINGS, SHARED_TARGET_LAYERS, EngineProof, Setting
 from outrider.prove.tiny import save_tiny_llama
-from tests.model import checkpoints, test_boundary, test_target
+from outrider.prove.tiny_heads import save_tiny_heads
+from tests.model import checkpoints, test_boundary, test_heads, test_target
 from tests.unit import test_lease
 
 PROMPT = [1, 5, 9, 2, 7, 7, 3, 11, 4]
@@ -300,6 +303,66 @@ class _Recited(Method):
 
     def build(self, context: ProposerContext) -> Proposer:
         return _Reciting(self.text)
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _heads() -> tuple[test_heads.Made, LLM]:
+    folder = Path(tempfile.mkdtemp())
+    made = test_heads.make(checkpoints.save("llama", folder / "target", seed=3), folder)
+    return made, test_heads.load(made.path)
+
+
+def _compared(name: str) -> None:
+    """Drafts of heads against what they say of the stock model's hidden states."""
+    made, llm = _heads()
+    with pytest.MonkeyPatch.context() as patch:
+        watch = test_heads.Watch(made, patch)
+        outputs = llm.generate(test_heads.PROMPTS, test_heads.GREEDY, speculation=made.ways()[name])
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    assert watch.num_drafts > 10
+    assert watch.wrong == []
+
+
+def heads_read_the_last_row() -> None:
+    for name in ("medusa", "blockwise, tree"):
+        _compared(name)
+
+
+def exits_read_what_layers_leave() -> None:
+    for name in ("exit", "exit, target's norm", "exit, tree"):
+        _compared(name)
+
+
+def heads_go_on_behind_others() -> None:
+    made, llm = _heads()
+    with pytest.MonkeyPatch.context() as patch:
+        test_heads.test_heads_behind_other_drafts(llm, made, patch)
+
+
+def samples_of_heads_begin_at_once() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_heads.test_samples_begin_where_their_prompt_ends(_heads()[0], patch)
+
+
+def heads_for_other_weights() -> None:
+    made, _ = _heads()
+    other = test_heads.load(checkpoints.save("llama", Path(tempfile.mkdtemp()), seed=4))
+    try:
+        other.generate(test_heads.PROMPTS[0], test_heads.GREEDY, speculation=made.way("medusa"))
+    except HeadMismatchError:
+        return
+    raise AssertionError("heads for other weights draft")
+
+
+def heads_drawn() -> None:
+    folder = Path(tempfile.mkdtemp())
+    target = save_tiny_llama(folder / "target", 1, num_layers=SHARED_TARGET_LAYERS)
+    proof = EngineProof(target, save_tiny_llama(folder / "draft", 2), heads=save_tiny_heads(folder, target))
+    finding = proof.prove(next(setting for setting in HEADS_SETTINGS if setting.name == "Medusa, token"), 3)
+    assert finding.passed, finding
 
 
 def ends_inside_drafts() -> None:

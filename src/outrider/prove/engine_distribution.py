@@ -467,11 +467,12 @@ class EngineProof:
     """A loaded pair of models. It computes the distribution of the engine's output under any setting.
 
     Args:
-        target: Path of a checkpoint over three tokens.
-        draft: Path of another checkpoint over three tokens.
+        target: Path of a checkpoint over three tokens, or over more where `top_k` leaves few of them.
+        draft: Path of another checkpoint over the same tokens.
         speaks: Whether both were saved with a tokenizer and an end of text.
         crossed: Whether the draft has a vocabulary of its own.
         heads: Folders of heads for the target, by method.
+        prompt: What the texts go on from.
     """
 
     def __init__(
@@ -482,7 +483,9 @@ class EngineProof:
         speaks: bool = False,
         crossed: bool = False,
         heads: Mapping[str, str] | None = None,
+        prompt: tuple[int, ...] = PROMPT,
     ) -> None:
+        self.prompt = prompt
         self._models = {DRAFT: draft, OTHER_DRAFT: draft}
         self._heads = dict(heads or {})
         kind = CrossVocabulary if crossed else DraftModel
@@ -492,7 +495,7 @@ class EngineProof:
         self.llm.engine.builders.use_pace(_PACE)
         # A prompt that is not cached is computed in a pass without drafts. Every path must find the prompt cached, or the
         # first path would differ from the others.
-        self.llm.generate(PROMPT, SamplingParams(max_tokens=1))
+        self.llm.generate(prompt, SamplingParams(max_tokens=1))
         self._reference = TeacherForced(target, (len(PIECES) - 1,) if speaks else ())
 
     def prove(self, setting: Setting, length: int = 4) -> Finding:
@@ -500,7 +503,7 @@ class EngineProof:
         params = SamplingParams(**{"max_tokens": length, **setting.params})
         found = self.distribution(setting, params)
         missing = abs(sum(found.probs.values()) - 1.0)
-        exact = self._reference.distribution(PROMPT, params, setting.language)
+        exact = self._reference.distribution(self.prompt, params, setting.language)
         distance = total_variation(found.probs, exact) + found.dropped + missing
         return Finding(distance, BOUND, f"{found.num_paths} paths, joint of {params.max_tokens} tokens x {params.n}")
 
@@ -518,7 +521,7 @@ class EngineProof:
                 proposer.restore(state)
             engine.builders.forget()
             predicted = setting.prediction or None
-            for output in self.llm.generate([PROMPT] * count, params, speculation=config, prediction=predicted):
+            for output in self.llm.generate([self.prompt] * count, params, speculation=config, prediction=predicted):
                 if output.error is not None:
                     raise output.error
                 yield tuple(sample.token_ids for sample in output.outputs)
@@ -542,7 +545,7 @@ class EngineProof:
                 continue
             for seed in range(3):
                 params = SamplingParams(seed=seed, max_tokens=6)
-                self.llm.generate(PROMPT, params, speculation=config.replace(rule="auto"))
+                self.llm.generate(self.prompt, params, speculation=config.replace(rule="auto"))
             found.append((proposer, proposer.snapshot()))
         raise_engine_norms(self.llm)
         return found
