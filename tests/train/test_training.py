@@ -23,7 +23,7 @@ from outrider.errors import (
     TrainingError,
     VocabularyMismatchError,
 )
-from outrider.train import checkpoint, curves
+from outrider.train import checkpoint, curves, models
 from outrider.train.batches import Batch, Batches
 from outrider.train.checkpoint import Checkpoints, Progress
 from outrider.train.distill import DistillSettings, write_on
@@ -221,6 +221,18 @@ def test_a_full_disk_at_the_end_leaves_nothing_that_loads(job: Job) -> None:
     for each in (job, whole):
         train_draft(each, DistillSettings(), shape=SHAPE)
     assert_same(job.out, whole.out)
+
+
+def test_nothing_loads_before_the_weights_are_there(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Path, place: Path) -> None:
+        if file.suffix == ".safetensors":
+            raise OSError(28, "No space left on device")
+        file.replace(place)
+
+    monkeypatch.setattr(models, "_move", full)
+    with pytest.raises(StorageError, match=r"model\.safetensors.*No space left"):
+        models.save_model(FrozenTarget(target, "float32").model, None, tmp_path / "out", torch.float32)
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_a_folder_takes_one_training(job: Job, tmp_path: Path) -> None:
