@@ -25,6 +25,8 @@ OutriderError
 │   ├── MissingExtraError            a package that drives it is not installed
 │   ├── EngineAnswerError            it answered with an error, or with something that cannot be read
 │   └── UnforkableError              it uses chance in a way whose branches cannot be followed
+├── StorageError                     a file cannot be written; carries its path and a remedy
+├── TrainingError                    a training cannot go on; carries the step and a remedy
 ├── EngineBusyError                  an LLM was used inside one of its own steps
 ├── EngineDiedError                  the thread that owns an LLM's engine has ended, so that nothing can be written any more
 ├── EngineStalledError               the engine has work and no step makes progress: a defect
@@ -258,6 +260,38 @@ class EngineAnswerError(OtherEngineError):
 
 class UnforkableError(OtherEngineError):
     """The engine uses random numbers in a way whose branches cannot be followed."""
+
+
+class StorageError(OutriderError):
+    """A file cannot be written: the disk is full, or the folder takes no files. Nothing half-written is left in its place.
+
+    Args:
+        path: The file.
+        problem: What the system says.
+        remedy: What would help, as a sentence.
+    """
+
+    def __init__(self, path: str, problem: str, remedy: str) -> None:
+        self.path = path
+        self.problem = problem
+        self.remedy = remedy
+        super().__init__(f"{path}: it cannot be written ({problem}). {remedy}")
+
+
+class TrainingError(OutriderError):
+    """A training cannot go on.
+
+    Args:
+        step: Where it stands.
+        problem: What happened, as a clause.
+        remedy: What would help, as a sentence.
+    """
+
+    def __init__(self, step: int, problem: str, remedy: str) -> None:
+        self.step = step
+        self.problem = problem
+        self.remedy = remedy
+        super().__init__(f"step {step}: {problem}. {remedy}")
 
 
 class EngineBusyError(OutriderError):

@@ -54,7 +54,7 @@ def test_with_kernels_it_names_what_is_missing_alone() -> None:
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     command = [sys.executable, ROOT / ".ci" / "nothing_is_skipped.py"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    names = ("axe_playwright_python", "gguf", "llguidance", "matplotlib", "playwright")
+    names = ("accelerate", "axe_playwright_python", "gguf", "llguidance", "matplotlib", "playwright")
     missing = [name for name in names if find_spec(name) is None]
     assert result.returncode == (1 if missing else 0)
     assert [name for name in missing if f"the package {name} is not installed" in result.stderr] == missing

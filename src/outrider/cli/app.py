@@ -13,6 +13,7 @@ from outrider.cli.chat import chat
 from outrider.cli.generate import generate
 from outrider.cli.prove import prove
 from outrider.cli.serve import serve
+from outrider.cli.train import app as train
 from outrider.cli.vocabulary import vocabulary
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app.command()(serve)
 app.command()(prove)
 app.command()(bench)
 app.command()(vocabulary)
+app.add_typer(train, name="train")
 
 
 def _print_version(value: bool) -> None:

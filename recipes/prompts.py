@@ -1,0 +1,73 @@
+"""Prompts for the embedded pair, from the source of Python's standard library: to train on, and to measure with.
+
+    python recipes/prompts.py DIR       # writes train.jsonl, held.jsonl, unittest.jsonl and unittest_held.jsonl there
+
+A file of the library stands on the side where `train_pair.py` put it, one in fifty held out by the hash of its path. So the
+target has never seen what a draft is measured with. The last two files hold one narrow kind of text alone: unit tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+#: Prompts of the files that measure: some of the lines of a text, which a recorded answer follows.
+PROMPT_LINES, ANSWER_LINES = 12, 24
+HELD_OUT_TEXTS = 64
+
+
+def files() -> Iterator[tuple[bool, Path, str]]:
+    """(held out, path, text) of every file that `train_pair.py` takes."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        if {"site-packages", "encodings", "pydoc_data"} & set(path.parts) or "lib2to3/tests/data" in str(path):
+            continue
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError:
+            continue
+        if 400 <= len(text) <= 400_000:
+            digest = hashlib.md5(str(path.relative_to(root)).encode()).hexdigest()
+            yield int(digest, 16) % 50 == 0, path, text
+
+
+def is_test(text: str) -> bool:
+    """Whether a file holds unit tests."""
+    return "import unittest" in text and "def test_" in text
+
+
+def measured(texts: list[str], rng: random.Random) -> Iterator[dict[str, str]]:
+    """Prompts with what followed them, so that they serve for free writing and for replay alike."""
+    size = PROMPT_LINES + ANSWER_LINES
+    while True:
+        lines = rng.choice(texts).splitlines(keepends=True)
+        if len(lines) > size:
+            start = rng.randrange(len(lines) - size)
+            cut = start + PROMPT_LINES
+            yield {"prompt": "".join(lines[start:cut]), "answer": "".join(lines[cut : start + size])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    everything = list(files())
+    for name, chosen in (("", everything), ("unittest", [each for each in everything if is_test(each[2])])):
+        train = [{"text": text} for held, _, text in chosen if not held]
+        chances = measured([text for held, _, text in chosen if held], random.Random(0))
+        held = [found for found, _ in zip(chances, range(HELD_OUT_TEXTS), strict=False)]
+        names = (name or "train", f"{name}_held" if name else "held")
+        for file, values in zip(names, (train, held), strict=True):
+            lines = "".join(json.dumps(value) + "\n" for value in values)
+            (folder / f"{file}.jsonl").write_text(lines, "utf-8")
+            print(file, len(values))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,405 @@
+"""`outrider train`: the target writes data, and draft models or heads learn from it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli import options
+from outrider.errors import InvalidParameterError, MissingExtraError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.train.card import Outcome
+    from outrider.train.run import Job
+    from outrider.train.sizes import Size
+    from outrider.train.trainer import Watcher
+
+app = typer.Typer(
+    help="Train what drafts for a target: `data` first, then `distill`, `medusa`, `blockwise` or `exit`.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Target = Annotated[str | None, typer.Option(help="Folder or hub id; without one, the embedded target.")]
+Data = Annotated[Path, typer.Option(help="A folder that `outrider train data` has made.")]
+Out = Annotated[Path, typer.Option(help="Folder of the result. The same command goes on where it was broken off.")]
+Steps = Annotated[int, typer.Option(help="Steps of the optimiser.")]
+BatchSize = Annotated[int, typer.Option(help="Texts in a batch, on each device.")]
+Accumulation = Annotated[int, typer.Option(help="Batches in a step.")]
+Length = Annotated[int, typer.Option(help="Longest text in tokens; longer ones are cut.")]
+Rate = Annotated[float, typer.Option(help="Highest learning rate.")]
+TrainSeed = Annotated[int, typer.Option(help="Of the order of texts and of what is drawn.")]
+Precision = Annotated[str, typer.Option(help="bf16 or fp32; weights are float32 with either.")]
+EvaluateEvery = Annotated[int, typer.Option(help="Steps between measurements on held-out texts.")]
+SaveEvery = Annotated[int, typer.Option(help="Steps between checkpoints.")]
+Patience = Annotated[int, typer.Option(help="Measurements without a gain that end the training; 0 runs to the end.")]
+EngineEvery = Annotated[int, typer.Option(help="Steps between runs of the real engine; 0 runs it before and after.")]
+EnginePrompts = Annotated[int, typer.Option(help="Held-out prompts of such a run; 0 never runs it.")]
+Teacher = Annotated[str, typer.Option(help="forward runs the target; hidden_states or top_k take what the data hold.")]
+Loss = Annotated[str, typer.Option(help="forward_kl, reverse_kl, jsd, total_variation or cross_entropy.")]
+NumDraftTokens = Annotated[int, typer.Option("--num-draft-tokens", "-k", help="Draft tokens that tau is measured for.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object at the end.")]
+
+
+@app.command()
+def data(
+    prompts: Annotated[Path, typer.Option(help="A .jsonl file of prompts or conversations, a text, or a folder of these.")],
+    out: Annotated[Path, typer.Option(help="Folder of the data. The same command goes on where it was broken off.")],
+    target: Target = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens behind a prompt; 0 keeps the prompts alone.")] = 128,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompts that texts are cut into.")] = 64,
+    samples: Annotated[int, typer.Option(help="Texts for each prompt.")] = 1,
+    limit: Annotated[int | None, typer.Option(help="Most prompts.", min=1)] = None,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="As in serving; 0 is greedy.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="As in serving; 0 keeps all tokens.")] = 0,
+    top_p: Annotated[float, typer.Option(help="As in serving.")] = 1.0,
+    held_out: Annotated[float, typer.Option(help="Share of the prompts that is kept for measurements.")] = 0.05,
+    hidden_states: Annotated[
+        list[int] | None, typer.Option(help="Keep the input of this layer, or what the last one leaves; may be repeated.")
+    ] = None,
+    target_top_k: Annotated[int, typer.Option(help="Keep the target's likeliest next tokens and their logits.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
+    dtype: options.DType = "auto",
+    device: options.Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let the target write training data on your prompts."""
+    from rich.console import Console
+
+    from outrider.train.collect import collect
+    from outrider.train.manifest import DataSettings
+    from outrider.train.prompts import read_sources
+
+    settings = DataSettings(
+        max_tokens=max_tokens,
+        prompt_tokens=prompt_tokens,
+        samples=samples,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        held_out=held_out,
+        hidden_states=tuple(hidden_states or ()),
+        target_top_k=target_top_k,
+    )
+    sources = read_sources(prompts)
+    console = Console(stderr=True, highlight=False)
+    with _bar(console) as bar:
+        found = collect(
+            sources,
+            out,
+            settings,
+            target=target,
+            dtype=dtype,
+            device=device,
+            limit=limit,
+            on_progress=lambda done, total: bar("texts", done, total),
+        )
+    for where, why in found.refused[:5]:
+        console.print(f"left out: {where}: {why}", markup=False)
+    manifest = found.manifest
+    counts = {
+        "texts": manifest.num_records,
+        "tokens": manifest.num_tokens,
+        "held_out": manifest.num_held_out,
+        "written_now": found.num_written,
+        "left_out": len(found.refused),
+    }
+    if as_json:
+        sys.stdout.write(json.dumps(counts) + "\n")
+    else:
+        Console(highlight=False).print(", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in counts.items()))
+
+
+@app.command()
+def distill(
+    data: Data,
+    out: Out,
+    target: Target = None,
+    shape: Annotated[str | None, typer.Option(help="Begin from scratch: LAYERSxWIDTH[:FEED_FORWARD], like 2x192.")] = None,
+    prune: Annotated[str | None, typer.Option(help="Begin with some of the target's layers, like 0,3,7.")] = None,
+    init: Annotated[str | None, typer.Option(help="Begin with this draft model.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Compare shapes instead: 2x128,2x192,4x256.")] = None,
+    timed_target: Annotated[
+        str | None, typer.Option(help="With --sizes: time the passes of this target, which has the same tokens.")
+    ] = None,
+    loss: Loss = "forward_kl",
+    on_policy: Annotated[float, typer.Option(help="Share of the batches whose texts the draft itself writes.")] = 0.0,
+    steps: Steps = 1000,
+    batch_size: BatchSize = 16,
+    accumulation: Accumulation = 1,
+    length: Length = 512,
+    lr: Rate = 2e-3,
+    seed: TrainSeed = 0,
+    precision: Precision = "bf16",
+    evaluate_every: EvaluateEvery = 100,
+    save_every: SaveEvery = 100,
+    patience: Patience = 0,
+    engine_every: EngineEvery = 0,
+    engine_prompts: EnginePrompts = 16,
+    num_draft_tokens: NumDraftTokens = 5,
+    teacher: Teacher = "forward",
+    dtype: options.DType = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Distil the target into a draft model; with --sizes, find out which size pays most on this machine."""
+    _check_installed()
+    from outrider.train.distill import DistillSettings
+    from outrider.train.models import parse_shape
+    from outrider.train.run import train_draft
+
+    job = _job(locals())
+    learning = DistillSettings(loss=loss, on_policy=on_policy)  # type: ignore[arg-type]
+    if sizes is not None:
+        _compare(job, learning, sizes, timed_target, shape or prune or init, as_json=as_json)
+        return
+    begun = None if shape is None else parse_shape(shape)
+    with _watching(steps) as watcher:
+        outcome = train_draft(job, learning, shape=begun, prune=_numbers(prune), init=init, watcher=watcher)
+    _show(outcome, out, as_json=as_json)
+
+
+@app.command()
+def medusa(
+    data: Data,
+    out: Out,
+    target: Target = None,
+    heads: Annotated[int, typer.Option(help="Tokens ahead that they guess.")] = 4,
+    blocks: Annotated[int, typer.Option(help="Residual blocks in each head.")] = 1,
+    width: Annotated[int | None, typer.Option(help="Of the blocks; the target's hidden size unless given.")] = None,
+    output: Annotated[str, typer.Option(help="own: an output layer in each head; target: the target's, frozen.")] = "own",
+    layer: Annotated[
+        int | None, typer.Option(help="They read what the first so many layers leave; all unless given.")
+    ] = None,
+    loss: Loss = "forward_kl",
+    steps: Steps = 1000,
+    batch_size: BatchSize = 16,
+    accumulation: Accumulation = 1,
+    length: Length = 512,
+    lr: Rate = 1e-3,
+    seed: TrainSeed = 0,
+    precision: Precision = "bf16",
+    evaluate_every: EvaluateEvery = 100,
+    save_every: SaveEvery = 100,
+    patience: Patience = 0,
+    engine_every: EngineEvery = 0,
+    engine_prompts: EnginePrompts = 16,
+    teacher: Teacher = "forward",
+    dtype: options.DType = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Train residual heads on the frozen target (Cai et al. 2024)."""
+    asked = {"heads": heads, "blocks": blocks, "width": width, "output": output, "layer": layer, "loss": loss}
+    _train_heads("medusa", asked, locals() | {"num_draft_tokens": heads})
+
+
+@app.command()
+def blockwise(
+    data: Data,
+    out: Out,
+    target: Target = None,
+    heads: Annotated[int, typer.Option(help="Tokens ahead that they guess.")] = 4,
+    inner: Annotated[int | None, typer.Option(help="Hidden units for each head; the target's size unless given.")] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="They read what the first so many layers leave; all unless given.")
+    ] = None,
+    loss: Loss = "forward_kl",
+    steps: Steps = 1000,
+    batch_size: BatchSize = 16,
+    accumulation: Accumulation = 1,
+    length: Length = 512,
+    lr: Rate = 1e-3,
+    seed: TrainSeed = 0,
+    precision: Precision = "bf16",
+    evaluate_every: EvaluateEvery = 100,
+    save_every: SaveEvery = 100,
+    patience: Patience = 0,
+    engine_every: EngineEvery = 0,
+    engine_prompts: EnginePrompts = 16,
+    teacher: Teacher = "forward",
+    dtype: options.DType = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Train heads behind one hidden layer, with the target's output layer (Stern et al. 2018)."""
+    asked = {"heads": heads, "inner": inner, "layer": layer, "loss": loss}
+    _train_heads("blockwise", asked, locals() | {"num_draft_tokens": heads})
+
+
+@app.command(name="exit")
+def exit_(
+    data: Data,
+    out: Out,
+    target: Target = None,
+    layer: Annotated[
+        int | None, typer.Option(help="It reads what the first so many layers leave; a quarter unless given.")
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option(help="Of what its output layer reads; the target's size unless given.")
+    ] = None,
+    output: Annotated[str, typer.Option(help="own: an output layer of its own; target: the target's, frozen.")] = "own",
+    loss: Loss = "forward_kl",
+    steps: Steps = 1000,
+    batch_size: BatchSize = 16,
+    accumulation: Accumulation = 1,
+    length: Length = 512,
+    lr: Rate = 1e-3,
+    seed: TrainSeed = 0,
+    precision: Precision = "bf16",
+    evaluate_every: EvaluateEvery = 100,
+    save_every: SaveEvery = 100,
+    patience: Patience = 0,
+    engine_every: EngineEvery = 0,
+    engine_prompts: EnginePrompts = 16,
+    num_draft_tokens: NumDraftTokens = 5,
+    teacher: Teacher = "forward",
+    dtype: options.DType = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Train a head with which the target's first layers draft (Elhoushi et al. 2024)."""
+    _train_heads("exit", {"layer": layer, "width": width, "output": output, "loss": loss}, locals())
+
+
+def _train_heads(method: str, asked: dict[str, Any], given: dict[str, Any]) -> None:
+    _check_installed()
+    from outrider.train.heads import HeadSettings
+    from outrider.train.run import train_heads
+
+    job = _job(given)
+    with _watching(given["steps"]) as watcher:
+        outcome = train_heads(job, HeadSettings(method=method, **asked), watcher=watcher)  # type: ignore[arg-type]
+    _show(outcome, given["out"], as_json=given["as_json"])
+
+
+def _job(given: dict[str, Any]) -> Job:
+    """What the options of a command ask for, however they are called there."""
+    from outrider.train.run import Job
+    from outrider.train.settings import TrainSettings
+
+    names = TrainSettings.model_fields.keys() & given.keys()
+    settings = TrainSettings(**{name: given[name] for name in names})
+    places = {name: given[name] for name in ("data", "out", "target", "dtype")}
+    return Job(**places, settings=settings)
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidParameterError("prune", text, "not a list of layer numbers", "Use a form like 0,3,7.") from None
+
+
+def _compare(job: Job, learning: Any, sizes: str, timed_target: str | None, other: str | None, *, as_json: bool) -> None:
+    from outrider.train.models import parse_shape
+    from outrider.train.sizes import compare_sizes
+
+    if other is not None:
+        raise InvalidParameterError("sizes", sizes, "the shapes to compare are given", "Leave out shape, prune and init.")
+    shapes = [parse_shape(text) for text in sizes.split(",")]
+    with _watching(job.settings.steps * len(shapes)) as watcher:
+        found = compare_sizes(job, learning, shapes, timed_target=timed_target, watch=lambda _: watcher)
+    if as_json:
+        sys.stdout.write(json.dumps([vars(size) | {"shape": str(size.shape)} for size in found]) + "\n")
+    else:
+        _show_sizes(found)
+
+
+def _show_sizes(found: list[Size]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("shape", "parameters", "acceptance", "draft pass", "target pass", "best length", "tau", "speedup")
+    for size in found:
+        table.add_row(
+            str(size.shape),
+            f"{size.parameters:,}",
+            f"{size.acceptance:.3f}",
+            f"{size.draft_seconds * 1e3:.2f} ms",
+            f"{size.target_seconds[1] * 1e3:.2f} ms",
+            str(size.num_draft_tokens),
+            f"{size.tau:.2f}",
+            f"{size.speedup:.2f}x",
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    best = found[0]
+    if best.speedup > 1:
+        console.print(f"{best.shape} pays most here: {best.speedup:.2f}x of plain decoding is expected of it.")
+    else:
+        console.print("None of these pays here: the target's own pass is too cheap beside theirs.")
+
+
+def _check_installed() -> None:
+    """Raise MissingExtraError where the packages for training are missing."""
+    from importlib.util import find_spec
+
+    for name in ("accelerate", "matplotlib"):
+        if find_spec(name) is None:
+            raise MissingExtraError("outrider train", f"the package {name} is not installed", "Install outrider[train].")
+
+
+def _show(outcome: Outcome, out: Path, *, as_json: bool) -> None:
+    from accelerate import PartialState
+    from rich.console import Console
+
+    if not PartialState().is_main_process:  # the others have written nothing
+        return
+    if as_json:
+        sys.stdout.write(json.dumps(outcome.figures()) + "\n")
+        return
+    before, best = outcome.before, outcome.best
+    console = Console(highlight=False)
+    pairs = zip(before.acceptance, best.acceptance, strict=True)
+    console.print("acceptance on held-out texts: " + ", ".join(f"{a:.3f} -> {b:.3f}" for a, b in pairs))
+    if outcome.stats is not None:
+        began = "" if before.engine_tau is None else f" (before: {before.engine_tau:.2f})"
+        console.print(f"tokens of a target pass in the engine: {outcome.stats.mean_acceptance_length:.2f}{began}")
+    console.print(f"written to {out}; its README.md says what was measured", soft_wrap=True)
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Any]:
+    """A bar with the time that is left, on a terminal; what it yields is called with (what, done, total)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("loading", total=None)
+        yield lambda what, done, total: bars.update(task, description=what, completed=done, total=total)
+
+
+@contextmanager
+def _watching(steps: int) -> Iterator[Watcher]:
+    """A watcher that shows a bar, and a line for each measurement, on the error stream."""
+    from rich.console import Console
+
+    from outrider.train.trainer import Watcher
+
+    console = Console(stderr=True, highlight=False)
+    with _bar(console) as bar:
+
+        class Shown(Watcher):
+            done = 0
+
+            def on_step(self, step: int, loss: float) -> None:
+                self.done += 1
+                bar(f"step {step}, loss {loss:.3f}", max(self.done, step), steps)
+
+            def on_measurement(self, measurement: Any) -> None:
+                shares = " ".join(f"{share:.3f}" for share in measurement.acceptance)
+                engine = "" if measurement.engine_tau is None else f", in the engine {measurement.engine_tau:.2f}"
+                console.print(
+                    f"step {measurement.step}: loss {measurement.loss:.3f}, acceptance {shares}, "
+                    f"tau {measurement.tau:.2f}{engine}"
+                )
+
+        yield Shown()

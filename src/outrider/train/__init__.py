@@ -1,0 +1,1 @@
+"""Trains what drafts for a target: data that the target writes, draft models, and heads."""

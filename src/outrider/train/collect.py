@@ -1,0 +1,205 @@
+"""The target writes training data on prompts of the user, through the engine; a break costs one file at most."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outrider.errors import InvalidParameterError, OutriderError
+from outrider.llm import LLM
+from outrider.params import RequestOutput, SamplingParams
+from outrider.propose.speculation import PLAIN, SpeculationConfig
+from outrider.train.manifest import DataSettings, Manifest, TargetFacts, open_manifest
+from outrider.train.prompts import EncodedPrompt, Source, encode_prompts
+from outrider.train.recorder import Recorder, Recording
+from outrider.train.records import Record, read_records, write_shard
+
+logger = logging.getLogger(__name__)
+
+#: Texts in a file. A run that is broken off writes those of its last file again.
+SHARD_RECORDS = 256
+#: The sequences that a target writes at a time.
+_AT_A_TIME = 64
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A text that is to be written.
+
+    Attributes:
+        prompt: What it follows.
+        sample: Which text of the prompt it is.
+    """
+
+    prompt: EncodedPrompt
+    sample: int
+
+    def seed(self, base: int) -> int:
+        """The seed of its noise: another for each text, the same whenever it is written."""
+        mixed = int.from_bytes(self.prompt.digest[:8], "big") + 0x9E3779B97F4A7C15 * (self.sample + 1) + base
+        return mixed % 2**63
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a run came to.
+
+    Attributes:
+        manifest: Of the data that are there now.
+        num_written: Texts that this run wrote.
+        refused: Prompts that the target refused, as those that are too long: where they stand, and why.
+    """
+
+    manifest: Manifest
+    num_written: int
+    refused: tuple[tuple[str, str], ...]
+
+
+def collect(
+    sources: Sequence[Source],
+    folder: Path,
+    settings: DataSettings,
+    *,
+    target: str | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    limit: int | None = None,
+    shard_records: int = SHARD_RECORDS,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Collected:
+    """Let the target write on the prompts, and keep what it writes in a folder.
+
+    A text that is there already is not written again, so that the same call goes on where it was broken off, and more
+    prompts may be added later. Each text has its own seed: which texts are written together changes nothing.
+
+    Args:
+        sources: The prompts.
+        folder: Where the data are kept.
+        settings: How the target writes.
+        target: Folder or hub id; None for the embedded one.
+        dtype: Of the target's weights, as LLM takes it.
+        device: A torch device.
+        limit: Most prompts; None takes all. They are chosen by their digests.
+        shard_records: Texts in a file.
+        on_progress: Called with how many texts are there, and how many will be.
+
+    Raises:
+        InputError: A prompt cannot be used, no text could be written, or a setting does not fit the target.
+        ContradictionError: The folder holds data of other settings or of another target.
+        StorageError: A file cannot be written; the data that are there stay whole.
+        ModelError: The target cannot be used.
+    """
+    with LLM(target, speculation="none", dtype=dtype, device=device, max_num_seqs=_AT_A_TIME) as llm:  # type: ignore[arg-type]
+        facts = _facts(llm)
+        _check_layers(settings, facts)
+        manifest = open_manifest(folder, facts, settings)
+        prompts = encode_prompts(sources, llm.prompts, settings.prompt_tokens)[:limit]
+        there = {(record.digest, record.sample) for record in read_records(folder, manifest)}
+        wanted = [Wanted(prompt, sample) for prompt in prompts for sample in range(settings.samples)]
+        missing = [each for each in wanted if (each.prompt.digest, each.sample) not in there]
+        writer = _Writer(llm, settings, _Counter(len(wanted) - len(missing), len(wanted), on_progress))
+        manifest.save(folder)
+        for start in range(0, len(missing), shard_records):
+            records = writer.write(missing[start : start + shard_records])
+            if records:
+                shard = write_shard(folder, f"shard-{len(manifest.shards):05d}.safetensors", records)
+                manifest = manifest.with_shard(shard)
+                manifest.save(folder)
+    if not manifest.num_records:
+        where, problem = writer.refused[0]
+        raise InvalidParameterError(
+            "prompts", where, f"the target refuses every prompt; this one: {problem}", "Shorten them."
+        )
+    return Collected(manifest, len(missing) - len(writer.refused), tuple(writer.refused))
+
+
+def _facts(llm: LLM) -> TargetFacts:
+    loaded = llm.engine.runner.loaded
+    config = loaded.model.config.get_text_config(decoder=True)
+    return TargetFacts(
+        name=loaded.name,
+        vocab_size=loaded.vocab_size,
+        hidden_size=int(config.hidden_size),
+        num_layers=int(config.num_hidden_layers),
+    )
+
+
+def _check_layers(settings: DataSettings, facts: TargetFacts) -> None:
+    for layer in settings.hidden_states:
+        if not 0 <= layer <= facts.num_layers:
+            problem = f"the target has {facts.num_layers} layers"
+            raise InvalidParameterError("hidden_states", layer, problem, f"Use 0 to {facts.num_layers}.")
+
+
+@dataclass
+class _Counter:
+    """Texts that are there, texts that will be, and who wants to know."""
+
+    done: int
+    total: int
+    tell: Callable[[int, int], None]
+
+    def count(self, _: object) -> None:
+        self.done += 1
+        self.tell(self.done, self.total)
+
+
+class _Writer:
+    """Has texts written.
+
+    Args:
+        llm: The target.
+        settings: How it writes.
+        counter: Told of each text.
+    """
+
+    def __init__(self, llm: LLM, settings: DataSettings, counter: _Counter) -> None:
+        self._llm = llm
+        self._settings = settings
+        self._counter = counter
+        self._recording = Recording(hidden_states=settings.hidden_states, target_top_k=settings.target_top_k)
+        self.refused: list[tuple[str, str]] = []
+
+    def write(self, wanted: Sequence[Wanted]) -> list[Record]:
+        """Write these texts together; what the target refuses is noted and left out."""
+        if not (self._settings.max_tokens or self._settings.keeps_rows):
+            return [self._record(each, torch.tensor(each.prompt.token_ids)) for each in wanted]
+        outputs = self._llm.generate(
+            [list(each.prompt.token_ids) for each in wanted],
+            [self._params(each) for each in wanted],
+            speculation=SpeculationConfig(method=self._recording) if self._settings.keeps_rows else PLAIN,
+            on_finished=self._counter.count,
+        )
+        pairs = zip(wanted, outputs, strict=True)
+        return [record for each, output in pairs if (record := self._written(each, output)) is not None]
+
+    def _params(self, wanted: Wanted) -> SamplingParams:
+        asked = self._settings
+        return SamplingParams(
+            max_tokens=max(1, asked.max_tokens),  # rows need a pass, and a pass writes a token
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            seed=wanted.seed(asked.seed),
+        )
+
+    def _written(self, wanted: Wanted, output: RequestOutput) -> Record | None:
+        if isinstance(output.error, OutriderError):
+            self.refused.append((wanted.prompt.where, str(output.error)))
+            return None
+        written = output.token_ids if self._settings.max_tokens else ()
+        record = self._record(wanted, torch.tensor([*wanted.prompt.token_ids, *written]))
+        if self._settings.keeps_rows:
+            recorder = self._llm.proposers.get(self._recording)
+            assert isinstance(recorder, Recorder)
+            record.rows.update(recorder.take(wanted.seed(self._settings.seed), len(record.token_ids) - 1))
+        return record
+
+    def _record(self, wanted: Wanted, token_ids: torch.Tensor) -> Record:
+        prompt = wanted.prompt
+        held_out = prompt.held_out(self._settings.held_out)
+        return Record(prompt.digest, wanted.sample, held_out, len(prompt.token_ids), token_ids)

@@ -1,0 +1,192 @@
+"""Reads prompts: JSON lines, logs of conversations, texts, and folders of all these."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outrider.errors import InvalidParameterError, InvalidPromptError
+from outrider.prompts import PromptEncoder
+
+logger = logging.getLogger(__name__)
+
+#: Bytes of a prompt's digest: two prompts of a million share one with a chance of 1e-27.
+DIGEST_BYTES = 16
+_FORM = 'Give {"prompt": text}, {"prompt_token_ids": [...]}, {"messages": [...]} or {"text": a long text} a line.'
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was read of one place, before any tokenizer has seen it.
+
+    Attributes:
+        where: File and line, for errors.
+        kind: "prompt" is one prompt; "text" is cut into prompts; "messages" is a conversation, in which every turn of the
+            user ends a prompt.
+        content: A text, token ids, or messages.
+    """
+
+    where: str
+    kind: str
+    content: Any
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt in the target's tokens.
+
+    Attributes:
+        where: File and line, for errors.
+        token_ids: Its tokens.
+        digest: [DIGEST_BYTES] of its tokens: equal prompts are one.
+        group: [DIGEST_BYTES] of what decides whether it is held out: of itself, or of the conversation that it belongs to.
+    """
+
+    where: str
+    token_ids: tuple[int, ...]
+    digest: bytes
+    group: bytes
+
+    def held_out(self, share: float) -> bool:
+        """Whether it belongs to the share that is never trained on. More prompts do not change it."""
+        # The last bytes, since the first ones decide the order in which prompts are taken.
+        return int.from_bytes(self.group[-8:], "big") < share * 2**64
+
+
+def read_sources(path: Path) -> list[Source]:
+    """Read a file, or every file of a folder.
+
+    Files that end in .jsonl hold one object a line; all others are texts. In a folder, hidden files and files that are no
+    text in UTF-8 are left out.
+
+    Raises:
+        InvalidParameterError: There is no such file, a line is none of the forms (it is named by its number), or there
+            is no text at all.
+    """
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path))
+        found = [source for file in files for source in _read_file(file, required=False)]
+    else:
+        found = list(_read_file(path, required=True))
+    if not found:
+        raise InvalidParameterError("prompts", str(path), "it holds no prompts", _FORM)
+    return found
+
+
+def encode_prompts(sources: Sequence[Source], encoder: PromptEncoder, num_tokens: int) -> list[EncodedPrompt]:
+    """Prompts in the target's tokens, each once, in the order of their digests: any first so many are a fair sample.
+
+    Args:
+        sources: What was read.
+        encoder: The target's.
+        num_tokens: Tokens of the prompts that texts are cut into.
+
+    Raises:
+        InvalidParameterError: A prompt cannot be encoded; it is named by file and line.
+    """
+    prompts = {prompt.digest: prompt for source in sources for prompt in _encoded(source, encoder, num_tokens)}
+    return [prompts[digest] for digest in sorted(prompts)]
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _read_file(path: Path, *, required: bool) -> Iterator[Source]:
+    """What a file holds; one that cannot be read as text yields nothing unless it is required."""
+    try:
+        text = path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        if required:
+            reason = error.strerror if isinstance(error, OSError) else error
+            remedy = "Give a file in UTF-8, or a folder of such files."
+            raise InvalidParameterError("prompts", str(path), f"it cannot be read ({reason})", remedy) from None
+        logger.info("%s is left out: it is no text in UTF-8", path)
+        return
+    if path.suffix == ".jsonl":
+        yield from _read_lines(path, text)
+    elif text.strip():
+        yield Source(path.name, "text", text)
+
+
+def _read_lines(path: Path, text: str) -> Iterator[Source]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield _read_line(f"{path.name}:{number}", line)
+
+
+def _read_line(where: str, line: str) -> Source:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameterError("prompts", where, f"not JSON ({error})", _FORM) from None
+    if not isinstance(value, dict):
+        raise InvalidParameterError("prompts", where, "not an object", _FORM)
+    given = [key for key in ("prompt", "prompt_token_ids", "messages", "text") if key in value]
+    if len(given) != 1:
+        problem = f"it holds {' and '.join(given)}" if given else "it holds no prompt"
+        raise InvalidParameterError("prompts", where, problem, _FORM)
+    content = value[given[0]]
+    if given[0] in ("prompt", "text") and not (isinstance(content, str) and content.strip()):
+        raise InvalidParameterError("prompts", where, f"its {given[0]!r} is no text", _FORM)
+    if given[0] == "messages":
+        _check_messages(where, content)
+    return Source(where, "prompt" if given[0] == "prompt_token_ids" else given[0], content)
+
+
+def _check_messages(where: str, messages: Any) -> None:
+    is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    if not is_list or not any(message.get("role") == "user" for message in messages):
+        remedy = 'Give "messages" as a list of {"role": ..., "content": ...} with a turn of the user.'
+        raise InvalidParameterError("prompts", where, "it holds no conversation", remedy)
+
+
+def _encoded(source: Source, encoder: PromptEncoder, num_tokens: int) -> Iterator[EncodedPrompt]:
+    try:
+        if source.kind == "messages":
+            yield from _turns(source, encoder)
+        elif source.kind == "text":
+            yield from _pieces(source, encoder, num_tokens)
+        else:
+            tokens = encoder.encode(source.content)[1]
+            yield _prompt(source.where, tokens, tokens)
+    except InvalidPromptError as error:
+        raise InvalidParameterError("prompts", source.where, error.problem, error.remedy) from error
+
+
+def _turns(source: Source, encoder: PromptEncoder) -> Iterator[EncodedPrompt]:
+    """One prompt for each turn of the user: the conversation up to there. They stand on one side of the split."""
+    messages, first = source.content, None
+    for place, message in enumerate(messages):
+        if message.get("role") == "user":
+            tokens = encoder.encode_conversation(messages[: place + 1])[1]
+            first = tokens if first is None else first
+            yield _prompt(source.where, tokens, first)
+
+
+def _pieces(source: Source, encoder: PromptEncoder, num_tokens: int) -> Iterator[EncodedPrompt]:
+    """The text cut into prompts of so many tokens, each behind the tokens that begin a text; a short rest is left out
+    unless it is all there is."""
+    whole = encoder.encode(source.content)[1]
+    body = encoder.encode(source.content, add_special_tokens=False)[1]
+    extra = len(whole) - len(body)
+    prefix = whole[:extra] if extra > 0 and whole[extra:] == body else ()
+    for start in range(0, len(body), num_tokens):
+        piece = body[start : start + num_tokens]
+        if start == 0 or 2 * len(piece) >= num_tokens:
+            yield _prompt(source.where, (*prefix, *piece), piece)
+
+
+def _prompt(where: str, tokens: Sequence[int], group: Sequence[int]) -> EncodedPrompt:
+    return EncodedPrompt(where, tuple(tokens), _digest(tokens), _digest(group))
+
+
+def _digest(tokens: Sequence[int]) -> bytes:
+    return hashlib.sha256(np.asarray(tokens, dtype="<i8").tobytes()).digest()[:DIGEST_BYTES]

@@ -1,0 +1,127 @@
+"""The target as a teacher: a stock model of transformers, frozen, whose logits and hidden states are learnt from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.config import DTypeName, ModelConfig
+from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.llm import default_model
+from outrider.model.hf import final_norm, noting_layers, only_head
+from outrider.model.loader import check_sources, load_model
+from outrider.train.batches import Batch
+from outrider.train.manifest import Manifest
+from outrider.train.records import TOP_LOGITS, TOP_TOKENS, hidden_name
+
+
+class FrozenTarget:
+    """A stock model that is not trained. The engine's own weights are packed, so it is loaded once more for this.
+
+    Args:
+        name: Folder or hub id; None for the embedded one.
+        dtype: Of its weights.
+        device: Where it lies.
+
+    Attributes:
+        model: The model of transformers.
+        tokenizer: Its tokenizer, if any.
+
+    Raises:
+        ModelError: It cannot be loaded.
+    """
+
+    def __init__(self, name: str | None, dtype: DTypeName = "auto", device: str | None = None) -> None:
+        self.name = default_model("target") if name is None else name
+        check_sources(target=self.name)
+        loaded = load_model(ModelConfig(model=self.name, dtype=dtype, device=device))
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        self.vocab_size, self.device = loaded.vocab_size, loaded.device
+        config = self.model.config.get_text_config(decoder=True)
+        self.hidden_size, self.num_layers = int(config.hidden_size), int(config.num_hidden_layers)
+        with noting_layers(self.model), torch.no_grad():  # so that its head can run without its layers
+            self.model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.device), use_cache=False)
+
+    @torch.no_grad()
+    def logits(self, token_ids: Tensor) -> Tensor:
+        """[num_texts, num_tokens, vocab_size] of texts [num_texts, num_tokens]; row i speaks of token i + 1."""
+        logits: Tensor = self.model(input_ids=token_ids, use_cache=False).logits
+        return logits
+
+    @torch.no_grad()
+    def states(self, token_ids: Tensor, layers: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
+        """Hidden states [num_texts, num_tokens, hidden_size] by transformers' index of the layer, and the logits.
+
+        Index i is the input of layer i, and the number of layers is what the final norm leaves.
+        """
+        out = self.model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
+        return {layer: out.hidden_states[layer] for layer in layers}, out.logits
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [num_rows, vocab_size] of what the final norm left, [num_rows, hidden_size]; gradients go through."""
+        rows = hidden.to(self.model.dtype)
+        tokens = torch.zeros((1, len(rows)), dtype=torch.long, device=self.device)  # stand in for the rows
+        with only_head(self.model, rows):
+            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
+        return logits
+
+    @torch.no_grad()
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The final norm of hidden states [num_rows, hidden_size]."""
+        return final_norm(self.model, hidden.to(self.model.dtype))
+
+    def check_fits(self, manifest: Manifest) -> None:
+        """Raise ContradictionError where the data are in other tokens, or hold hidden states of another width."""
+        theirs = manifest.target
+        if theirs.vocab_size != self.vocab_size:
+            problem = f"its {self.vocab_size} tokens are not the {theirs.vocab_size} of {theirs.name}, which wrote the data"
+            raise ContradictionError("target", self.name, problem, "Use the target that wrote the data.")
+        if manifest.settings.hidden_states and theirs.hidden_size != self.hidden_size:
+            problem = f"its hidden states have width {self.hidden_size}, and those of the data {theirs.hidden_size}"
+            raise ContradictionError("target", self.name, problem, "Use the target that wrote the data.")
+
+
+class Teacher:
+    """What the target says of a batch: computed, or as it was kept with the data.
+
+    Args:
+        target: The target.
+        manifest: Of the data.
+        source: "forward" runs the target on every batch; "hidden_states" takes the final ones from the data and runs the
+            head alone; "top_k" takes its most likely tokens from the data, and holds all others for impossible.
+
+    Attributes:
+        rows: The names of what the data must hold.
+
+    Raises:
+        InvalidParameterError: The data do not hold it.
+    """
+
+    def __init__(self, target: FrozenTarget, manifest: Manifest, source: str) -> None:
+        self._target = target
+        self._source = source
+        self._last = hidden_name(target.num_layers)
+        asked = manifest.settings
+        there = {
+            "forward": True,
+            "hidden_states": target.num_layers in asked.hidden_states,
+            "top_k": asked.target_top_k > 0,
+        }
+        if not there[source]:
+            flag = f"--hidden-states {target.num_layers}" if source == "hidden_states" else "--target-top-k 64"
+            remedy = f'Use "forward", or make the data with {flag}.'
+            raise InvalidParameterError("teacher", source, "the data do not hold it", remedy)
+        self.rows = {"forward": (), "hidden_states": (self._last,), "top_k": (TOP_TOKENS, TOP_LOGITS)}[source]
+
+    def logits(self, batch: Batch, rows: Tensor) -> Tensor:
+        """The target's logits [n, vocab_size] of the chosen rows, where `rows` [num_texts, num_tokens] says which."""
+        if self._source == "forward":
+            return self._target.logits(batch.token_ids)[rows]
+        chosen = rows[:, :-1]
+        if self._source == "hidden_states":
+            return self._target.head(batch.rows[self._last][chosen])
+        tokens, values = batch.rows[TOP_TOKENS][chosen], batch.rows[TOP_LOGITS][chosen]
+        logits = values.new_full((len(values), self._target.vocab_size), -torch.inf)
+        return logits.scatter_(1, tokens.long(), values)

@@ -1,0 +1,244 @@
+"""The loop that trains, whatever it trains: steps, measurements, checkpoints, and the end."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from contextlib import AbstractContextManager
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from outrider.errors import TrainingError
+from outrider.stats import RequestStats
+from outrider.train import curves
+from outrider.train.batches import Batch, Batches, Piece, TrainingData, in_turn
+from outrider.train.checkpoint import Checkpoints, Measurement, Progress
+from outrider.train.judge import by_position
+from outrider.train.optimisers import make_optimisers
+from outrider.train.settings import TrainSettings
+from outrider.train.trainee import Overlaps, Trainee
+
+#: What another step's seed is: far from those of neighbouring trainings.
+_SEED_STRIDE = 1_000_003
+
+
+def own_device() -> str:
+    """The device of this process, as Accelerate deals them out."""
+    from accelerate import PartialState
+
+    return str(PartialState().device)
+
+
+def main_process_first() -> AbstractContextManager[None]:
+    """Within the block, the process that writes runs before the others."""
+    from accelerate import PartialState
+
+    first: AbstractContextManager[None] = PartialState().main_process_first()
+    return first
+
+
+class Verdict(Protocol):
+    """Runs the real engine with what a folder holds."""
+
+    def __call__(self, folder: Path) -> RequestStats:
+        """What the engine counted."""
+        ...
+
+
+class Watcher:
+    """Is told of the course of a training; a display overrides what it shows."""
+
+    def on_step(self, step: int, loss: float) -> None:
+        """A step is done."""
+
+    def on_measurement(self, measurement: Measurement) -> None:
+        """Held-out texts have been looked at."""
+
+
+class Trainer:
+    """Trains, measures and keeps the best; a training that was broken off goes on from its last checkpoint.
+
+    Every step depends on its number, the weights and the optimisers' state alone. So a training that was killed and goes on
+    comes to the same weights as one that was not, to the bit, on the same machine and number of devices.
+
+    Args:
+        trainee: What learns.
+        data: What from.
+        settings: How.
+        folder: Where checkpoints and curves are kept.
+        vocab_size: The target's, which tells tables of tokens from other matrices.
+        verdict: Runs the real engine; None never does.
+        watcher: Told of the course.
+    """
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        data: TrainingData,
+        settings: TrainSettings,
+        folder: Path,
+        vocab_size: int,
+        *,
+        verdict: Verdict | None = None,
+        watcher: Watcher | None = None,
+    ) -> None:
+        from accelerate import Accelerator
+
+        self._accelerator: Any = Accelerator(
+            mixed_precision="bf16" if settings.precision == "bf16" else "no",
+            gradient_accumulation_steps=settings.accumulation,
+        )
+        self._trainee = trainee
+        self._data = data
+        self._settings = settings
+        self._folder = folder
+        self._verdict = verdict
+        self._watcher = watcher if watcher is not None and self.is_main else Watcher()
+        self._checkpoints = Checkpoints(folder / "checkpoints")
+        self._batches = Batches(data.train, settings.batch_size, settings.seed)
+        optimisers = make_optimisers(trainee.module, settings, vocab_size)
+        self._own_optimisers = optimisers
+        self._module: nn.Module
+        self._module, *self._optimisers = self._accelerator.prepare(trainee.module, *optimisers)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes and shows."""
+        return bool(self._accelerator.is_main_process)
+
+    def run(self) -> Progress:
+        """Train to the end, or until held-out texts gain no more; the trainee then has its best weights.
+
+        Raises:
+            TrainingError: The loss became NaN or infinite.
+            StorageError: A file cannot be written; the checkpoints before stay.
+        """
+        progress = self._checkpoints.restore(self._trainee.module, self._own_optimisers)
+        board = curves.Board(self._folder) if self.is_main else None
+        if not progress.measurements:
+            progress = self._measured(progress, board)
+            self._save(progress)
+        while progress.step < self._settings.steps and not self._is_over(progress):
+            progress = self._stepped(progress)
+            last = progress.step == self._settings.steps
+            if last or progress.step % self._settings.evaluate_every == 0:
+                progress = self._measured(progress, board)
+            if last or progress.step % self._settings.save_every == 0:
+                self._save(progress)
+        self._accelerator.wait_for_everyone()  # the main process writes the best weights
+        self._checkpoints.load_best(self._trainee.module)
+        self._accelerator.wait_for_everyone()  # and removes them at the end
+        if board is not None:
+            board.close()
+        return progress
+
+    def _is_over(self, progress: Progress) -> bool:
+        return 0 < self._settings.patience <= progress.waited
+
+    def _stepped(self, progress: Progress) -> Progress:
+        """One step of the optimisers."""
+        began, settings, step = perf_counter(), self._settings, progress.step
+        torch.manual_seed(settings.seed * _SEED_STRIDE + step)  # what is drawn depends on the step alone
+        self._module.train()
+        for optimiser in self._optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = settings.rate(step)
+        losses, tokens = [], 0
+        for turn in range(settings.accumulation):
+            batch = self._batch(step * settings.accumulation + turn)
+            tokens += batch.num_tokens * self._accelerator.num_processes
+            losses.append(self._backward(batch))
+        loss = statistics.fmean(losses)
+        if not math.isfinite(loss):
+            raise TrainingError(step + 1, f"the loss is {loss}", "Lower lr, and start in an empty folder.")
+        self._watcher.on_step(step + 1, loss)
+        done = {
+            "step": step + 1,
+            "tokens": progress.tokens + tokens,
+            "seconds": progress.seconds + perf_counter() - began,
+            "losses": (*progress.losses, loss),
+        }
+        return progress.model_copy(update=done)
+
+    def _batch(self, number: int) -> Batch:
+        """The batch of that number for this process: each takes another."""
+        own = number * self._accelerator.num_processes + self._accelerator.process_index
+        return self._batches[own].to(self._accelerator.device)
+
+    def _backward(self, batch: Batch) -> float:
+        """Add the gradient of a batch; with the last of a step the weights move."""
+        accelerator = self._accelerator
+        with accelerator.accumulate(self._module):
+            with accelerator.autocast():
+                loss = self._trainee.loss(self._module, batch)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(self._module.parameters(), self._settings.clip)
+            for optimiser in self._optimisers:
+                optimiser.step()
+                optimiser.zero_grad()
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def _acceptance(self) -> tuple[float, ...]:
+        """By depth, on held-out texts. Every process computes the same."""
+        self._module.eval()
+        total: Overlaps | None = None
+        pieces: list[Piece] = self._data.held_out[: self._settings.held_out_texts]
+        for batch in in_turn(pieces, self._settings.batch_size):
+            with self._accelerator.autocast():
+                found = self._trainee.overlaps(self._trainee.module, batch.to(self._accelerator.device))
+            sums, counts = found.sums.cpu(), found.counts.cpu()
+            total = Overlaps(sums, counts) if total is None else Overlaps(total.sums + sums, total.counts + counts)
+        assert total is not None, "there are held-out texts"
+        return tuple((total.sums / total.counts.clamp(min=1)).tolist())
+
+    def _measured(self, progress: Progress, board: curves.Board | None) -> Progress:
+        """Look at held-out texts, and keep the weights if none were better."""
+        acceptance = self._acceptance()
+        tau = self._trainee.tau(acceptance, self._settings.num_draft_tokens)
+        stats = self._judged(progress.step)
+        measurement = Measurement(
+            step=progress.step,
+            tokens=progress.tokens,
+            seconds=progress.seconds,
+            loss=statistics.fmean(progress.losses) if progress.losses else 0.0,
+            lr=self._settings.rate(max(0, progress.step - 1)),
+            acceptance=acceptance,
+            tau=tau,
+            engine_tau=None if stats is None else stats.mean_acceptance_length,
+            engine_acceptance=() if stats is None else by_position(stats),
+        )
+        is_best = not progress.measurements or tau > max(each.tau for each in progress.measurements)
+        news = {
+            "measurements": (*progress.measurements, measurement),
+            "losses": (),
+            "best": progress.step if is_best else progress.best,
+            "waited": 0 if is_best else progress.waited + 1,
+        }
+        found = progress.model_copy(update=news)
+        if self.is_main:
+            if is_best:
+                self._checkpoints.save_best(self._trainee.module)
+            curves.write_table(self._folder, found.measurements)
+            assert board is not None
+            board.add(measurement)
+        self._watcher.on_measurement(measurement)
+        return found
+
+    def _judged(self, step: int) -> RequestStats | None:
+        """What the engine counts with the weights as they are, where it is due; in the main process alone."""
+        every = self._settings.engine_every
+        if self._verdict is None or not self.is_main or (step and (not every or step % every)):
+            return None
+        folder = self._checkpoints.folder / f"engine-{step:08d}"
+        self._trainee.save(folder)
+        return self._verdict(folder)
+
+    def _save(self, progress: Progress) -> None:
+        if self.is_main:
+            self._checkpoints.save(progress, self._trainee.module, self._own_optimisers)

@@ -1,0 +1,123 @@
+"""`outrider train` from the command line: what it writes, and what it says of bad input."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from outrider.cli.app import app
+from outrider.errors import InputError, InvalidParameterError, MissingExtraError
+from tests.train.markov import VOCAB, save_markov_target
+
+pytest.importorskip("accelerate")
+
+FEW = ("--steps", "6", "--evaluate-every", "3", "--save-every", "3", "--batch-size", "8", "--precision", "fp32")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_markov_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def data(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    lines = (json.dumps({"prompt_token_ids": [i % VOCAB, i // VOCAB]}) for i in range(40))
+    (folder / "p.jsonl").write_text("\n".join(lines))
+    written = run(
+        "data", "--prompts", folder / "p.jsonl", "--out", folder / "d", "--target", target, "--max-tokens", "8",
+        "--held-out", "0.2", "--dtype", "float32", "--json",
+    )  # fmt: skip
+    counts = json.loads(written.stdout)
+    assert counts["texts"] == counts["written_now"] == 40
+    assert counts["tokens"] == 400
+    assert 0 < counts["held_out"] < 20
+    return folder / "d"
+
+
+def run(*words: Any) -> Result:
+    found = CliRunner().invoke(app, ["train", *map(str, words)])
+    if found.exception is not None:
+        raise found.exception
+    return found
+
+
+def train(method: str, target: str, data: Path, out: Path, *words: Any) -> Result:
+    return run(method, "--target", target, "--data", data, "--out", out, "--dtype", "float32", *FEW, *words)
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("distill", ("--shape", "1x32:32", "--loss", "jsd", "--on-policy", "0.5")),
+        ("medusa", ("--heads", "2", "--output", "target")),
+        ("blockwise", ("--heads", "2", "--inner", "16")),
+        (
+            "exit",
+            (
+                "--layer",
+                "2",
+            ),
+        ),
+    ],
+)
+def test_a_method_is_trained(target: str, data: Path, tmp_path: Path, method: str, words: tuple[str, ...]) -> None:
+    found = train(method, target, data, tmp_path / "out", *words, "--engine-prompts", "2")
+    assert "tokens of a target pass in the engine" in found.stdout
+    assert "step 6: loss" in found.stderr
+    assert (tmp_path / "out" / "README.md").exists()
+
+
+def test_figures_come_as_json(target: str, data: Path, tmp_path: Path) -> None:
+    found = train("distill", target, data, tmp_path / "out", "--prune", "0,1", "--engine-prompts", "0", "--json")
+    assert json.loads(found.stdout)["steps"] == 6
+
+
+def test_sizes_are_compared(target: str, data: Path, tmp_path: Path) -> None:
+    found = train("distill", target, data, tmp_path / "out", "--sizes", "1x16:16,1x32:32", "-k", "2", "--json")
+    assert {size["shape"] for size in json.loads(found.stdout)} == {"1x16:16", "1x32:32"}
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--shape", "two"), "shape='two'"),
+        (("--prune", "a,b"), "prune='a,b'"),
+        ((), "nothing says what draft model to begin with"),
+        (("--shape", "1x32", "--loss", "hinge"), "loss='hinge'"),
+        (("--shape", "1x32", "--steps", "0"), "steps=0"),
+        (("--shape", "1x32", "--sizes", "1x32"), "sizes='1x32'"),
+        (("--shape", "1x32", "--precision", "fp8"), "precision='fp8'"),
+    ],
+)
+def test_bad_options_are_named(target: str, data: Path, tmp_path: Path, words: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        train("distill", target, data, tmp_path / "out", *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_must_be_made_first(target: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameterError, match="Make it with outrider train data"):
+        train("medusa", target, tmp_path, tmp_path / "out")
+
+
+def test_a_missing_package_is_named(target: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else find(name))
+    with pytest.raises(MissingExtraError, match=r"accelerate is not installed. Install outrider\[train\]"):
+        train("medusa", target, data, tmp_path / "out")

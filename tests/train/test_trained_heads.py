@@ -1,0 +1,204 @@
+"""Heads learn the tokens that are as far ahead as they are asked for, and the engine accepts these; other offsets fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider import LLM, SamplingParams
+from outrider.errors import ContradictionError, HeadMismatchError, InputError
+from outrider.heads.checkpoint import load_heads
+from outrider.heads.networks import randomise
+from outrider.train import heads as heads_of_training
+from outrider.train.batches import in_turn, load_data
+from outrider.train.collect import collect
+from outrider.train.heads import HeadSettings, TrainedHeads
+from outrider.train.manifest import DataSettings, read_manifest
+from outrider.train.prompts import Source
+from outrider.train.run import Job, train_heads
+from outrider.train.settings import TrainSettings
+from outrider.train.target import FrozenTarget
+from tests.train.markov import LAYERS, VOCAB, save_data, save_markov_target
+from tests.train.test_training import KillAt, Killed
+
+pytest.importorskip("accelerate")
+
+SETTINGS = TrainSettings(
+    steps=60, batch_size=8, lr=2e-2, precision="fp32", evaluate_every=20, save_every=10, engine_prompts=4, engine_tokens=16
+)
+KINDS = (
+    HeadSettings(method="medusa", heads=3),
+    HeadSettings(method="medusa", heads=3, output="target", blocks=2),
+    HeadSettings(method="medusa", heads=3, width=32),
+    HeadSettings(method="blockwise", heads=3, inner=48),
+    HeadSettings(method="exit", layer=1),
+    HeadSettings(method="exit", layer=2, width=32),
+)
+NAMES = ["medusa", "medusa-target", "medusa-narrow", "blockwise", "exit", "exit-narrow"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_markov_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def data(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_data(tmp_path_factory.mktemp("data"), target)
+
+
+@pytest.fixture
+def job(target: str, data: Path, tmp_path: Path) -> Job:
+    return Job(data, tmp_path / "out", target, "float32", SETTINGS)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+def test_heads_learn_what_comes_and_the_engine_accepts_it(job: Job, kind: HeadSettings) -> None:
+    job = replace(job, settings=job.settings.replace(num_draft_tokens=3))
+    found = train_heads(job, kind)
+    assert len(found.best.acceptance) == (1 if kind.method == "exit" else 3)
+    assert min(found.best.acceptance) > 0.8
+    assert found.stats is not None
+    assert found.stats.mean_acceptance_length > 3.2  # of 4 at most
+    assert kind.method == "exit" or found.before.tau < 1.5
+    own = {"method": kind.method, "model": str(job.out)}
+    with LLM(job.target, dtype="float32", speculation=own) as llm:
+        assert llm.generate([[1, 2]], SamplingParams(max_tokens=20))[0].stats.mean_acceptance_length > 3
+    assert (job.out / "README.md").read_text().startswith(f"# {kind.method.capitalize()} heads for")
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], KINDS[4]], ids=["medusa", "blockwise", "exit"])
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_an_offset_that_is_wrong_by_one_yields_nothing(
+    job: Job, kind: HeadSettings, wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted bug: each head learns the token before, or behind, the one that it will be asked for."""
+    if kind.method == "exit" and wrong == -1:
+        kind = kind.replace(loss="cross_entropy")  # the target says nothing of the first token
+    shifted = heads_of_training._shifted
+
+    def planted(values: Tensor, by: int) -> Tensor:
+        return shifted(values, by + wrong) if by + wrong >= 0 else values
+
+    measure = TrainedHeads.overlaps
+
+    def honest(self: TrainedHeads, *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(heads_of_training, "_shifted", shifted)
+            return measure(self, *args)
+
+    monkeypatch.setattr(heads_of_training, "_shifted", planted)
+    monkeypatch.setattr(TrainedHeads, "overlaps", honest)
+    found = train_heads(replace(job, settings=job.settings.replace(patience=0)), kind)
+    last = found.progress.measurements[-1]
+    assert max(last.acceptance) < 0.3
+    assert last.tau < 1.4
+
+
+def test_each_head_is_compared_with_the_target_where_it_speaks_of_the_same_token(job: Job) -> None:
+    """By hand: head k behind row i is about token i + k + 2, which the target speaks of in row i + k + 1."""
+    frozen = FrozenTarget(job.target, "float32")
+    trained = TrainedHeads(frozen, read_manifest(job.data), HeadSettings(method="medusa", heads=3), "forward", seed=1)
+    randomise(trained.module, seed=4, scale=1.0)  # type: ignore[arg-type]  # so that each token has a chance of its own
+    batch = next(in_turn(load_data(job.data, length=512).held_out, 4))
+    with torch.no_grad():
+        found = trained.overlaps(trained.module, batch)
+        sums, counts = torch.zeros(3), [0, 0, 0]
+        states, logits = frozen.states(batch.token_ids, [LAYERS])
+        for text, (length, prompt) in enumerate(zip(batch.lengths.tolist(), batch.num_prompt_tokens.tolist(), strict=True)):
+            for row in range(prompt - 1, length):
+                drafts = trained.module(states[LAYERS][text, row][None], frozen.head)[:, 0].softmax(-1)
+                for head in range(3):
+                    if row + head + 2 < length:
+                        there = logits[text, row + head + 1].softmax(-1)
+                        sums[head] += torch.minimum(there, drafts[head]).sum()
+                        counts[head] += 1
+    assert found.counts.tolist() == counts
+    torch.testing.assert_close(found.sums.float(), sums, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[4]], ids=["medusa", "exit"])
+def test_hidden_states_that_were_kept_teach_as_a_pass_does(target: str, tmp_path: Path, kind: HeadSettings) -> None:
+    sources = [Source(f"{i}", "prompt", [i, (i * 5) % VOCAB]) for i in range(VOCAB)]
+    asked = DataSettings(max_tokens=12, held_out=0.3, hidden_states=(1, LAYERS))
+    collect(sources, tmp_path / "data", asked, target=target, dtype="float32")
+    found = {}
+    for teacher in ("forward", "hidden_states"):
+        settings = SETTINGS.replace(teacher=teacher, steps=10, evaluate_every=5, engine_prompts=0)
+        here = Job(tmp_path / "data", tmp_path / teacher, target, "float32", settings)
+        found[teacher] = train_heads(here, kind).progress.measurements
+    for one, other in zip(*found.values(), strict=True):
+        assert one.loss == pytest.approx(other.loss, abs=1e-3)
+        assert one.acceptance == pytest.approx(other.acceptance, abs=1e-3)
+
+
+def test_heads_go_on_to_the_bit(job: Job) -> None:
+    job = replace(job, settings=job.settings.replace(steps=20, evaluate_every=5, engine_prompts=0))
+    whole = replace(job, out=job.out.with_name("whole"))
+    for kind in (KINDS[1], KINDS[3]):
+        job, whole = (replace(each, out=each.out / kind.method) for each in (job, whole))
+        train_heads(whole, kind)
+        with pytest.raises(Killed):
+            train_heads(job, kind, watcher=KillAt(13))
+        train_heads(job, kind)
+        one, other = (load_heads(each.out).network.state_dict() for each in (job, whole))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_target_does_not_learn(job: Job) -> None:
+    frozen = FrozenTarget(job.target, "float32")
+    before = {name: tensor.clone() for name, tensor in frozen.model.state_dict().items()}
+    trained = TrainedHeads(frozen, read_manifest(job.data), KINDS[1], "forward", seed=1)
+    batch = next(in_turn(load_data(job.data, length=512).train, 4))
+    trained.loss(trained.module, batch).backward()
+    assert all(parameter.grad is not None for parameter in trained.module.parameters())
+    assert all(parameter.grad is None for parameter in frozen.model.parameters())
+    assert all(torch.equal(before[name], tensor) for name, tensor in frozen.model.state_dict().items())
+
+
+def test_heads_of_one_target_are_refused_by_another(job: Job, tmp_path: Path) -> None:
+    from tests.model import checkpoints
+
+    job = replace(job, settings=job.settings.replace(steps=2, engine_prompts=0))
+    train_heads(job, KINDS[0])
+    other = checkpoints.save("llama", tmp_path / "other", seed=3)
+    with pytest.raises(HeadMismatchError, match="were made for"):
+        LLM(other, dtype="float32", speculation={"method": "medusa", "model": str(job.out)})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "medusa", "layer": 9},
+        {"method": "medusa", "heads": 0},
+        {"method": "medusa", "width": 32, "output": "target"},
+        {"method": "exit", "layer": LAYERS + 1},
+        {"method": "none"},
+    ],
+)
+def test_heads_that_cannot_be_are_refused_before_any_work(job: Job, settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        train_heads(job, HeadSettings(**settings))
+    assert not job.out.exists()
+
+
+def test_data_without_the_layers_are_refused(job: Job) -> None:
+    for teacher in ("hidden_states", "top_k"):
+        here = replace(job, settings=job.settings.replace(teacher=teacher))
+        with pytest.raises(ContradictionError, match=r"hidden states of layers \[1, 4\], and the data hold \[\]"):
+            train_heads(here, KINDS[4])
