@@ -1,9 +1,10 @@
 # Two commands, each from nothing on a fresh machine:
 #   make demo    environment, install, then the default pair writes code with and without speculation, and is timed in turns
 #   make test    environment, install, then lint, types and the tests, in 20 minutes at most on two cores
-# and one for those who have longer:
+# and two for those who have longer:
 #   make test-all    every test, also those marked slow. Tests beside other engines skip themselves unless these are there:
 #                    .venv/bin/python -m pip install -c constraints.txt -e '.[dev,peers]'
+#   make soak        200 streaming clients on a real server for 5 minutes; a table and a plot go to results/soak/
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -11,7 +12,7 @@ STAMP  := $(VENV)/.installed
 # Two workers, a thread each: more would spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install demo test test-all lint bench clean
+.PHONY: install demo test test-all soak lint bench clean
 
 install: $(STAMP)
 
@@ -23,6 +24,9 @@ test: $(STAMP) lint
 
 test-all: $(STAMP) lint
 	$(PYTEST)
+
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.server.soak
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -53,6 +53,7 @@ def serve(
     max_body_bytes: Annotated[int, typer.Option(help="Of one request.")] = 4 * 2**20,
     request_seconds: Annotated[float | None, typer.Option(help="A request that takes longer is ended.")] = None,
     drain_seconds: Annotated[int, typer.Option(help="How long requests may finish after SIGTERM.", min=0)] = 30,
+    stalled_seconds: Annotated[int, typer.Option(help="A client that takes nothing for so long is cut off.", min=1)] = 60,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate, for https.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key.")] = None,
 ) -> None:
@@ -74,7 +75,7 @@ def serve(
         request_seconds=request_seconds,
     )
     keys = ApiKeys.of(api_key_file)
-    place = listen(host, port)  # before the model: a port that cannot be had is better known now
+    place = listen(host, port, stalled_seconds)  # before the model: a port that cannot be had is better known now
     write_json()
     if not keys and host not in _LOOPBACK:
         log("everybody who reaches this address is served: give --api-key-file", {"host": host}, logging.WARNING)

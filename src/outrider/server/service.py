@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.async_llm import AsyncLLM, AsyncStream
+from outrider.engine.engine import Engine
 from outrider.engine.thread import Health
 from outrider.params import RequestOutput
 from outrider.server.allowed import AllowedMethods
 from outrider.server.errors import ApiError, api_error
 from outrider.server.jobs import Job, JobMaker
 from outrider.server.keys import ApiKeys
+from outrider.server.logs import log
 from outrider.server.metrics import EngineState, ServerMetrics
 from outrider.server.schemas import Asked
 from outrider.server.settings import ServerSettings
 from outrider.server.translate import field_names
+
+#: How long it may take to clear away what was cut off at the end.
+_CLEARING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class Service:
         self.jobs = JobMaker(llm.prompts, llm.default_params, self.facts.longest, allowed, settings)
         self.metrics = ServerMetrics(settings.model_name)
         self.draining = False
-        self._num_texts = 0  # that are written or wait
+        self.num_texts = 0  # that are written or wait
 
     @property
     def health(self) -> Health:
@@ -70,17 +76,19 @@ class Service:
         """A place in the queue, for as long as the block runs.
 
         Raises:
-            ApiError: The queue is full.
+            ApiError: The queue is full, or the server is ending.
         """
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Connection": "close"})
         most = self.facts.max_num_seqs + self.settings.max_queue
-        if self._num_texts + num_texts > most:
-            problem = f"{self._num_texts} texts are written or wait already, and this server takes {most}"
+        if self.num_texts + num_texts > most:
+            problem = f"{self.num_texts} texts are written or wait already, and this server takes {most}"
             raise ApiError(429, problem, code="queue_full", headers={"Retry-After": "1"})
-        self._num_texts += num_texts
+        self.num_texts += num_texts
         try:
             yield
         finally:
-            self._num_texts -= num_texts
+            self.num_texts -= num_texts
 
     async def job(self, asked: Asked, tenant: str | None) -> Job:
         """What a request asks for, ready for the engine.
@@ -126,6 +134,20 @@ class Service:
             raise
         return streams
 
+    async def end(self) -> None:
+        """Let the engine go, once the last texts have; the log says whether they have left anything behind."""
+        self.draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLEARING_SECONDS):
+                while self.num_texts:
+                    await asyncio.sleep(0.01)
+        try:
+            await asyncio.to_thread(self.engine.llm.between_steps, Engine.check_rest)
+            log("ended", {"books": "agree"})
+        except AssertionError as error:
+            log("ended", {"books": str(error)}, logging.ERROR)
+        await self.engine.close()
+
     async def metrics_text(self) -> bytes:
         """All metrics; waits for the end of the step that is under way."""
         state = await asyncio.to_thread(self._state)
@@ -139,7 +161,7 @@ class Service:
 
     def _state(self) -> EngineState:
         llm = self.engine.llm
-        return EngineState.of(llm.engine, llm.health)
+        return llm.between_steps(lambda engine: EngineState.of(engine, llm.health))
 
 
 async def close(streams: Sequence[AsyncStream]) -> None:
