@@ -2,8 +2,8 @@
 #   make demo    environment, install, then the default pair writes code with and without speculation, and is timed in turns
 #   make test    environment, install, then lint, types and the tests, in 20 minutes at most on two cores
 # and two for those who have longer:
-#   make test-all    every test, also those marked slow. Tests beside other engines skip themselves unless these are there:
-#                    .venv/bin/python -m pip install -c constraints.txt -e '.[dev,peers]'
+#   make test-all    every test, also those marked slow. Tests beside other programs skip themselves unless these are there:
+#                    .venv/bin/python -m pip install -c constraints.txt -e '.[dev,peers,harness]'
 #   make soak        200 streaming clients on a real server for 5 minutes; a table and a plot go to results/soak/
 PYTHON ?= python3
 VENV   ?= .venv
