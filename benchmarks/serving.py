@@ -16,10 +16,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -79,18 +81,38 @@ class Run:
 
     Attributes:
         seconds: From the first request to the end of the last answer.
-        client_seconds: Processor time of the clients.
         num_tokens: Of all texts.
+        client_seconds: Processor time of the clients.
+        writer_seconds: Processor time of who wrote.
     """
 
     seconds: float
-    client_seconds: float
     num_tokens: int
+    client_seconds: float = 0.0
+    writer_seconds: float = 0.0
 
 
-Contestant = Callable[[], Run]
 #: As token ids, since a converted model has no tokenizer.
 Prompts = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One who takes turns.
+
+    Attributes:
+        pid: Of its process.
+        write: Has it write all texts.
+    """
+
+    pid: int
+    write: Callable[[], Run]
+
+    def run(self) -> Run:
+        """All texts, with the processor time that they took."""
+        before = processor_seconds(self.pid)
+        found = self.write()
+        return replace(found, writer_seconds=processor_seconds(self.pid) - before)
 
 
 class Helper:
@@ -107,6 +129,7 @@ class Helper:
         self._process = context.Process(target=work, args=(theirs, *arguments), daemon=True)
         self._process.start()
         theirs.close()
+        self.pid = self._process.pid or 0
 
     def ask(self, order: Any) -> Any:
         """What it answers."""
@@ -133,7 +156,7 @@ def write_offline(pipe: Pipe, settings: dict[str, Any], prompts: Prompts, num_to
         while pipe.recv() is not None:
             start = perf_counter()
             outputs = llm.generate(prompts, params)
-            pipe.send(Run(perf_counter() - start, 0.0, sum(len(output.token_ids) for output in outputs)))
+            pipe.send(Run(perf_counter() - start, sum(len(output.token_ids) for output in outputs)))
 
 
 def serve_llama_cpp(pipe: Pipe, models: PeerModels, mode: PeerMode) -> None:
@@ -147,9 +170,9 @@ def be_clients(pipe: Pipe, prompts: Prompts, num_tokens: int) -> None:
     """16 clients, at an address, whole or streamed."""
     while (order := pipe.recv()) is not None:
         url, streamed = order
-        used, start = _processor_seconds(), perf_counter()
+        used, start = processor_seconds(), perf_counter()
         found = asyncio.run(_ask_all(url, prompts, num_tokens, streamed=streamed))
-        pipe.send(Run(perf_counter() - start, _processor_seconds() - used, sum(found)))
+        pipe.send(Run(perf_counter() - start, sum(found), processor_seconds() - used))
 
 
 async def _ask_all(url: str, prompts: Prompts, num_tokens: int, *, streamed: bool) -> list[int]:
@@ -174,9 +197,13 @@ async def _ask(url: str, prompt: list[int], num_tokens: int, *, streamed: bool) 
         return count
 
 
-def _processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+def processor_seconds(pid: int | None = None) -> float:
+    """What a process has used so far; None for this one. Of others Linux tells whole hundredths of a second."""
+    if pid is None:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_utime + used.ru_stime
+    fields = Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # -- the measurement ---------------------------------------------------------------------------------------------------
@@ -196,17 +223,19 @@ def contestants(target: Target, num_tokens: int, *, llama_cpp: bool) -> Iterator
         clients = helper(be_clients, prompts, num_tokens)
         offline = helper(write_offline, target.settings, prompts, num_tokens)
         server = stack.enter_context(running(*target.arguments))
-        found: dict[str, Contestant] = {
-            OFFLINE: lambda: offline.ask("go"),
-            UNSTREAMED: lambda: clients.ask((server.url, False)),
-            STREAMED: lambda: clients.ask((server.url, True)),
+        found = {
+            OFFLINE: Contestant(offline.pid, partial(offline.ask, "go")),
+            UNSTREAMED: Contestant(server.process.pid, partial(clients.ask, (server.url, False))),
+            STREAMED: Contestant(server.process.pid, partial(clients.ask, (server.url, True))),
         }
         models = PeerModels(target.model, target.draft, target.dtype, torch.get_num_threads(), cache_folder() / "peers")
         modes = [PeerMode("plain", "plain")] + [PeerMode("draft_model k=3", "draft_model", 3)] * (target.draft is not None)
         for mode in modes if llama_cpp else []:
-            address = helper(serve_llama_cpp, models, mode).ask("address")
-            for name, streamed in ((f"llama.cpp's server, {mode.name}", False), (f"the same, {mode.name}, streamed", True)):
-                found[name] = lambda address=address, streamed=streamed: clients.ask((address, streamed))  # type: ignore[misc]
+            peer = helper(serve_llama_cpp, models, mode)
+            address = peer.ask("address")
+            name = f"llama.cpp's server, {mode.name}"
+            found[name] = Contestant(peer.pid, partial(clients.ask, (address, False)))
+            found[f"{name}, streamed"] = Contestant(peer.pid, partial(clients.ask, (address, True)))
         yield found
 
 
@@ -216,7 +245,7 @@ def measure(target: Target, rounds: int, num_tokens: int, *, llama_cpp: bool) ->
     with contestants(target, num_tokens, llama_cpp=llama_cpp) as found:
         for number in range(rounds + 1):
             for name in list(found)[:: 1 if number % 2 else -1]:
-                run = found[name]()
+                run = found[name].run()
                 if run.num_tokens != CLIENTS * num_tokens:
                     raise RuntimeError(f"{name} wrote {run.num_tokens} tokens instead of {CLIENTS * num_tokens}")
                 if number:  # the first round warms up
@@ -229,6 +258,7 @@ def _figures(runs: list[Run], offline: list[Run]) -> dict[str, Any]:
     return {
         "tokens_per_second": median(run.num_tokens / run.seconds for run in runs),
         "of_generate": median(other.seconds / run.seconds for run, other in zip(runs, offline, strict=True)),
+        "writer_seconds": median(run.writer_seconds for run in runs),
         "client_seconds": median(run.client_seconds for run in runs),
         "seconds": [run.seconds for run in runs],
     }
@@ -287,10 +317,12 @@ def show(results: dict[str, Any]) -> None:
     console = Console()
     for name in ("wide", "pair"):
         if name in results:
-            table = Table("", "tokens a second", "of LLM.generate", "processor time of the clients, s", title=name)
+            table = Table(
+                "", "tokens a second", "of LLM.generate", "its processor time, s", "that of the clients", title=name
+            )
             for who, figures in results[name]["contestants"].items():
                 cells = f"{figures['tokens_per_second']:.0f}", f"{figures['of_generate']:.2f}"
-                table.add_row(who, *cells, f"{figures['client_seconds']:.2f}")
+                table.add_row(who, *cells, f"{figures['writer_seconds']:.2f}", f"{figures['client_seconds']:.3f}")
             console.print(table)
     first = results["first_token_seconds"]
     console.print(f"first token {first['median']:.1f} s after the start, {first['most']:.1f} s at most")

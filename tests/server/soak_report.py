@@ -24,8 +24,10 @@ def write_report(folder: Path, found: dict[str, Any], told: dict[str, Any]) -> N
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = _rows(found, told)
-    figures = {"load": found["load"], "rows": rows, **told, "over_time": found["seen"]}
-    (folder / "soak.json").write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+    seen = [{name: round(value, 3) for name, value in row.items()} for row in found["seen"]]
+    over_time = {name: [row[name] for row in seen] for name in seen[0]}
+    figures = {"load": found["load"], "rows": rows, **told, "over_time": over_time}
+    (folder / "soak.json").write_text(json.dumps(figures) + "\n", "utf-8")
     lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
     (folder / "soak.md").write_text("\n".join([*lines, ""]), "utf-8")
     _plot(folder / "soak.png", found)
