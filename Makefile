@@ -4,9 +4,10 @@
 # and further ones:
 #   make playground  the pages of the server at http://127.0.0.1:8000/, on the wide target, where speculation gains
 #   make pages       builds the pages from web/ again; needs Node.js
-# and one for those who have longer:
-#   make test-all    every test, also those marked slow. Tests beside other engines skip themselves unless these are there:
-#                    .venv/bin/python -m pip install -c constraints.txt -e '.[dev,peers]'
+# and two for those who have longer:
+#   make test-all    every test, also those marked slow. Tests beside other programs skip themselves unless these are there:
+#                    .venv/bin/python -m pip install -c constraints.txt -e '.[dev,peers,harness]'
+#   make soak        200 streaming clients on a real server for 5 minutes; a table and a plot go to results/soak/
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -14,7 +15,7 @@ STAMP  := $(VENV)/.installed
 # Two workers, a thread each: more would spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install demo playground pages browser test test-all lint bench clean
+.PHONY: install demo playground pages browser test test-all soak lint bench clean
 
 install: $(STAMP)
 
@@ -41,6 +42,9 @@ test: $(STAMP) browser lint
 
 test-all: $(STAMP) browser lint
 	$(PYTEST)
+
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.server.soak
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

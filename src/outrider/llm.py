@@ -11,7 +11,7 @@ from importlib.resources import files
 from inspect import signature
 from os import PathLike, fspath
 from types import TracebackType
-from typing import Any, Never, Self, TypedDict, Unpack, cast
+from typing import Any, Never, Self, TypedDict, TypeVar, Unpack, cast
 
 import torch
 
@@ -51,6 +51,8 @@ from outrider.propose.method import Method
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Any form that SpeculationConfig.of takes.
 Speculation = SpeculationConfig | Method | Mapping[str, Any] | str
@@ -408,6 +410,10 @@ class LLM:
     def drop(self, request: Request) -> None:
         """Cancel a request whose news nobody wants any more. It never waits."""
         self._thread.drop(request)
+
+    def between_steps(self, function: Callable[[Engine], T]) -> T:
+        """What a function finds out about the engine while it rests between two steps; raises what it raises."""
+        return self._thread.call(lambda: function(self._thread.engine))
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -10,9 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
+
+ROOT = Path(__file__).parents[2]
 
 #: Every conversation as plain text; it knows tools in Hermes' form, so that a structured output can be one.
 TEMPLATE = (
@@ -57,17 +60,28 @@ class Server:
 
     def metric(self, name: str, *labels: str) -> float:
         """The sum of a metric over the series that have these labels, written name="value"."""
-        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(f"{name}{{")]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels))
+        return _sum(self.get("/metrics").text, name, *labels)
+
+    def memory(self) -> float:
+        """Bytes of the process that are in memory."""
+        lines = self.get("/metrics").text.splitlines()
+        (line,) = (line for line in lines if line.startswith("process_resident_memory_bytes "))
+        return float(line.rsplit(" ", 1)[1])
 
     def rests(self) -> bool:
         """Whether nothing is written, nothing waits and no memory is held, within a while."""
         for _ in range(200):
             names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-            if not any(self.metric(name) for name in names):
+            text = self.get("/metrics").text
+            if not any(_sum(text, name) for name in names):
                 return True
             time.sleep(0.05)
         return False
+
+    def ended(self) -> list[dict[str, Any]]:
+        """The whole log of a process that has ended."""
+        self._reader.join(10)
+        return self.lines
 
     def read_to_the_end(self) -> None:
         """Read the rest of the log of a process that has ended."""
@@ -76,13 +90,18 @@ class Server:
         self.process.stderr.close()
 
 
+def _sum(text: str, name: str, *labels: str) -> float:
+    lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels))
+
+
 @contextmanager
-def running(*arguments: str, **environment: str) -> Iterator[Server]:
+def running(*arguments: str, module: str = "outrider", **environment: str) -> Iterator[Server]:
     """A server of the embedded pair on a free port."""
-    command = [sys.executable, "-m", "outrider", "serve", "--port", "0", *arguments]
+    command = [sys.executable, "-m", module, "serve", "--port", "0", *arguments]
     surroundings = {**os.environ, **environment}
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=surroundings, bufsize=1
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=surroundings, bufsize=1, cwd=ROOT
     )
     server = None
     try:

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from collections.abc import Iterator
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
+from outrider import LLM, SamplingParams
 from outrider.cli.serve import serve
-from tests.server.running import Server, running
+from tests.server.running import ROOT, Server, running
 
-PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "serving.md").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with running("--max-model-len", "64") as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(kv_cache_tokens=1024)
 
 
 def options() -> dict[str, Any]:
@@ -41,7 +48,7 @@ def test_the_limits_are_those_of_the_page() -> None:
     rows = re.findall(r"^\| `(--[a-z-]+)` \| ([^|]+) \| ", section, re.MULTILINE)
     told = {name: value.replace(",", "") for name, value in rows}
     defaults = {name: str(options()[name]) for name in told}
-    assert len(told) == 7
+    assert len(told) == 8
     assert told == {**defaults, "--max-model-len": "the model's", "--request-seconds": "none"}
 
 
@@ -64,6 +71,30 @@ def test_no_request_of_the_document_brings_it_down(server: Server) -> None:
     assert server.metric("outrider:http_requests_total", 'path="/v1/completions"', 'status="200"') > 0
     assert server.rests()
     assert server.metric("outrider:broken_steps_total") == 0
+
+
+def test_the_example_of_the_readme_writes(server: Server, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    (example,) = (block for block in blocks if "openai" in block)
+    exec(example.replace("http://127.0.0.1:8000", server.url), {})
+    (want,) = llm.generate("def parse(", SamplingParams(seed=7, max_tokens=16))
+    assert capsys.readouterr().out == want.text
+
+
+def test_the_dockerfile_installs_and_starts_what_there_is() -> None:
+    lines = (ROOT / "Dockerfile").read_text("utf-8").replace("\\\n", " ").splitlines()
+    (entry,) = (json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT"))
+    assert entry[1:] == ["serve", "--host", "0.0.0.0"]
+    (install,) = (line for line in lines if "pip install" in line)
+    environment = re.findall(r"(/\S+)/bin/pip", install)
+    assert entry[0] == f"{environment[0]}/bin/outrider"
+    assert f"COPY --from=build {environment[0]} {environment[0]}" in lines
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    (wanted,) = re.findall(r"/src\[([a-z,]+)\]", install)
+    assert set(wanted.split(",")) == {"serve", "grammar"} <= extras.keys()
+    left_out = (ROOT / ".dockerignore").read_text("utf-8").split()
+    needed = ["src", "pyproject.toml", "constraints.txt", "hatch_build.py", "README.md", "LICENSE"]
+    assert not [name for name in needed if name in left_out or not (ROOT / name).exists()]
 
 
 def _shortened(body: Any) -> Any:

@@ -19,6 +19,7 @@ from outrider.errors import InvalidParameterError
 from outrider.server.errors import ApiError
 from outrider.server.keys import ApiKeys
 from outrider.server.limits import Meter, TenantLimits
+from outrider.server.run import listen
 from tests.server.running import Server, running
 
 ENDLESS = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
@@ -202,6 +203,27 @@ def _raw(server: Server, head: str) -> bytes:
     with socket.create_connection(_address(server), 30) as plain:
         plain.sendall(head.encode() + b"\r\n\r\n")
         return plain.recv(65536)
+
+
+def test_what_is_sent_is_not_held_back() -> None:
+    """Otherwise each event waits until the client's system acknowledges the one before."""
+
+    async def accepted() -> bool:
+        found: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            plain = writer.get_extra_info("socket")
+            found.set_result(bool(plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+            writer.close()
+
+        place = listen("127.0.0.1", 0, 60)
+        async with await asyncio.start_server(meet, sock=place):
+            _, writer = await asyncio.open_connection(*place.getsockname())
+            sent_at_once = await found
+            writer.close()
+        return sent_at_once
+
+    assert asyncio.run(accepted())
 
 
 # -- without a server --------------------------------------------------------------------------------------------------

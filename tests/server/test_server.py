@@ -110,16 +110,20 @@ def test_texts_are_the_same_among_many_others(server: Server, llm: LLM, coroutin
         for mode, fields in enumerate((GREEDY, SEEDED))
     }
 
-    async def whole(client: openai.AsyncOpenAI, prompt: str, fields: Any) -> str:
-        return (await client.completions.create(model=NAME, prompt=prompt, **fields)).choices[0].text
+    async def whole(client: openai.AsyncOpenAI, prompt: str, fields: Any, more: Any) -> str:
+        return (await client.completions.create(model=NAME, prompt=prompt, **fields, extra_body=more)).choices[0].text
 
-    async def streamed(client: openai.AsyncOpenAI, prompt: str, fields: Any) -> str:
-        stream = await client.completions.create(model=NAME, prompt=prompt, stream=True, **fields)
+    async def streamed(client: openai.AsyncOpenAI, prompt: str, fields: Any, more: Any) -> str:
+        stream = await client.completions.create(model=NAME, prompt=prompt, stream=True, **fields, extra_body=more)
         return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
 
     async def ask() -> list[str]:
         async with coroutines() as client:
-            calls = [(whole, streamed)[i % 2](client, PROMPTS[i % 4], (GREEDY, SEEDED)[i // 4 % 2]) for i in range(64)]
+            calls = []
+            for i in range(64):
+                way, method = (whole, streamed)[i // 8 % 2], (None, "off", "suffix", "ngram")[i // 16]
+                more = {} if method is None else {"speculation": method}
+                calls.append(way(client, PROMPTS[i % 4], (GREEDY, SEEDED)[i // 4 % 2], more))
             return list(await asyncio.gather(*calls))
 
     assert asyncio.run(ask()) == [want[PROMPTS[i % 4], i // 4 % 2] for i in range(64)]

@@ -42,6 +42,7 @@ MaxN = Annotated[int, typer.Option(help="Texts of one request.")]
 MaxBody = Annotated[int, typer.Option(help="Of one request.")]
 RequestSeconds = Annotated[float | None, typer.Option(help="A request that takes longer is ended.")]
 DrainSeconds = Annotated[int, typer.Option(help="How long requests may finish after SIGTERM.", min=0)]
+StalledSeconds = Annotated[int, typer.Option(help="A client that takes nothing for so long is cut off.", min=1)]
 Certificate = Annotated[Path | None, typer.Option(help="Certificate, for https.")]
 CertificateKey = Annotated[Path | None, typer.Option(help="Its key.")]
 
@@ -92,15 +93,16 @@ def serve(
     max_body_bytes: MaxBody = 4 * 2**20,
     request_seconds: RequestSeconds = None,
     drain_seconds: DrainSeconds = 30,
+    stalled_seconds: StalledSeconds = 60,
     ssl_certfile: Certificate = None,
     ssl_keyfile: CertificateKey = None,
 ) -> None:
     """Serve a model to everything that speaks to OpenAI's API."""
-    given = dict(locals())
-    allowed = [options.speculation(name, None, None, None) for name in allow or []]
     if wide:
         served_model_name = served_model_name or "outrider-wide"
         model, draft_model = _wide(model, method, draft_model, dtype)
+    given = dict(locals())
+    allowed = [options.speculation(name, None, None, None) for name in allow or []]
     settings = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
     template = None if chat_template is None else _template(chat_template)
     limits, keys, place = _open(given)  # before the model: what is wrong here is better known now
@@ -120,7 +122,7 @@ def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, socket]:
     name = given["served_model_name"] or _usual_name(given["model"])
     limits = ServerSettings(model_name=name, **{name: given[name] for name in _LIMITS})
     keys, host = ApiKeys.of(given["api_key_file"]), given["host"]
-    place = listen(host, given["port"])
+    place = listen(host, given["port"], given["stalled_seconds"])
     write_json()
     if not keys and host not in _LOOPBACK:
         log("everybody who reaches this address is served: give --api-key-file", {"host": host}, logging.WARNING)

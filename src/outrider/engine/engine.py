@@ -295,6 +295,16 @@ class Engine:
         for proposer in self.proposers:
             proposer.check_integrity()
 
+    def check_rest(self) -> None:
+        """Raise AssertionError where an engine without work still holds something of a text that has ended."""
+        self.check_integrity()
+        blocks, num_users = self.runner.blocks, sum(self.proposers.num_users.values())
+        assert not self.has_work, "texts are still written or wait"
+        assert blocks.num_free == blocks.num_blocks, f"{blocks.num_blocks - blocks.num_free} blocks are still held"
+        assert not num_users, f"proposers are still in use by {num_users} texts"
+        for proposer in self.proposers:
+            proposer.check_rest()
+
     def rebuild(self, requests: Iterable[Request], error: BaseException) -> None:
         """Begin anew where a fault has left the books wrong: over the same weights, with an empty memory and new proposers.
 

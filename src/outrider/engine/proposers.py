@@ -103,6 +103,14 @@ class ProposerSet:
         """The builders of trees that adapt to this proposer, by shape; they live as long as it does."""
         return next(found.trees for found in self._alive if found.proposer is proposer)
 
+    @property
+    def num_users(self) -> dict[str, int]:
+        """How many sequences use the proposers of each method, by its name."""
+        found: dict[str, int] = {}
+        for alive in self._alive:
+            found[alive.method.name] = found.get(alive.method.name, 0) + alive.num_users
+        return found
+
     def forget_trees(self) -> None:
         """Drop what trees have learnt."""
         for found in self._alive:

@@ -298,3 +298,6 @@ class Proposer:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where internal books disagree; for tests."""
+
+    def check_rest(self) -> None:
+        """Raise AssertionError where something is kept for a sequence that has ended. Called while no sequence is alive."""

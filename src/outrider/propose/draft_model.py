@@ -132,6 +132,9 @@ class DraftModelProposer(Proposer):
     def check_integrity(self) -> None:
         self.runner.blocks.check_integrity([lease.block_table for lease in self._leases.values()])
 
+    def check_rest(self) -> None:
+        assert not self._leases, f"the draft model still has memory for {len(self._leases)} texts"
+
     def begin_draft(self, request: ProposeRequest, requests: Sequence[ProposeRequest]) -> Drafting:
         """Roll back to what the committed tokens confirm and make room for the draft, shortened to what fits."""
         text = self._follow(request.sequence, request.path)

@@ -126,6 +126,9 @@ class LookaheadProposer(Proposer):
     def finish(self, sequence: ProposerSequence) -> None:
         self._looks.pop(sequence.seq_id, None)
 
+    def check_rest(self) -> None:
+        assert not self._looks, f"{len(self._looks)} texts are still looked up"
+
     def _draft(self, request: ProposeRequest) -> Draft:
         look, text = self._looks[request.sequence.seq_id], request.sequence.token_ids
         look.pool.add_text(text, look.num_read)

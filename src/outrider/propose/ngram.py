@@ -87,6 +87,9 @@ class NgramProposer(Proposer):
     def finish(self, sequence: ProposerSequence) -> None:
         self._indices.pop(sequence.seq_id, None)
 
+    def check_rest(self) -> None:
+        assert not self._indices, f"{len(self._indices)} texts are still looked up"
+
     def _lookup(self, request: ProposeRequest) -> Draft:
         index = self._indices[request.sequence.seq_id]
         tokens = index.continuation(request.sequence.token_ids, request.path, request.budget)

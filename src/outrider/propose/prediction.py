@@ -105,6 +105,9 @@ class PredictionProposer(Proposer):
     def finish(self, sequence: ProposerSequence) -> None:
         self._readers.pop(sequence.seq_id, None)
 
+    def check_rest(self) -> None:
+        assert not self._readers, f"{len(self._readers)} texts are still looked up"
+
     def _draft(self, request: ProposeRequest) -> Draft:
         sequence, reader = request.sequence, self._readers[request.sequence.seq_id]
         for token in sequence.token_ids[sequence.num_prompt_tokens + reader.num_read :]:

@@ -163,6 +163,9 @@ class SuffixProposer(Proposer):
         if self._lookups.pop(sequence.seq_id, None) is not None and self.shared is not None:
             self.shared.add(sequence.namespace, sequence.token_ids)
 
+    def check_rest(self) -> None:
+        assert not self._lookups, f"{len(self._lookups)} texts are still looked up"
+
     def snapshot(self) -> object | None:
         return None if self.shared is None else deepcopy(self.shared)
 

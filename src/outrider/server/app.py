@@ -55,8 +55,7 @@ def make_app(service: Service) -> Starlette:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
-        service.draining = True
-        await service.engine.close()
+        await service.end()
 
     routes = [
         route(service, "/v1/completions", completions, "POST"),

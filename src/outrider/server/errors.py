@@ -57,7 +57,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The error object."""
         kind = _TYPES.get(self.status, "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        param = None if self.param is None else _shortened(self.param, 200)
+        return {"error": {"message": _shortened(self.message, 1500), "type": kind, "param": param, "code": self.code}}
 
 
 def api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
@@ -84,6 +85,11 @@ def api_error(error: BaseException, names: Mapping[str, str] | None = None) -> A
     if isinstance(error, OutriderError) and not isinstance(error, ModelError | ProposerError):
         return ApiError(500, str(error), code=type(error).__name__)
     return ApiError(500, "the server failed; its log says why", code="internal_error")
+
+
+def _shortened(text: str, most: int) -> str:
+    """A text that may hold what the client has sent, and so may be as long as a body."""
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
 
 
 def _renamed(error: InputError, field: str) -> str:

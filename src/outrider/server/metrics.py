@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -34,6 +41,7 @@ class ServerMetrics:
         self._model = model
         self._engine = _EngineCollector(model)
         self._registry.register(self._engine)
+        ProcessCollector(registry=self._registry)
         self._ended = self._counter("vllm:request_success", "Texts that have ended, by reason.", "finished_reason")
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that have ended.")
         self._seconds = self._histogram(
@@ -84,6 +92,7 @@ class EngineState:
         by_method: Counts of sequences that have ended.
         num_faults: Requests that ended because something raised in a step.
         pauses: How often the proposer of a method was switched off.
+        num_users: How many sequences the proposers of each method work for.
         health: Of the engine.
     """
 
@@ -97,6 +106,7 @@ class EngineState:
     by_method: dict[str, RequestStats]
     num_faults: int
     pauses: dict[str, int]
+    num_users: dict[str, int]
     health: Health
 
     @staticmethod
@@ -114,6 +124,7 @@ class EngineState:
             by_method={name: found.copy() for name, found in stats.by_method.items()},
             num_faults=stats.num_faults,
             pauses=engine.proposers.pauses,
+            num_users=engine.proposers.num_users,
             health=health,
         )
 
@@ -137,6 +148,12 @@ class _EngineCollector(Collector):
         yield self._gauge("vllm:num_requests_running", "Sequences that run.", state.running)
         yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", state.waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV memory in use, 0 to 1.", state.cache_usage)
+        users = GaugeMetricFamily(
+            "outrider:proposer_users", "Sequences that proposers work for.", labels=("model_name", "method")
+        )
+        for method, count in state.num_users.items():
+            users.add_metric((self._model, method), count)
+        yield users
 
     def _totals(self, state: EngineState) -> Iterator[Metric]:
         yield self._total("vllm:generation_tokens", "Output tokens.", {(): state.num_tokens})

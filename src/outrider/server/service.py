@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.async_llm import AsyncLLM, AsyncStream
+from outrider.engine.engine import Engine
 from outrider.engine.thread import Health
 from outrider.params import RequestOutput
 from outrider.server.allowed import AllowedMethods
@@ -15,10 +18,14 @@ from outrider.server.errors import ApiError, api_error
 from outrider.server.jobs import Job, JobMaker
 from outrider.server.keys import ApiKeys
 from outrider.server.limits import Meter
+from outrider.server.logs import log
 from outrider.server.metrics import EngineState, ServerMetrics
 from outrider.server.schemas import Asked
 from outrider.server.settings import ServerSettings
 from outrider.server.translate import field_names
+
+#: How long it may take to clear away what was cut off at the end.
+_CLEARING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -74,15 +81,26 @@ class Service:
         return "stopping" if self.draining else "ok"
 
     def meter(self, tenant: str | None) -> Meter:
-        """What a tenant uses. There are as many as the tenants of the keys, so they are never forgotten."""
+        """What a tenant uses. There are as many as the tenants of the keys, so they are never forgotten.
+
+        Raises:
+            ApiError: The server is ending.
+        """
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Connection": "close"})
         if tenant not in self._meters:
             self._meters[tenant] = Meter(self.keys.limits(tenant), self._max_texts)
         return self._meters[tenant]
 
     @property
+    def num_texts(self) -> int:
+        """Texts that are written or wait."""
+        return sum(meter.num_texts for meter in self._meters.values())
+
+    @property
     def is_full(self) -> bool:
         """Whether as many texts wait as the queue of one tenant holds."""
-        return sum(meter.num_texts for meter in self._meters.values()) >= self._max_texts
+        return self.num_texts >= self._max_texts
 
     @property
     def _max_texts(self) -> int:
@@ -132,6 +150,20 @@ class Service:
             raise
         return streams
 
+    async def end(self) -> None:
+        """Let the engine go, once the last texts have; the log says whether they have left anything behind."""
+        self.draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLEARING_SECONDS):
+                while self.num_texts:
+                    await asyncio.sleep(0.01)
+        try:
+            await asyncio.to_thread(self.engine.llm.between_steps, Engine.check_rest)
+            log("ended", {"books": "agree"})
+        except AssertionError as error:
+            log("ended", {"books": str(error)}, logging.ERROR)
+        await self.engine.close()
+
     async def metrics_text(self) -> bytes:
         """All metrics; waits for the end of the step that is under way."""
         state = await asyncio.to_thread(self._state)
@@ -145,7 +177,7 @@ class Service:
 
     def _state(self) -> EngineState:
         llm = self.engine.llm
-        return EngineState.of(llm.engine, llm.health)
+        return llm.between_steps(lambda engine: EngineState.of(engine, llm.health))
 
 
 async def close(streams: Sequence[AsyncStream]) -> None:

@@ -76,7 +76,7 @@ class LlamaCppEngine:
 
     def generate(self, request: PeerRequest) -> PeerRun:
         """See PeerEngine."""
-        address = self._server(request.mode, request.batch).listening_address
+        address = self.server(request.mode, request.batch).listening_address
         with ThreadPoolExecutor(request.batch) as threads:
             start = perf_counter()
             futures = [threads.submit(_timed, address, _body(request, number), start) for number in range(request.batch)]
@@ -96,7 +96,7 @@ class LlamaCppEngine:
             num_accepted_tokens=sum(told.get("draft_n_accepted", 0) for told in timings),
         )
 
-    def _server(self, mode: PeerMode, batch: int) -> Any:
+    def server(self, mode: PeerMode, batch: int) -> Any:
         """The server of a mode with a slot for each text. Servers for another number of texts are ended."""
         if batch != self._batch:
             self._servers.clear()

@@ -1,0 +1,95 @@
+"""`outrider serve` with planted faults, each to be had by a signal.
+
+SIGUSR1 lets the next verification raise, in the middle of a step. SIGUSR2 does the same and loses a block from the books,
+so that the engine must begin anew. With OUTRIDER_PLANTED a defect is there from the beginning.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from outrider.cache.lease import KVLease
+from outrider.cli.main import main
+from outrider.engine.engine import Engine
+from outrider.propose.draft_model import DraftModelProposer
+from outrider.server.answers import CompletionAnswer
+from outrider.server.service import Service
+
+_due: list[int] = []
+
+
+def plant_faults() -> None:
+    """Let signals break steps off."""
+
+    def arm(number: int, frame: FrameType | None) -> None:
+        _due.append(number)
+
+    def verify(engine: Engine, plan: Any, drafts: Any, out: Any) -> Any:
+        if _due:
+            if _due.pop() == signal.SIGUSR2:
+                plan.items[0].seq.kv.block_table.pop()
+            raise RuntimeError("a planted fault")
+        return sound(engine, plan, drafts, out)
+
+    sound = Engine._verify
+    Engine._verify = verify  # type: ignore[method-assign]
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, arm)
+
+
+def plant_defect(name: str) -> None:
+    """Put a defect in that a soak must find."""
+    if name == "a place is kept":
+        place = Service.place
+
+        @contextmanager
+        def keep(service: Service, num_texts: int) -> Iterator[None]:
+            with place(service, num_texts):
+                yield
+                service.num_texts += 1  # not reached where the block raises
+
+        Service.place = keep  # type: ignore[method-assign]
+    elif name == "a piece is told twice":
+        delta = CompletionAnswer._delta
+
+        def twice(answer: Any, number: int, piece: Any) -> Any:
+            told = delta(answer, number, piece)
+            if told is not None and told["finish_reason"] is None and len(told["token_ids"]) > 4:
+                told["text"] *= 2
+            return told
+
+        CompletionAnswer._delta = twice  # type: ignore[method-assign]
+    elif name == "a block is lost":
+        free = KVLease.free
+
+        def lose(lease: KVLease) -> None:
+            if len(lease.block_table) > 2:
+                lease.block_table.pop()
+            free(lease)
+
+        KVLease.free = lose  # type: ignore[method-assign]
+    elif name == "the draft model keeps a text":
+        DraftModelProposer.finish = lambda self, sequence: None  # type: ignore[method-assign]
+    elif name == "the newest comes first":
+        from outrider.engine.scheduler import Scheduler
+
+        add = Scheduler.add
+
+        def push(scheduler: Any, seq: Any) -> None:
+            add(scheduler, seq)
+            scheduler.waiting.rotate(1)
+
+        Scheduler.add = push  # type: ignore[method-assign]
+    elif name:
+        raise ValueError(name)
+
+
+if __name__ == "__main__":
+    plant_faults()
+    plant_defect(os.environ.get("OUTRIDER_PLANTED", ""))
+    main()

@@ -1,0 +1,339 @@
+"""Faults under load: whoever is concerned gets a typed error, nobody else notices, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from tests.server.bodies import VALID, mutants
+from tests.server.running import Server, running
+from tests.server.wire import Connection
+
+PROMPTS = ["def parse(line):\n", "class Reader:\n", "import os\n", "for name in names:\n"]
+MODES: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 11}]
+MAX_TOKENS = 150
+
+
+@dataclass
+class Told:
+    """What a client was told: the text so far, and how it ended."""
+
+    status: int = 0
+    text: str = ""
+    error: dict[str, Any] | None = None
+    done: bool = False
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[tuple[dict[str, Any], str]]:
+    """Requests, and what the offline API writes for them."""
+    with LLM(kv_cache_tokens=4096) as llm:
+        asked = [(prompt, {**mode, "max_tokens": MAX_TOKENS}) for prompt in PROMPTS for mode in MODES]
+        return [({"prompt": p, **m}, llm.generate(p, SamplingParams(**m))[0].text) for p, m in asked]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    limits = ("--max-num-seqs", "4", "--kv-cache-tokens", "2048", "--stalled-seconds", "1", "--max-body-bytes", "200000")
+    with running(*limits) as server:
+        yield server
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        assert [line["books"] for line in server.ended() if line["event"] == "ended"] == ["agree"]
+
+
+async def stream(url: str, fields: dict[str, Any], told: Told) -> Told:
+    """Ask for a text, and read it to its end."""
+    async with Connection(url) as connection:
+        answer = await connection.ask("/v1/completions", json.dumps({**fields, "stream": True}).encode())
+        told.status = answer.status
+        if answer.status != 200:
+            told.error = json.loads(await answer.body())["error"]
+            told.begun.set()
+            return told
+        async for event in answer.events():
+            chunk = {} if event == b"[DONE]" else json.loads(event)
+            told.done = not chunk
+            told.error = chunk.get("error", told.error)
+            told.text += "".join(choice["text"] for choice in chunk.get("choices", ()))
+            told.begun.set()
+    return told
+
+
+async def disturb(
+    url: str, asked: Sequence[dict[str, Any]], begun: int, act: Callable[[], Awaitable[None] | None]
+) -> list[Told]:
+    """Stream all texts at a time, and do something when so many of them have begun."""
+    told = [Told() for _ in asked]
+    tasks = [asyncio.create_task(stream(url, fields, each)) for fields, each in zip(asked, told, strict=True)]
+    for each in told[:begun]:
+        await asyncio.wait_for(each.begun.wait(), 60)
+    await (act() or asyncio.sleep(0))
+    return list(await asyncio.gather(*tasks))
+
+
+async def post(url: str, body: bytes, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
+    """One request; the status, and the answer's JSON."""
+    async with Connection(url) as connection:
+        answer = await connection.ask(path, body, **headers)
+        return answer.status, json.loads(await answer.body())
+
+
+async def get(url: str, path: str) -> int:
+    async with Connection(url) as connection:
+        return (await connection.ask(path)).status
+
+
+@asynccontextmanager
+async def undisturbed(url: str, texts: Sequence[tuple[dict[str, Any], str]]) -> AsyncGenerator[None, None]:
+    """Texts are written meanwhile, one after another, and all of them are right."""
+    over = asyncio.Event()
+
+    async def write() -> None:
+        while not over.is_set():
+            for fields, want in texts[:2]:
+                found = await stream(url, fields, Told())
+                assert (found.text, found.done) == (want, True)
+
+    task = asyncio.create_task(write())
+    yield
+    over.set()
+    await task
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "counted"),
+    [
+        (signal.SIGUSR1, "outrider:broken_steps_total"),
+        (signal.SIGUSR2, "outrider:engine_rebuilds_total"),
+    ],
+    ids=["a step breaks off", "the books are wrong too"],
+)
+def test_a_fault_of_the_engine_ends_those_concerned_alone(
+    texts: list[tuple[dict[str, Any], str]], number: int, counted: str
+) -> None:
+    asked = [texts[i % len(texts)] for i in range(12)]
+    with running("--max-num-seqs", "4", module="tests.server.broken_server") as server:
+
+        def strike() -> None:
+            server.process.send_signal(number)
+
+        found = asyncio.run(disturb(server.url, [fields for fields, _ in asked], 4, strike))
+        failed = [told for told in found if told.error is not None]
+        assert 1 <= len(failed) <= (12 if number == signal.SIGUSR2 else 4)
+        for told in failed:
+            assert told.done
+            assert told.error is not None
+            assert (told.error["type"], told.error["code"]) == ("server_error", "StepAbortedError")
+        for told, (_, want) in zip(found, asked, strict=True):
+            assert (told.text == want) if told.error is None else want.startswith(told.text)
+        assert server.metric(counted) == 1
+        assert server.rests()
+        again = asyncio.run(disturb(server.url, [fields for fields, _ in texts], 0, lambda: None))
+        assert [told.text for told in again] == [want for _, want in texts]
+        server.process.send_signal(number)
+        status, body = asyncio.run(post(server.url, json.dumps({"prompt": "x"}).encode()))
+        assert (status, body["error"]["code"]) == (500, "StepAbortedError")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        assert [line["books"] for line in server.ended() if line["event"] == "ended"] == ["agree"]
+
+
+def test_memory_that_is_short_costs_time_and_no_text(texts: list[tuple[dict[str, Any], str]]) -> None:
+    asked = [texts[i % len(texts)] for i in range(24)]
+    with running("--kv-cache-tokens", "512", "--max-num-seqs", "16") as server:
+        found = asyncio.run(disturb(server.url, [fields for fields, _ in asked], 0, lambda: None))
+        assert [told.text for told in found] == [want for _, want in asked]
+        assert server.metric("vllm:num_preemptions_total") > 0
+        status, body = asyncio.run(post(server.url, json.dumps({"prompt": [5] * 600, "max_tokens": 2}).encode()))
+        assert (status, body["error"]["param"]) == (400, "prompt")
+        assert server.rests()
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_after_sigterm_texts_are_finished_and_new_ones_refused(texts: list[tuple[dict[str, Any], str]]) -> None:
+    asked = [texts[i % len(texts)] for i in range(10)]
+    body = json.dumps({"prompt": "x"}).encode()
+    with running("--max-num-seqs", "2") as server:
+
+        async def end() -> None:
+            server.process.send_signal(signal.SIGTERM)
+            while await get(server.url, "/health") != 503:
+                await asyncio.sleep(0.01)
+            assert await get(server.url, "/ready") == 503
+            assert await get(server.url, "/metrics") == 200
+            for more in ({}, {"stream": True}):
+                status, answer = await post(server.url, json.dumps({"prompt": "x", **more}).encode())
+                assert (status, answer["error"]["code"]) == (503, "shutting_down")
+
+        found = asyncio.run(disturb(server.url, [fields for fields, _ in asked], 2, end))
+        assert [told.text for told in found] == [want for _, want in asked]
+        assert server.process.wait(60) == 0
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            raise AssertionError(asyncio.run(post(server.url, body)))
+        assert [line["books"] for line in server.ended() if line["event"] == "ended"] == ["agree"]
+        assert [line for line in server.lines if line.get("level") in ("warning", "error")] == []
+
+
+def test_what_is_cut_off_at_the_end_leaves_nothing_behind() -> None:
+    async def ask(server: Server) -> list[Any]:
+        endless = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "n": 2}
+        told = [Told() for _ in range(4)]
+        tasks = [asyncio.create_task(stream(server.url, endless, each)) for each in told]
+        tasks.append(asyncio.create_task(post(server.url, json.dumps(endless).encode())))  # type: ignore[arg-type]
+        await asyncio.gather(*(each.begun.wait() for each in told[:2]))
+        server.process.send_signal(signal.SIGTERM)
+        return list(await asyncio.gather(*tasks, return_exceptions=True))
+
+    with running("--drain-seconds", "0", "--max-num-seqs", "4") as server:
+        assert len(asyncio.run(ask(server))) == 5
+        assert server.process.wait(60) == 0
+        assert [line["books"] for line in server.ended() if line["event"] == "ended"] == ["agree"]
+
+
+# -- readers -----------------------------------------------------------------------------------------------------------
+
+
+def test_readers_that_stop_reading_are_cut_off_and_hold_up_nobody(
+    server: Server, texts: list[tuple[dict[str, Any], str]]
+) -> None:
+    """What they do not read is more than the system takes, so that the server has to wait for them."""
+    large = {"prompt": "x", "stream": True, "max_tokens": 400, "ignore_eos": True, "logprobs": 20, "n": 4, "trace": True}
+
+    async def ask() -> None:
+        async def stop() -> None:
+            async with Connection(server.url, receive_bytes=4096) as connection:
+                await connection.ask("/v1/completions", json.dumps(large).encode())
+                await gone(lambda line: line.get("code") == "client_left", before + 3)
+
+        async with undisturbed(server.url, texts):
+            await asyncio.gather(*(stop() for _ in range(3)))
+
+    async def gone(kind: Callable[[dict[str, Any]], bool], count: int) -> None:
+        for _ in range(1200):
+            if sum(map(kind, server.lines)) >= count:
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError("they were not cut off")
+
+    before = sum(line.get("code") == "client_left" for line in server.lines)
+    memory = server.memory()
+    asyncio.run(ask())
+    assert server.rests()
+    assert server.memory() - memory < 100 * 2**20
+
+
+# -- what clients send -------------------------------------------------------------------------------------------------
+
+
+def test_huge_headers_disturb_nobody(server: Server, texts: list[tuple[dict[str, Any], str]]) -> None:
+    async def ask() -> None:
+        body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+        async with undisturbed(server.url, texts):
+            for headers in ({"x": "y" * 10_000_000}, {f"x{i}": "y" * 50 for i in range(20_000)}):
+                with suppress(ConnectionError, asyncio.IncompleteReadError):  # it need not read what it refuses
+                    async with Connection(server.url) as connection:
+                        assert (await connection.ask("/v1/completions", body, **headers)).status in (400, 431)
+
+    asyncio.run(ask())
+    assert server.rests()
+
+
+def test_ten_thousand_malformed_bodies(server: Server, texts: list[tuple[dict[str, Any], str]]) -> None:
+    statuses: list[int] = []
+
+    async def send(bodies: Iterator[tuple[str, bytes]]) -> None:
+        async with Connection(server.url) as connection:
+            for path, body in bodies:
+                answer = await connection.ask(path, body)
+                found = json.loads(await answer.body()) if "json" in answer.headers["content-type"] else {}
+                statuses.append(answer.status)
+                assert answer.status in (200, 400, 404, 413), (path, body, found)
+                if answer.status != 200:
+                    assert found["error"].keys() == {"message", "type", "param", "code"}, body
+                    assert len(json.dumps(found, ensure_ascii=False)) < 2000, body
+
+    async def ask() -> None:
+        bodies = mutants(10_000)
+        async with undisturbed(server.url, texts):
+            await asyncio.gather(*(send(bodies) for _ in range(4)))
+
+    asyncio.run(ask())
+    assert len(statuses) == 10_000
+    assert statuses.count(400) > 5_000
+    assert server.rests()
+    assert not [line for line in server.lines if line.get("level") in ("error", "critical")]
+
+
+def test_valid_bodies_are_valid(server: Server) -> None:
+    """Otherwise all that is made from them would be refused for the same reason."""
+    for path, body in VALID:
+        if path != "/v1/chat/completions":  # the model cannot converse
+            assert asyncio.run(post(server.url, json.dumps(body).encode(), path))[0] == 200, body
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+#: Structures that are deep, long, or much work for an automaton.
+STRUCTURES: dict[str, dict[str, Any]] = {
+    "a deep schema": {"guided_json": _nested(150)},
+    "many properties": {
+        "guided_json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}
+    },
+    "a schema of itself": {"guided_json": {"$ref": "#"}},
+    "a product of choices": {
+        "guided_json": {
+            "allOf": [
+                {"anyOf": [{"type": "object", "properties": {f"k{i}{j}": {"type": "integer"}}} for j in range(8)]}
+                for i in range(8)
+            ]
+        }
+    },
+    "a million items": {"guided_json": {"type": "array", "items": {"type": "integer"}, "minItems": 1_000_000}},
+    "repeated repetitions": {"guided_regex": "((a{1,1000}){1,1000}){1,1000}"},
+    "many stars": {"guided_regex": "(a|b|ab)*" * 2000},
+    "deep brackets": {"guided_regex": "(" * 20_000 + "a" + ")" * 20_000},
+    "a rule of itself": {"guided_grammar": "start: start"},
+    "many rules": {
+        "guided_grammar": "start: " + " | ".join(f"r{i}" for i in range(2000)) + "\n"
+        + "\n".join(f'r{i}: "{i}" r{(i + 1) % 2000}' for i in range(2000))
+    },
+}  # fmt: skip
+
+
+def test_structures_that_are_too_much_are_refused_and_disturb_nobody(
+    server: Server, texts: list[tuple[dict[str, Any], str]]
+) -> None:
+    async def ask() -> dict[str, Any]:
+        async with undisturbed(server.url, texts):
+            bodies = {name: {"prompt": "x", "max_tokens": 8, **fields} for name, fields in STRUCTURES.items()}
+            return {name: await post(server.url, json.dumps(body).encode()) for name, body in bodies.items()}
+
+    found = asyncio.run(ask())
+    assert {status for status, _ in found.values()} == {200, 400}
+    for name, (status, body) in found.items():
+        if status == 400:
+            error = body["error"]
+            assert error["type"] == "invalid_request_error", name
+            named = error["param"] in ("guided_json", "guided_regex", "guided_grammar")
+            assert named or error["code"] in ("ProcessingError", "invalid_json"), name
+    assert server.rests()
