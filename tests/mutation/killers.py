@@ -365,7 +365,8 @@ def kernels_attention_operator() -> None:
     library = kernel_library()
     assert library is not None
     for way in test_attention_kernel.WAYS:
-        test_attention_kernel.test_every_row_attends_to_what_it_sees(library.instruction_set, way, 2, 3, 5)
+        for shape in ((2, 3, 5), (5, 3, 16)):  # all heads together, and in three parts
+            test_attention_kernel.test_every_row_attends_to_what_it_sees(library.instruction_set, way, *shape)
 
 
 def kernels_families() -> None:

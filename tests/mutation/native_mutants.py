@@ -185,8 +185,8 @@ NATIVE_MUTANTS = (
     _mutant(
         "heads that attend together read the keys of the first",
         "attention.inc",
-        "const int64_t skip = h * NAME(head_bytes)(a->shape);",
-        "const int64_t skip = 0;",
+        "skip = h * NAME(head_bytes)(a->shape), dim",
+        "skip = 0, dim",
         "kernels_attention_operator",
     ),
     _mutant(
