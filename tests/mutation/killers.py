@@ -365,7 +365,8 @@ def kernels_attention_operator() -> None:
     library = kernel_library()
     assert library is not None
     for way in test_attention_kernel.WAYS:
-        test_attention_kernel.test_every_row_attends_to_what_it_sees(library.instruction_set, way, 2, 3, 5)
+        for shape in ((2, 3, 5), (5, 3, 16)):  # all heads together, and in three parts
+            test_attention_kernel.test_every_row_attends_to_what_it_sees(library.instruction_set, way, *shape)
 
 
 def kernels_families() -> None:
@@ -411,12 +412,12 @@ def kernels_experts() -> None:
 
 
 def kernels_linear() -> None:
-    """Products of many shapes and kinds against float64, and every row's bits its own."""
+    """Products of many shapes and kinds against float64, every row's bits its own, and the weights given back."""
     from torch import nn
 
     from outrider.kernels.library import kernel_library
-    from outrider.kernels.linear import use_packed_linear
-    from outrider.kernels.weights import quantise_linears
+    from outrider.kernels.linear import use_packed_linear, use_stock_linear
+    from outrider.kernels.weights import quantise_linears, stored_weight
 
     library = kernel_library()
     assert library is not None
@@ -438,6 +439,10 @@ def kernels_linear() -> None:
             large = layer(torch.cat([rows[:5] * 1e36, rows[5:7]])).double()
             assert torch.allclose(large[:5] / 1e36, want[:5] - layer.bias.double(), rtol=1e-4, atol=1e-3)
             assert torch.equal(large[5:], got[5:7].double())
+        use_stock_linear(layer)
+        given_back = stored_weight(layer)
+        scale = 1.0 if given_back.scale is None else given_back.scale.double()[:, None]
+        assert torch.equal(given_back.data.double() * scale, weight)
 
 
 def kernels_laws() -> None:

@@ -69,7 +69,7 @@ def attended(instruction_set: str, segments: tuple[Segment, ...], query: Tensor,
 
 @pytest.mark.parametrize("instruction_set", available_sets())
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "+".join(way) or "plain")
-@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(2, 3, 5), (3, 1, 16), (1, 4, 72)])
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(2, 3, 5), (3, 1, 16), (1, 4, 72), (5, 3, 16)])
 def test_every_row_attends_to_what_it_sees(
     instruction_set: str, way: dict[str, Any], kv_heads: int, group: int, dim: int
 ) -> None:
