@@ -6,16 +6,18 @@
 Every round starts each process once, one after another. The figures are medians of rounds:
 
 - the time of a bare import of PyTorch and transformers, with the names that a real load takes from it; of
-  `outrider --help`; of `outrider generate` with one token of the embedded pair; and of the same from Python;
+  `outrider --help`; of `outrider generate` with one token of the embedded pair; of the same from Python; and of one token
+  of the embedded target by transformers alone;
 - of a random checkpoint in bfloat16, that was read just before: the time to read its files once more from the memory of the
-  system, to load it, and the processor time of both; what lies in memory afterwards, and most while it loads: pages of
-  files, and others.
+  system, into a small buffer and into memory that the system gives for them; to load it; and the processor time of all
+  three; what lies in memory afterwards, and most while it loads: pages of files, and others.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import resource
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.bench.machine import describe
+from outrider.llm import default_model
 
 RESULTS = Path(__file__).parent / "results" / "cold_start.json"
 COMMAND = [sys.executable, "-m", "outrider"]
@@ -43,6 +46,13 @@ STARTS = {
         sys.executable, "-c",
         "from outrider import LLM, SamplingParams; LLM().generate('Once', SamplingParams(max_tokens=1))",
     ],
+    "transformers' generate, one token": [
+        sys.executable, "-c",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"folder = {default_model('target')!r}\n"
+        "prompt = AutoTokenizer.from_pretrained(folder)('Once', return_tensors='pt')\n"
+        "AutoModelForCausalLM.from_pretrained(folder).generate(**prompt, max_new_tokens=1)",
+    ],
 }  # fmt: skip
 #: The shape of the checkpoint, but for its layers.
 SHAPE: dict[str, Any] = {
@@ -55,13 +65,19 @@ LOAD = """
 import json, resource, sys, threading, time
 from pathlib import Path
 from outrider import LLM
-from benchmarks.cold_start import memory, processor_seconds, read
+from benchmarks.cold_start import memory, processor_seconds, read, read_to_keep
 
 folder, settings = sys.argv[1], json.loads(sys.argv[2])
-before, begun = memory(), processor_seconds()
-start = time.perf_counter()
-size = read(Path(folder))
-found = {"read_seconds": time.perf_counter() - start, "read_processor_seconds": processor_seconds() - begun}
+before, found = memory(), {}
+def timed(name, function, *arguments, **keywords):
+    start, begun = time.perf_counter(), processor_seconds()
+    result = function(*arguments, **keywords)
+    found[name + "_seconds"] = time.perf_counter() - start
+    found[name + "_processor_seconds"] = processor_seconds() - begun
+    return result
+size = timed("read", read, Path(folder))
+read_to_keep(Path(folder))  # so that the system has as much memory at hand
+timed("keep", read_to_keep, Path(folder))
 peak, done = dict(before), threading.Event()
 def watch():
     while not done.wait(0.02):
@@ -69,9 +85,7 @@ def watch():
             peak[name] = max(peak[name], value)
 watcher = threading.Thread(target=watch)
 watcher.start()
-start, begun = time.perf_counter(), processor_seconds()
-llm = LLM(folder, max_model_len=2048, **settings)
-found |= {"load_seconds": time.perf_counter() - start, "load_processor_seconds": processor_seconds() - begun}
+llm = timed("load", LLM, folder, max_model_len=2048, **settings)
 done.set()
 watcher.join()
 runner = llm.engine.runner
@@ -101,6 +115,20 @@ def read(folder: Path) -> int:
             while count := file.readinto(buffer):
                 size += count
     return size
+
+
+def read_to_keep(folder: Path) -> None:
+    """Read all files of a checkpoint into memory of their own, as whoever keeps them must."""
+    kept = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            kept.append(mmap.mmap(-1, path.stat().st_size))
+            view, begin = memoryview(kept[-1]), 0
+            while count := file.readinto(view[begin : begin + 2**24]):
+                begin += count
+            view.release()
+    for memory_of_file in kept:
+        memory_of_file.close()
 
 
 def make_checkpoint(folder: Path, layers: int) -> None:
@@ -177,10 +205,11 @@ def show(results: dict[str, Any]) -> None:
         ratio = took["seconds"] / bare["seconds"]
         table.add_row(name, f"{took['seconds']:.2f}", f"{took['processor_seconds']:.2f}", f"{ratio:.2f}")
     console.print(table)
-    table = Table("", "files, GB", "read, s", "load, s", "weights, GB", "after: files", "others", "most: files", "others")
+    names = ("", "files, GB", "read, s", "and keep, s", "load, s", "weights, GB", "after: files", "others")
+    table = Table(*names, "most: files", "others")
     for name, load in results["loads"].items():
         sizes = [load["weight_bytes"], *load["after"].values(), *load["peak"].values()]
-        times = [f"{load[name]:.2f}" for name in ("read_seconds", "load_seconds")]
+        times = [f"{load[name]:.2f}" for name in ("read_seconds", "keep_seconds", "load_seconds")]
         table.add_row(name, f"{load['file_bytes'] / 1e9:.2f}", *times, *(f"{size / 1e9:.2f}" for size in sizes))
     console.print(table)
 

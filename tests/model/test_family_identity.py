@@ -170,17 +170,20 @@ def test_forgotten_sinks_and_soft_caps_are_noticed(
     assert llm.generate(PROMPT, params)[0].logprobs != want
 
 
-def test_encoders_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layers", [1, 4])
+def test_encoders_are_refused(tmp_path: Path, layers: int, dtype: Any) -> None:
     from transformers import BertConfig, BertLMHeadModel
 
-    shape = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    shape["num_hidden_layers"] = layers
     model = BertLMHeadModel(BertConfig(**shape))
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(0.0, 0.5)
     model.save_pretrained(tmp_path / "bert")
     with pytest.raises(UnsupportedModelError, match="encoder"):
-        LLM(str(tmp_path / "bert"))
+        LLM(str(tmp_path / "bert"), dtype=dtype)
 
 
 def test_recurrent_layers_are_refused(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ HEAVY = {"torch", "transformers", "numpy", "pydantic", "huggingface_hub"}
 SELDOM = {"matplotlib", "llguidance", "gguf", "openvino", "openvino_genai", "xllamacpp", "sklearn", "pandas"}
 SELDOM |= {"outrider.bench", "outrider.prove", "outrider.convert"}
 #: What transformers imports beside a model, and a model of the command does not need.
-BESIDE = {"scipy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.checkpoint"}
+BESIDE = {"scipy", "sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.checkpoint"}
 
 
 def imported(code: str) -> set[str]:
@@ -60,5 +60,59 @@ twice = torch.compile(lambda x: 2 * x, backend="eager")
 assert twice(torch.ones(2)).tolist() == [2, 2]
 import importlib.util
 assert importlib.util.find_spec("scipy") is not None
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, expect_true
+import sympy
+assert isinstance(sympy.Symbol("size"), sympy.Basic) and expect_true(True)
+assert torch.zeros(2, 1, device="meta").add(torch.zeros(3, device="meta")).shape == (2, 3)
 """
-    assert "torch._dynamo" in imported(GENERATE + later)
+    assert {"torch._dynamo", "sympy"} <= imported(GENERATE + later)
+
+
+SYMBOLS = """
+import sys, torch
+from outrider.cli.startup import light_imports
+with light_imports():
+    from torch.fx.experimental.symbolic_shapes import expect_true, guard_or_false, is_nested_int, sym_and, sym_eq, sym_or
+    assert expect_true(True) and not guard_or_false(False) and not is_nested_int(3)
+    assert sym_and(True, True) and not sym_and(True, False) and sym_or(False, True)
+    assert sym_eq((2, 3), (2, 3)) and not sym_eq((2, 3), (2, 4)) and not sym_eq((2,), (2, 2))
+    torch.zeros(2, 1, device="meta") + torch.zeros(3, device="meta")
+    assert not hasattr(sys.modules["sympy"], "__path__")
+    {asked}
+"""
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "import sympy; sympy.Symbol('size') + 1",
+        "sym_eq([2], [2])",
+        "from torch.fx.experimental.symbolic_shapes import ShapeEnv",
+    ],
+)
+def test_symbols_are_imported_as_soon_as_there_may_be_one(asked: str) -> None:
+    found = imported(SYMBOLS.format(asked=asked))
+    assert {"sympy.core", "torch.fx.experimental.symbolic_shapes"} & found
+
+
+LISTED = """
+import os, sys
+listed = []
+sys.addaudithook(lambda event, args: event == "os.scandir" and listed.append(os.fspath(args[0])))
+{first}
+import transformers.models
+models = transformers.models.__path__[0]
+assert listed.count(models) == {times}
+from transformers.utils import import_utils
+import_utils.define_import_structure.cache_clear()
+import_utils.create_import_structure_from_path.cache_clear()
+anew = import_utils.define_import_structure(models)
+lists = type(transformers.models)("models", transformers.models.__file__, anew)
+assert lists._class_to_module == transformers.models._class_to_module
+assert lists._object_missing_backend == transformers.models._object_missing_backend
+"""
+
+
+@pytest.mark.parametrize(("first", "times"), [("import outrider.model", 1), ("import transformers", 2)])
+def test_the_files_of_models_are_listed_once(first: str, times: int) -> None:
+    imported(LISTED.format(first=first, times=times))

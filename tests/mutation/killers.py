@@ -411,6 +411,23 @@ def kernels_experts() -> None:
     assert torch.allclose(Layer(library, experts, torch.float64)(rows), experts.expected(rows), rtol=1e-10, atol=1e-10)
 
 
+def kernels_rounding() -> None:
+    """int8 weights and their scales, and the weights made of them again, by PyTorch's operators."""
+    from outrider.kernels.rounding import rounded, unrounded
+
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.randn(45, 77).to(dtype)
+        weight[3], weight[4] = 0, torch.arange(77) - 63.5
+        weight[4, 0], weight[5, 1], weight[6, 1] = 127, -9, 9  # with a scale of 1, halves go to the even number
+        wide = weight.float()
+        scale = wide.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+        data = (wide / scale[:, None]).round().clamp(-127, 127)
+        got = rounded(weight)
+        assert torch.equal(got[0], data.to(torch.int8))
+        assert torch.equal(got[1], scale)
+        assert torch.equal(unrounded(*got, dtype), (data * scale[:, None]).to(dtype))
+
+
 def kernels_linear() -> None:
     """Products of many shapes and kinds against float64, every row's bits its own, and the weights given back."""
     from torch import nn

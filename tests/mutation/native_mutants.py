@@ -466,6 +466,22 @@ NATIVE_MUTANTS = (
         "",
         "kernels_laws",
     ),
+    _mutant(
+        "the least number gives the scale of a row", "pack.inc", "bits > most ? bits : most;", "bits;", "kernels_rounding"
+    ),
+    _mutant("signs count for the scale of a row", "pack.inc", "& 0x7fffu;", "& 0xffffu;", "kernels_rounding"),
+    _mutant("halves are rounded up", "pack.inc", "rintf(", "floorf(0.5f + ", "kernels_rounding"),
+    _mutant("a row without weights is divided by nothing", "pack.inc", "largest < FLT_MIN", "0", "kernels_rounding"),
+    _mutant(
+        "the rows of the last thread have no weights",
+        "pack.inc",
+        "*end = work->rows * (team_thread() + 1) / team_size();",
+        "*end = work->rows * (team_thread() + 1) / (team_size() + 1);",
+        "kernels_rounding",
+    ),
+    _mutant(
+        "all rows have the scale of the first", "pack.inc", "work->scale[row], 1,", "work->scale[0], 1,", "kernels_rounding"
+    ),
     *DESCRIPTION_MUTANTS,
     *EXPERT_MUTANTS,
 )

@@ -1,8 +1,8 @@
 """What the command imports of transformers before it loads a model, and what it leaves out.
 
 transformers imports PyTorch's compiler, the sharding of tensors over several computers, and scipy, before it loads any
-model. That takes longer than all the rest, and the command uses none of it. A library may not decide that for others, so
-only the command does: its process is its own.
+model. PyTorch imports sympy for the shapes of tensors that have no memory yet. That takes longer than all the rest, and the
+command uses none of it. A library may not decide that for others, so only the command does: its process is its own.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any
 
 #: PyTorch's compiler, and a part of it that transformers imports by name.
 _COMPILER = ("torch._dynamo", "torch._dynamo._trace_wrapped_higher_order_op")
+#: What PyTorch imports to find out whether a size is a symbol.
+_SYMBOLS = ("sympy", "torch.fx.experimental.symbolic_shapes")
 
 
 @contextmanager
@@ -33,7 +36,7 @@ def light_imports() -> Iterator[None]:
         if "transformers.modeling_utils" not in sys.modules:
             # As on systems for which PyTorch is built without it. It stays so, since transformers looks more than once.
             torch.distributed.is_available = _no
-        with _without_scipy(), _compiler_left_out():
+        with _without_scipy(), _compiler_left_out(), _symbols_left_out():
             yield
     finally:
         gc.freeze()  # what was made stays, and is not searched later either
@@ -100,3 +103,69 @@ class _StandIn(ModuleType):
 
 def _unmarked(function: Any) -> Any:
     return function
+
+
+@contextmanager
+def _symbols_left_out() -> Iterator[None]:
+    """Within the block, no size is a symbol, unless more is asked than whether one is."""
+    if any(name in sys.modules for name in _SYMBOLS):
+        yield
+        return
+    sys.modules.update({name: _NoSymbols(name) for name in _SYMBOLS})
+    try:
+        yield
+    finally:
+        _remove_no_symbols()
+
+
+def _remove_no_symbols() -> None:
+    for name in _SYMBOLS:
+        if isinstance(sys.modules.get(name), _NoSymbols):
+            del sys.modules[name]
+
+
+#: What is asked of conditions and sizes, and the answers for those that are no symbols.
+_ANSWERS: dict[str, Callable[..., bool]] = {
+    "expect_true": bool,
+    "guard_or_false": bool,
+    "guard_or_true": bool,
+    "guard_size_oblivious": bool,
+    "is_nested_int": lambda _: False,
+    "statically_known_true": bool,
+    "sym_eq": lambda one, other: one == other,
+    "sym_and": lambda *conditions: all(conditions),
+    "sym_or": lambda *conditions: any(conditions),
+}
+
+
+def _plain(value: Any) -> bool:
+    """Whether a value is a condition, a size or a shape, in which nothing is a symbol."""
+    return isinstance(value, int) or (isinstance(value, tuple) and all(isinstance(size, int) for size in value))
+
+
+class _NoSymbols(ModuleType):
+    """A module of symbols that has not been imported. Whatever else is asked of it is asked of the module itself."""
+
+    class Basic:
+        """The class of all symbols, which nothing is."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if not name.islower():
+            return self._real(name)
+
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            if name in _ANSWERS and all(map(_plain, args)) and not kwargs:
+                return _ANSWERS[name](*args)
+            return self._real(name)(*args, **kwargs)
+
+        return asked
+
+    def _real(self, name: str) -> Any:
+        _remove_no_symbols()
+        return getattr(import_module(self.__name__), name)

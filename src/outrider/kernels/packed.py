@@ -13,7 +13,6 @@ from outrider.kernels.library import KernelLibrary
 from outrider.kernels.weights import StoredWeight
 
 _I64 = ctypes.c_int64
-_LARGE_PAGE = 2**21
 
 
 class PackedWeights:

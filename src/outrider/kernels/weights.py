@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels.pages import release
-
-#: Rows of a matrix that are converted at a time.
-_ROWS_AT_ONCE = 512
+from outrider.kernels.rounding import parts, rounded, unrounded
 
 
 class StoredWeight(NamedTuple):
@@ -86,7 +84,8 @@ class ExpertStack(NamedTuple):
 
 
 class QuantisedLinear(nn.Linear):
-    """nn.Linear with rounded weights, for where no kernels read these: every pass computes the product anew.
+    """nn.Linear with rounded weights, for where no kernels read these: every pass computes the product anew, some rows of
+    the weights at a time.
 
     So a model is never in memory both as it was and rounded. `weight` keeps its shape and dtype, but holds no numbers.
     """
@@ -95,7 +94,17 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        return nn.functional.linear(input, _product(self.quantised_weight, self.weight.dtype), self.bias)
+        data, scale = self.quantised_weight
+        assert scale is not None, "quantised weights have scales"
+        outputs = [
+            nn.functional.linear(
+                input,
+                unrounded(data[rows], scale[rows], self.weight.dtype),
+                None if self.bias is None else self.bias[rows],
+            )
+            for rows in parts(data)
+        ]
+        return torch.cat(outputs, -1)
 
 
 def quantise_linears(model: nn.Module, stacks: Iterable[ExpertStack] = ()) -> None:
@@ -142,19 +151,9 @@ def restore_weight(module: nn.Linear, stored: StoredWeight) -> None:
 
 
 def _rounded(weight: Tensor) -> StoredWeight:
-    data, scale = torch.empty_like(weight, dtype=torch.int8), torch.empty(len(weight), device=weight.device)
-    for begin in range(0, len(weight), _ROWS_AT_ONCE):  # float32 copies of all rows might not fit
-        rows = slice(begin, begin + _ROWS_AT_ONCE)
-        wide = weight[rows].to(torch.float32)
-        scale[rows] = wide.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny) / 127
-        data[rows] = (wide / scale[rows, None]).round_().clamp_(-127, 127)
-    return StoredWeight(data, scale)
+    return StoredWeight(*rounded(weight))
 
 
 def _product(stored: StoredWeight, dtype: torch.dtype) -> Tensor:
     assert stored.scale is not None, "quantised weights have scales"
-    product = torch.empty_like(stored.data, dtype=dtype)
-    for begin in range(0, len(product), _ROWS_AT_ONCE):
-        rows = slice(begin, begin + _ROWS_AT_ONCE)
-        product[rows] = stored.data[rows].to(torch.float32).mul_(stored.scale[rows, ..., None])
-    return product
+    return unrounded(stored.data.flatten(0, -2), stored.scale.flatten(), dtype).view(stored.data.shape)
