@@ -53,6 +53,7 @@ class RoundTrace:
         coins: In the order they were tossed.
         accepted: Draft tokens that entered the text.
         token_id: The token that the target wrote behind them; None where an accepted token ended the text.
+        reason: Why the engine chose so; empty where it had no choice.
         seconds: Of the step that held this round, by phase; shared with the other sequences of the step.
     """
 
@@ -69,4 +70,5 @@ class RoundTrace:
     coins: tuple[CoinToss, ...]
     accepted: tuple[int, ...]
     token_id: int | None
+    reason: str
     seconds: dict[str, float]

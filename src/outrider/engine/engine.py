@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import count
+from time import perf_counter
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, float64
 
 from outrider.cache.lease import KVLease
 from outrider.config import SchedulerConfig
 from outrider.engine import observation, rounds
 from outrider.engine.admission import bad_word_ids, check_request
+from outrider.engine.calibration import calibrate
 from outrider.engine.detokenizer import TextStream
 from outrider.engine.drafter import Drafter
 from outrider.engine.drafting import StepDraft, prefill_all, propose_all, teach
+from outrider.engine.governing import Governing
 from outrider.engine.observation import ComputedRows
 from outrider.engine.outputs import piece
 from outrider.engine.proposers import ProposerSet
@@ -38,17 +41,23 @@ from outrider.errors import (
     RequestError,
     StepAbortedError,
 )
+from outrider.govern.costs import StepTimes
 from outrider.model.batch import Segment
+from outrider.model.factory import INVARIANT
 from outrider.model.resumed import TargetPass
 from outrider.model.row_costs import measure_passes
 from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.params import SamplingParams, TokenOrigin
+from outrider.propose.auto import Auto
+from outrider.propose.base import Proposer
+from outrider.propose.draft_model import DraftModelProposer
 from outrider.propose.method import Method, same_method
 from outrider.propose.pace import Pace
 from outrider.propose.speculation import SpeculationConfig
 from outrider.stats import RequestStats
 from outrider.trace import CoinToss
 from outrider.verify.grammar import GrammarCompiler, GrammarError
+from outrider.verify.logits import target_probs
 from outrider.verify.noise import KeyedNoise, NoiseSource
 from outrider.verify.verifier import Candidate, CandidateKeys, Verdict, Verifier, rule_for
 
@@ -88,6 +97,13 @@ class Engine:
         self.scheduler = Scheduler(config, runner.blocks, runner.loaded.max_model_len)
         self.stats = EngineStats()
         self.builders = TreeBuilders(proposers, lambda: Pace(measure_passes(runner)))
+        self.governing = Governing(
+            proposers,
+            lambda drafts: calibrate(runner, _runners(drafts)),
+            invariant=runner.backend.name in INVARIANT or runner.loaded.dtype is float64,
+            max_rows=config.max_num_batched_tokens,
+        )
+        self.scheduler.planner = self.governing.planner
         self.noise: NoiseSource
         self.use_noise(KeyedNoise())
         self._target_pass = TargetPass(runner)
@@ -155,7 +171,9 @@ class Engine:
             InputError, ModelError, ProposerError: The method that it names cannot be used.
         """
         method, first = request.speculation.method, request.sequences[0]
-        if method is not None:
+        if isinstance(method, Auto):
+            self.governing.admit(method)
+        elif method is not None:
             self.proposers.get(method)  # one that cannot be built is refused now, not in some later step
             self.builders.prepare(request.speculation.tree)
             self._drafter(first, method)
@@ -215,6 +233,7 @@ class Engine:
         try:
             with self.stats.timed("schedule"):
                 self._fork_ready()
+                self.governing.decide(self.scheduler.running, self.scheduler.useful_depth)
                 plan = self.scheduler.schedule()
         except BaseException as error:
             self._abandon(self.scheduler.running, error)
@@ -227,6 +246,7 @@ class Engine:
                 self.runner.copy_blocks(plan.copies)  # first of all: a proposer may read the target's KV
                 self.runner.begun.clear()
                 drafts = self._propose(plan)
+            self._score_idle()
             with self.stats.timed("forward"):
                 out = self._forward(plan, drafts)
             if out is None:
@@ -234,8 +254,9 @@ class Engine:
             with self.stats.timed("verify"):
                 judged = self._verify(plan, drafts, out)
             with self.stats.timed("commit"):
-                self._commit(plan, drafts, out, judged)
+                accepted = self._commit(plan, drafts, out, judged)
             self._observe_pace(plan, drafts, judged)
+            self._observe_choice(plan, drafts, accepted)
         except BaseException as error:
             self._abandon([item.seq for item in plan.items], error)
             raise
@@ -248,6 +269,27 @@ class Engine:
             adaptive = all(part.builder.learns for step in drafts for part in step.parts)
             num_levels = max(step.draft.depth for step in drafts) if adaptive else 0
             self.builders.observe_step(num_tokens, sum(seconds.values()), num_levels, seconds["propose"])
+
+    def _score_idle(self) -> None:
+        """Score idle methods, where the engine chooses who drafts; no row of the target is computed for it."""
+        for seq, method, shadow in self.governing.shadows():
+            start = perf_counter()
+            drafter = self._drafter(seq, method)
+            if drafter is not None:
+                try:
+                    self.governing.shadow(seq, drafter.proposer, drafter.index, shadow, self.noise)
+                except Exception as error:
+                    drafter.report_fault(seq.request.request_id, repr(error))
+                    seq.stats.num_proposer_faults += 1
+            self.governing.spent(seq, shadow, perf_counter() - start)
+
+    def _observe_choice(self, plan: Schedule, drafts: list[StepDraft], accepted: dict[int, int]) -> None:
+        """Let the engine's choice of methods know what became of it."""
+        for decision in self.governing.decisions.values():
+            self.stats.chosen[decision.method or "none", decision.num_draft_tokens] += 1
+        seconds = self.stats.step_seconds
+        host = seconds["schedule"] + seconds["verify"] + seconds["commit"]
+        self.governing.observe(plan.items, drafts, accepted, StepTimes(seconds["propose"], seconds["forward"], host))
 
     def _abandon(self, sequences: Iterable[Sequence], error: BaseException) -> None:
         """End the requests of a step that broke off: nobody knows how much of it is in their books."""
@@ -298,6 +340,7 @@ class Engine:
         self.runner.blocks.reset()
         self.runner.begun.clear()
         self.proposers.dismiss_all()
+        self.governing.forget()
         for request in requests:
             if not request.finished:
                 problem = f"the engine had to begin anew after {type(error).__name__}"
@@ -410,6 +453,8 @@ class Engine:
                 continue
             score(seq, alive[place], verdict, out.logits, logits, self._decode)
             judged[place] = _Judged(alive[place], verdict, logits)
+            if self.governing.watches(seq):
+                self.governing.note(seq, _probability(alive[place], verdict, logits))
         return judged
 
     def _candidates(self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput) -> dict[int, Candidate]:
@@ -453,8 +498,12 @@ class Engine:
 
     # -- commit --------------------------------------------------------------------------------------------------------
 
-    def _commit(self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput, judged: dict[int, _Judged]) -> None:
+    def _commit(
+        self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput, judged: dict[int, _Judged]
+    ) -> dict[int, int]:
+        """Returns how many draft tokens entered each text, by place in the plan, where a token was due."""
         computed: list[ComputedRows] = []
+        entered: dict[int, int] = {}
         for place, (item, step) in enumerate(zip(plan.items, drafts, strict=True)):
             seq = item.seq
             if seq.request.error is not None:
@@ -468,17 +517,21 @@ class Engine:
                 except GrammarError as error:
                     self._fail(seq.request, ProcessingError, str(error), cause=error)
                     continue
+                entered[place] = len(accepted)
             if seq.drafters:
                 computed.append(ComputedRows(item, step, place, start, accepted))
             seq.kv.publish(seq.token_ids)
         if computed:
             observation.show(computed, out)
+        return entered
 
     def _extend(self, seq: Sequence, step: StepDraft, judged: _Judged) -> tuple[int, ...]:
         """Append what stands; returns the draft tokens that entered the text."""
         draft, verdict = step.draft, judged.verdict
         start, before = len(seq.token_ids) - 1, seq.num_output_tokens
-        found = rounds.trace(seq, step, judged.candidate, verdict, judged.logits) if seq.request.traced else None
+        decision = self.governing.decisions.get(seq.seq_id)
+        reason = "" if decision is None else decision.reason
+        found = rounds.trace(seq, step, judged.candidate, verdict, judged.logits, reason) if seq.request.traced else None
         for node in verdict.path:
             if seq.status is Status.RUNNING:
                 seq.append(draft.token_ids[node], TokenOrigin.ACCEPTED)
@@ -512,6 +565,7 @@ class Engine:
         if seq.retired:
             return
         seq.retired = True
+        self.governing.finish(seq)
         self.scheduler.remove(seq)
         self.noise.forget(seq.seq_id)
         for drafter in seq.drafters:
@@ -528,6 +582,19 @@ class Engine:
         error.__cause__ = cause
         request.error = error
         self.cancel(request)
+
+
+def _runners(proposers: Mapping[str, Proposer]) -> dict[str, ModelRunner]:
+    """The models of those that run one of their own."""
+    return {name: each.runner for name, each in proposers.items() if isinstance(each, DraftModelProposer)}
+
+
+def _probability(candidate: Candidate, verdict: Verdict, logits: Tensor) -> float:
+    """With which the target wrote the token behind a text without a draft."""
+    if candidate.sampling.greedy:
+        return 1.0
+    first = candidate.rows[0]
+    return float(target_probs(logits[first : first + 1], [candidate.sampling])[0, verdict.token_id])
 
 
 def _decode_token(tokenizer: Any | None, token_id: int) -> str | None:

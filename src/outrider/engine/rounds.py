@@ -13,7 +13,9 @@ from outrider.verify.logits import target_probs
 from outrider.verify.verifier import Candidate, Verdict
 
 
-def trace(seq: Sequence, step: StepDraft, candidate: Candidate, verdict: Verdict, logits: Tensor) -> RoundTrace:
+def trace(
+    seq: Sequence, step: StepDraft, candidate: Candidate, verdict: Verdict, logits: Tensor, reason: str
+) -> RoundTrace:
     """What was drafted and decided; what entered the text is filled in by `close`.
 
     Args:
@@ -22,6 +24,7 @@ def trace(seq: Sequence, step: StepDraft, candidate: Candidate, verdict: Verdict
         candidate: As it was verified.
         verdict: What stands.
         logits: [num_logits, vocab_size] as the parameters left them.
+        reason: Why this was drafted, or nothing.
     """
     draft, size = step.draft, len(step.draft)
     rows = logits[slice(*candidate.rows)]
@@ -40,6 +43,7 @@ def trace(seq: Sequence, step: StepDraft, candidate: Candidate, verdict: Verdict
         coins=tuple(candidate.coins or ()),
         accepted=verdict.path,
         token_id=verdict.token_id,
+        reason=reason,
         seconds={},
     )
 
