@@ -271,7 +271,7 @@ def governor_of(world: World) -> Governor:
 
 def best_fixed(world: World, *, tokens: int = 0, steps: int = 0, load: Load = lambda step: 1) -> tuple[Policy, float]:
     """The fixed choice of least time for a token in hindsight, and this time."""
-    policies: list[Policy] = [None, *((name, length) for name in world.methods for length in (1, 2, 3, 4, 5, 6, 8, 12, 16))]
+    policies: list[Policy] = [None, *((name, length) for name in world.methods for length in (1, 2, 3, 5, 8, 12))]
     times = [
         (run(world, policy, tokens=tokens, steps=steps, load=load).pace, place) for place, policy in enumerate(policies)
     ]

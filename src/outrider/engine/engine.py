@@ -529,9 +529,9 @@ class Engine:
         """Append what stands; returns the draft tokens that entered the text."""
         draft, verdict = step.draft, judged.verdict
         start, before = len(seq.token_ids) - 1, seq.num_output_tokens
-        decision = self.governing.decisions.get(seq.seq_id)
-        reason = "" if decision is None else decision.reason
-        found = rounds.trace(seq, step, judged.candidate, verdict, judged.logits, reason) if seq.request.traced else None
+        found = None
+        if seq.request.traced:
+            found = rounds.trace(seq, step, judged.candidate, verdict, judged.logits, self.governing.reason(seq))
         for node in verdict.path:
             if seq.status is Status.RUNNING:
                 seq.append(draft.token_ids[node], TokenOrigin.ACCEPTED)

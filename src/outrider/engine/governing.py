@@ -13,13 +13,19 @@ from outrider.engine.proposers import ProposerSet
 from outrider.engine.scheduler import ScheduledSequence, as_requested
 from outrider.engine.sequence import Sequence, Status
 from outrider.govern.costs import CostTable, DraftWork, StepTimes, StepWork
-from outrider.govern.governor import Candidate, Decision, Governor, Running, Shadow
+from outrider.govern.governor import HOLDS, Candidate, Decision, Governor, Running, Shadow
 from outrider.propose.auto import Auto
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.draft_model import CATCH_UP_ROWS
-from outrider.propose.method import Method
+from outrider.propose.method import Method, same_method
 from outrider.propose.speculation import SpeculationConfig
 from outrider.verify.noise import NoiseSource
+
+#: A method that has failed so often for a sequence is not chosen for it any more.
+_MOST_FAULTS = 3
+
+#: Why nothing is drafted for a text that has not begun.
+_FIRST = "plain, until the first token is written"
 
 #: Times of a step as the governor is to believe them, from what was done and what a clock measured.
 Clock = Callable[[StepWork, StepTimes], StepTimes]
@@ -103,6 +109,7 @@ class Governing:
         self._max_rows = max_rows
         self._clock: Clock = measured
         self._scripted: CostTable | None = None
+        self._holds = HOLDS
         self._governed: list[_Governed] = []
         self._of: dict[int, _Governed] = {}
         self._pending: dict[int, list[_Pending]] = {}
@@ -139,10 +146,10 @@ class Governing:
         """Forget everything that was learnt, and let the proposers go; while no such request is under way."""
         self._governed, self._of, self._pending, self._probs, self.decisions = [], {}, {}, {}, {}
 
-    def script(self, table: CostTable | None, clock: Clock = measured) -> None:
+    def script(self, table: CostTable, clock: Clock, holds: int = HOLDS) -> None:
         """Take these costs and this clock instead of a calibration and the machine's, and forget what was learnt. In the
         proofs both must come again on the same path."""
-        self._scripted, self._clock = table, clock
+        self._scripted, self._clock, self._holds = table, clock, holds
         for found in self._governed:
             found.governor = self._governor(found.members)
         self._of, self._pending, self._probs, self.decisions = {}, {}, {}, {}
@@ -171,7 +178,7 @@ class Governing:
         ]
         proposers = {name: self._proposers.get(c.method) for name, c in members.items() if c.method is not None}
         table = self._calibrate(proposers) if self._scripted is None else self._scripted
-        return Governor(candidates, table, self._max_rows)
+        return Governor(candidates, table, self._max_rows, self._holds)
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
@@ -200,14 +207,25 @@ class Governing:
             return ()
         return (self._of[seq.seq_id].config(decision),)
 
+    def reason(self, seq: Sequence) -> str:
+        """Why a sequence does what it does in this step; empty where its request asked for it."""
+        if not isinstance(seq.request.speculation.method, Auto):
+            return ""
+        decision = self.decisions.get(seq.seq_id)
+        return _FIRST if decision is None else decision.reason
+
     def _running(self, seq: Sequence, found: _Governed, depth: int) -> Running:
         why, params = "", seq.request.params
         if not seq.num_output_tokens:
-            why = "plain, until the first token is written"
+            why = _FIRST
         elif not self._invariant and (params.greedy or params.seed is not None):
             why = "plain, since rows depend on their pass here, and this text must not depend on a clock"
-        lags = {name: self._lag(seq, config.method) for name, config in found.members.items() if config.method is not None}
-        return Running(seq.seq_id, len(seq.token_ids), 0 if why else depth, tuple(found.members), lags, why)
+        lags = {
+            name: self._lag(seq, config.method)
+            for name, config in found.members.items()
+            if config.method is not None and _usable(seq, config.method)
+        }
+        return Running(seq.seq_id, len(seq.token_ids), 0 if why else depth, tuple(lags), lags, why)
 
     def _lag(self, seq: Sequence, method: Method) -> int:
         drafter = seq.drafter(method)
@@ -328,6 +346,14 @@ class Governing:
             accepted,
             rejected=accepted < step.draft.depth and not ended,
         )
+
+
+def _usable(seq: Sequence, method: Method) -> bool:
+    """Whether a method's proposer can be had, and has not failed too often for this sequence."""
+    drafter = seq.drafter(method)
+    if drafter is None:
+        return not any(same_method(method, refused) for refused in seq.refused)
+    return drafter.num_faults < _MOST_FAULTS
 
 
 def _work(items: Seq[ScheduledSequence], drafts: Seq[StepDraft], decisions: Mapping[int, Decision]) -> StepWork:

@@ -15,7 +15,7 @@ from outrider.govern.choice import Chooser, Option, Plan, Text
 from outrider.govern.costs import CostModel, CostTable, StepTimes, StepWork
 
 #: Steps for which a plan holds while the same requests decode and nothing seems to have changed.
-_HOLDS = 4
+HOLDS = 4
 #: By which factor drafting must be expected to beat plain decoding to begin and to go on, and another plan the present one.
 _BEGINS, _GOES_ON, _BEATS_PLAN = 1.05, 1.02, 1.03
 #: After so many steps without one, a step decodes plainly so that its time is known; sooner where drafting is expected to
@@ -108,12 +108,14 @@ class Governor:
         candidates: The methods.
         table: What a calibration found of costs.
         max_rows: Draft rows that a step may hold, all requests together.
+        holds: Steps for which a plan holds while nothing seems to have changed.
 
     Attributes:
         chosen: How often each method was chosen at each length; ("none", 0) stands for plain decoding.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], table: CostTable, max_rows: int = 512) -> None:
+    def __init__(self, candidates: Sequence[Candidate], table: CostTable, max_rows: int = 512, holds: int = HOLDS) -> None:
+        self._holds = holds
         self.candidates = {each.name: each for each in candidates}
         self.costs = CostModel(table, [each.name for each in candidates if each.lookup])
         self.acceptance = AcceptanceModel({each.name: each.prior for each in candidates})
@@ -160,7 +162,7 @@ class Governor:
     def _must_plan(self, running: Sequence[Running]) -> bool:
         batch = tuple(each.request for each in running if each.longest > 0)
         self._age += 1
-        if batch == self._batch and self._age < _HOLDS and not self._changed:
+        if batch == self._batch and self._age < self._holds and not self._changed:
             return False
         self._batch, self._age, self._changed = batch, 0, False
         return True
