@@ -2,9 +2,10 @@
 
 python -m benchmarks.governor --wide --dtype bfloat16 --rounds 24 --out benchmarks/results/governor.json
 
-A cell is a workload and a batch size. In a round both ways write the same prompts, and which one begins alternates. The table
-gives the median of the ratios of decoding speeds with the 95% range of a bootstrap over rounds, and the ratio of the times to
-the first token. In a replay the engine may choose a lookup alone, since a draft model would always be right there.
+A cell is a workload and a batch size. In a round both ways write the same prompts, and which one begins alternates. The
+table gives the median of the ratios of decoding speeds with the lower end of the 95% range of a bootstrap over rounds, and
+the ratio of the times to the first token. In a replay the engine may choose a lookup alone, since a draft model would
+always be right there.
 """
 
 from __future__ import annotations
