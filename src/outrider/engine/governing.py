@@ -330,8 +330,11 @@ class Governing:
             self._settle(item.seq)
         if all(item.num_rows == 1 and item.seq.seq_id in self._of for item in items):
             work = _work(items, drafts, self.decisions)
+            believed = self._clock(work, times)
+            owners = [self._of[item.seq.seq_id] for item in items]
             for governed in self._governed:
-                governed.governor.observe_step(work, self._clock(work, times))
+                if all(owner is governed for owner in owners):  # another one's drafts would be taken for its own
+                    governed.governor.observe_step(work, believed)
 
     def _observe_draft(self, governed: _Governed, item: ScheduledSequence, step: StepDraft, accepted: int) -> None:
         decision = self.decisions.get(item.seq.seq_id)
