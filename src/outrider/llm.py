@@ -46,6 +46,7 @@ from outrider.model.loader import LoadedModel, adopt_model, check_sources, load_
 from outrider.model.target import Target
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.prompts import PromptEncoder
+from outrider.propose.auto import Auto
 from outrider.propose.draft_model import DraftModel
 from outrider.propose.method import Method
 from outrider.propose.speculation import PLAIN, SpeculationConfig
@@ -195,9 +196,12 @@ class LLM:
         self.default_params = _default_params(loaded)
         load_runner = DraftLoader(runner, config, cache, scheduling.max_num_seqs)
         proposers = ProposerSet(Target(runner), scheduling.max_num_batched_tokens, load_runner, method)
-        if method is not None:
+        if method is not None and not isinstance(method, Auto):
             proposers.get(method)  # a draft model that cannot be used is better known now than at the first prompt
-        return Engine(runner, scheduling, proposers)
+        engine = Engine(runner, scheduling, proposers)
+        if isinstance(method, Auto):
+            engine.governing.admit(method)  # models are loaded and costs measured now, not before the first answer
+        return engine
 
     def __enter__(self) -> Self:
         return self
@@ -494,6 +498,8 @@ class LLM:
     def resolve(self, speculation: Speculation) -> SpeculationConfig:
         """The settings with what the caller left to us: the LLM's own draft model, or the embedded one."""
         config = SpeculationConfig.of(speculation)
+        if isinstance(config.method, Auto):
+            return self._resolve_auto(config, config.method)
         if not isinstance(config.method, DraftModel) or config.method.model is not None:
             return config
         standing = self.speculation.method if hasattr(self, "speculation") else None
@@ -506,6 +512,18 @@ class LLM:
             return config.replace(method=config.method.replace(model=default_model("draft")))
         remedy = 'Use LLM(..., draft_model="..."), or SpeculationConfig(method=DraftModel(model="...")).'
         raise InvalidParameterError("draft_model", None, f"method={config.name!r} needs one", remedy)
+
+    def _resolve_auto(self, config: SpeculationConfig, settings: Auto) -> SpeculationConfig:
+        """The settings with the methods to choose from: those that are given, or else the LLM's own draft model, where it
+        has one, and a lookup."""
+        methods = settings.methods
+        if not methods:
+            standing = self.speculation.method if hasattr(self, "speculation") else None
+            has_draft = isinstance(standing, DraftModel) or self._embedded
+            methods = tuple(SpeculationConfig.of(name) for name in (("draft_model",) if has_draft else ()) + ("suffix",))
+        if isinstance(self.speculation.method if hasattr(self, "speculation") else None, Auto) and not settings.methods:
+            return self.speculation
+        return config.replace(method=settings.replace(methods=tuple(self.resolve(each) for each in methods)))
 
     def _pieces(self, request: Request, inbox: Inbox) -> Iterator[StreamPiece]:
         """What comes in for a streaming request; who drops this drops the inbox, and so cancels the request."""

@@ -87,6 +87,7 @@ class RoundTrace:
         coins: In the order they were tossed.
         accepted: Draft tokens that entered the text.
         token_id: The token that the target wrote behind them; None where an accepted token ended the text.
+        reason: Why the engine chose so; empty where it had no choice.
         seconds: Of the step that held this round, by phase; shared with the other sequences of the step.
         texts: How each draft token reads by itself; None without a tokenizer.
         rows: What could have come after the last committed token, then after each draft token.
@@ -106,6 +107,7 @@ class RoundTrace:
     coins: tuple[CoinToss, ...]
     accepted: tuple[int, ...]
     token_id: int | None
+    reason: str
     seconds: dict[str, float]
     texts: tuple[str | None, ...]
     rows: tuple[RowTrace, ...]

@@ -7,6 +7,7 @@ import torch
 
 from outrider.draft import Draft, Law
 from outrider.engine import drafting, engine
+from outrider.engine.drafting import StepDraft
 from outrider.propose import growth
 from outrider.propose.base import DraftNoise
 from outrider.propose.suffix import SuffixProposer
@@ -186,3 +187,26 @@ def test_best_first_trees_branch_in_the_proof(proof):
     after = proof.llm.stats.finished
     assert len(after.offered_per_rank) > 1
     assert after.accepted_per_rank[1] > [*before.accepted_per_rank, 0, 0][1]
+
+
+def test_a_choice_that_is_made_after_the_draw_is_noticed(proof, monkeypatch):
+    """The engine may choose by anything that it knew before a draft was drawn, and by nothing that came after."""
+    setting, ask = BY_NAME["the engine chooses, token rule"], engine.propose_all
+
+    def peeking(*args):
+        return [StepDraft() if 2 in step.draft.token_ids else step for step in ask(*args)]
+
+    assert proof.prove(setting).measured <= BOUND
+    monkeypatch.setattr(engine, "propose_all", peeking)
+    assert proof.prove(setting).measured > 1e-3
+
+
+def test_what_the_engine_chooses_depends_on_what_stood(proof):
+    """Otherwise the proof would not be about a choice."""
+    proof.llm.stats.reset()
+    proof.prove(BY_NAME["the engine chooses"])
+    chosen = proof.llm.stats.chosen
+    assert chosen["none", 0]
+    assert chosen["draft_model", 1]
+    assert chosen["draft_model", 2]
+    assert chosen["ngram", 2]

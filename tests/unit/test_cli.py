@@ -66,7 +66,15 @@ def sample_json(*arguments: str, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--help",), ("generate", "--help"), ("chat", "-h"), ("prove", "--help"), ("bench", "--help"), ("vocabulary", "-h")],
+    [
+        ("--help",),
+        ("generate", "--help"),
+        ("chat", "-h"),
+        ("prove", "--help"),
+        ("bench", "--help"),
+        ("vocabulary", "-h"),
+        ("plan", "-h"),
+    ],
 )
 def test_help(arguments: tuple[str, ...]) -> None:
     result = outrider(*arguments)

@@ -13,6 +13,7 @@ from outrider.bench.ways import Way
 from outrider.engine.sequence import Request
 from outrider.llm import LLM
 from outrider.params import SamplingParams, StreamPiece
+from outrider.propose.auto import Auto
 from outrider.stats import RequestStats
 
 
@@ -88,7 +89,9 @@ def write(llm: LLM, tasks: Sequence[EncodedTask], way: Way, temperature: float) 
         OutriderError: A prompt or a setting is not possible, or a request failed.
     """
     engine = llm.engine
-    if way.config.method is not None:
+    if isinstance(way.config.method, Auto):
+        engine.governing.admit(way.config.method)
+    elif way.config.method is not None:
         llm.proposers.get(way.config.method)  # loaded before the clock starts
     watch = MemoryWatch(engine.runner.loaded.device)
     llm.stats.reset()

@@ -11,6 +11,7 @@ from outrider import __version__
 from outrider.cli.bench import bench
 from outrider.cli.chat import chat
 from outrider.cli.generate import generate
+from outrider.cli.plan import plan
 from outrider.cli.prove import prove
 from outrider.cli.serve import serve
 from outrider.cli.train import app as train
@@ -31,6 +32,7 @@ app.command()(prove)
 app.command()(bench)
 app.command()(vocabulary)
 app.add_typer(train, name="train")
+app.command()(plan)
 
 
 def _print_version(value: bool) -> None:

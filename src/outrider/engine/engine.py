@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import count
+from time import perf_counter
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, float64
 
 from outrider.cache.lease import KVLease
 from outrider.config import SchedulerConfig
 from outrider.engine import observation, rounds
 from outrider.engine.admission import bad_word_ids, check_request
+from outrider.engine.calibration import calibrate
 from outrider.engine.detokenizer import TextStream
 from outrider.engine.drafter import Drafter
 from outrider.engine.drafting import StepDraft, prefill_all, propose_all, teach
+from outrider.engine.governing import Governing
 from outrider.engine.observation import ComputedRows
 from outrider.engine.outputs import piece
 from outrider.engine.proposers import ProposerSet
@@ -39,17 +42,23 @@ from outrider.errors import (
     RequestError,
     StepAbortedError,
 )
+from outrider.govern.costs import StepTimes
 from outrider.model.batch import Segment
+from outrider.model.factory import INVARIANT
 from outrider.model.resumed import TargetPass
 from outrider.model.row_costs import measure_passes
 from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.params import SamplingParams, TokenOrigin
+from outrider.propose.auto import Auto
+from outrider.propose.base import Proposer
+from outrider.propose.draft_model import DraftModelProposer
 from outrider.propose.method import Method, same_method
 from outrider.propose.pace import Pace
 from outrider.propose.speculation import SpeculationConfig
 from outrider.stats import RequestStats
 from outrider.trace import CoinToss
 from outrider.verify.grammar import GrammarCompiler, GrammarError
+from outrider.verify.logits import target_probs
 from outrider.verify.noise import KeyedNoise, NoiseSource
 from outrider.verify.verifier import Candidate, CandidateKeys, Verdict, Verifier, rule_for
 
@@ -89,6 +98,13 @@ class Engine:
         self.scheduler = Scheduler(config, runner.blocks, runner.loaded.max_model_len)
         self.stats = EngineStats()
         self.builders = TreeBuilders(proposers, lambda: Pace(measure_passes(runner)))
+        self.governing = Governing(
+            proposers,
+            lambda drafts: calibrate(runner, _runners(drafts)),
+            invariant=runner.backend.name in INVARIANT or runner.loaded.dtype is float64,
+            max_rows=config.max_num_batched_tokens,
+        )
+        self.scheduler.planner = self.governing.planner
         self.noise: NoiseSource
         self.use_noise(KeyedNoise())
         self._target_pass = TargetPass(runner)
@@ -158,7 +174,9 @@ class Engine:
             InputError, ModelError, ProposerError: The method that it names cannot be used.
         """
         method, first = request.speculation.method, request.sequences[0]
-        if method is not None:
+        if isinstance(method, Auto):
+            self.governing.admit(method)
+        elif method is not None:
             self.proposers.get(method)  # one that cannot be built is refused now, not in some later step
             self.builders.prepare(request.speculation.tree)
             self._drafter(first, method)
@@ -218,6 +236,7 @@ class Engine:
         try:
             with self.stats.timed("schedule"):
                 self._fork_ready()
+                self.governing.decide(self.scheduler.running, self.scheduler.useful_depth)
                 plan = self.scheduler.schedule()
         except BaseException as error:
             self._abandon(self.scheduler.running, error)
@@ -230,6 +249,7 @@ class Engine:
                 self.runner.copy_blocks(plan.copies)  # first of all: a proposer may read the target's KV
                 self.runner.begun.clear()
                 drafts = self._propose(plan)
+            self._score_idle()
             with self.stats.timed("forward"):
                 out = self._forward(plan, drafts)
             if out is None:
@@ -237,8 +257,9 @@ class Engine:
             with self.stats.timed("verify"):
                 judged = self._verify(plan, drafts, out)
             with self.stats.timed("commit"):
-                self._commit(plan, drafts, out, judged)
+                accepted = self._commit(plan, drafts, out, judged)
             self._observe_pace(plan, drafts, judged)
+            self._observe_choice(plan, drafts, accepted)
         except BaseException as error:
             self._abandon([item.seq for item in plan.items], error)
             raise
@@ -257,6 +278,27 @@ class Engine:
             adaptive = all(part.builder.learns for step in drafts for part in step.parts)
             num_levels = max(step.draft.depth for step in drafts) if adaptive else 0
             self.builders.observe_step(num_tokens, sum(seconds.values()), num_levels, seconds["propose"])
+
+    def _score_idle(self) -> None:
+        """Score idle methods, where the engine chooses who drafts; no row of the target is computed for it."""
+        for seq, method, shadow in self.governing.shadows():
+            start = perf_counter()
+            drafter = self._drafter(seq, method)
+            if drafter is not None:
+                try:
+                    self.governing.shadow(seq, drafter.proposer, drafter.index, shadow, self.noise)
+                except Exception as error:
+                    drafter.report_fault(seq.request.request_id, repr(error))
+                    seq.stats.num_proposer_faults += 1
+            self.governing.spent(seq, shadow, perf_counter() - start)
+
+    def _observe_choice(self, plan: Schedule, drafts: list[StepDraft], accepted: dict[int, int]) -> None:
+        """Let the engine's choice of methods know what became of it."""
+        for decision in self.governing.decisions.values():
+            self.stats.chosen[decision.method or "none", decision.num_draft_tokens] += 1
+        seconds = self.stats.step_seconds
+        host = seconds["schedule"] + seconds["verify"] + seconds["commit"]
+        self.governing.observe(plan.items, drafts, accepted, StepTimes(seconds["propose"], seconds["forward"], host))
 
     def _abandon(self, sequences: Iterable[Sequence], error: BaseException) -> None:
         """End the requests of a step that broke off: nobody knows how much of it is in their books."""
@@ -319,6 +361,7 @@ class Engine:
         self.runner.blocks.reset()
         self.runner.begun.clear()
         self.proposers.dismiss_all()
+        self.governing.forget()
         for request in requests:
             if not request.finished:
                 problem = f"the engine had to begin anew after {type(error).__name__}"
@@ -446,6 +489,8 @@ class Engine:
             with self._contained(seq, "its log probabilities"):
                 score(seq, alive[place], verdict, out.logits, logits, self._decode)
                 judged[place] = _Judged(alive[place], verdict, logits)
+                if self.governing.watches(seq):
+                    self.governing.note(seq, _probability(alive[place], verdict, logits))
         return judged
 
     def _verdicts(self, plan: Schedule, candidates: dict[int, Candidate], logits: Tensor) -> dict[int, Verdict]:
@@ -505,19 +550,31 @@ class Engine:
 
     # -- commit --------------------------------------------------------------------------------------------------------
 
-    def _commit(self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput, judged: dict[int, _Judged]) -> None:
+    def _commit(
+        self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput, judged: dict[int, _Judged]
+    ) -> dict[int, int]:
+        """Returns how many draft tokens entered each text, by place in the plan, where a token was due."""
         computed: list[ComputedRows] = []
+        entered: dict[int, int] = {}
         for place, (item, step) in enumerate(zip(plan.items, drafts, strict=True)):
-            if item.seq.request.error is None:
-                with self._contained(item.seq, "its commit"):
-                    computed += self._commit_one(place, item, step, out, judged.get(place))
+            if item.seq.request.error is not None:
+                continue
+            with self._contained(item.seq, "its commit"):
+                found = self._commit_one(place, item, step, out, judged.get(place))
+                if found is None:
+                    continue
+                if place in judged:
+                    entered[place] = len(found.accepted)
+                if item.seq.drafters:
+                    computed.append(found)
         if computed:
             observation.show(computed, out)
+        return entered
 
     def _commit_one(
         self, place: int, item: ScheduledSequence, step: StepDraft, out: ForwardOutput, judged: _Judged | None
-    ) -> list[ComputedRows]:
-        """Write down what a sequence has gained; returns what its proposers are to be shown of it."""
+    ) -> ComputedRows | None:
+        """Write down what a sequence has gained; returns what its proposers may be shown of it, or None if it has failed."""
         seq, accepted = item.seq, tuple[int, ...]()
         start = seq.kv.num_computed
         seq.kv.num_computed += item.num_rows
@@ -527,9 +584,9 @@ class Engine:
                 accepted = self._extend(seq, step, judged)
             except GrammarError as error:
                 self._fail(seq.request, ProcessingError, str(error), cause=error)
-                return []
+                return None
         seq.kv.publish(seq.token_ids)
-        return [ComputedRows(item, step, place, start, accepted)] if seq.drafters else []
+        return ComputedRows(item, step, place, start, accepted)
 
     def _extend(self, seq: Sequence, step: StepDraft, judged: _Judged) -> tuple[int, ...]:
         """Append what stands; returns the draft tokens that entered the text."""
@@ -537,7 +594,9 @@ class Engine:
         start, before = len(seq.token_ids) - 1, seq.num_output_tokens
         found = None
         if seq.request.traced:
-            found = rounds.trace(seq, step, judged.candidate, verdict, judged.logits, self._decode)
+            found = rounds.trace(
+                seq, step, judged.candidate, verdict, judged.logits, self.governing.reason(seq), self._decode
+            )
         for node in verdict.path:
             if seq.status is Status.RUNNING:
                 seq.append(draft.token_ids[node], TokenOrigin.ACCEPTED)
@@ -582,6 +641,7 @@ class Engine:
         if seq.retired:
             return
         seq.retired = True
+        self.governing.finish(seq)
         self.scheduler.remove(seq)
         self.noise.forget(seq.seq_id)
         for drafter in seq.drafters:
@@ -608,6 +668,19 @@ class Engine:
         error.__cause__ = cause
         request.error = error
         self.cancel(request)
+
+
+def _runners(proposers: Mapping[str, Proposer]) -> dict[str, ModelRunner]:
+    """The models of those that run one of their own."""
+    return {name: each.runner for name, each in proposers.items() if isinstance(each, DraftModelProposer)}
+
+
+def _probability(candidate: Candidate, verdict: Verdict, logits: Tensor) -> float:
+    """With which the target wrote the token behind a text without a draft."""
+    if candidate.sampling.greedy:
+        return 1.0
+    first = candidate.rows[0]
+    return float(target_probs(logits[first : first + 1], [candidate.sampling])[0, verdict.token_id])
 
 
 def _decode_token(tokenizer: Any | None, token_id: int) -> str | None:

@@ -22,7 +22,7 @@ Decode = Callable[[int], str | None]
 
 
 def trace(
-    seq: Sequence, step: StepDraft, candidate: Candidate, verdict: Verdict, logits: Tensor, decode: Decode
+    seq: Sequence, step: StepDraft, candidate: Candidate, verdict: Verdict, logits: Tensor, reason: str, decode: Decode
 ) -> RoundTrace:
     """What was drafted and decided; what entered the text is filled in by `close`.
 
@@ -32,6 +32,7 @@ def trace(
         candidate: As it was verified.
         verdict: What stands.
         logits: [num_logits, vocab_size] as the parameters left them.
+        reason: Why this was drafted, or nothing.
         decode: How tokens read.
     """
     draft, size = step.draft, len(step.draft)
@@ -52,6 +53,7 @@ def trace(
         coins=tuple(candidate.coins or ()),
         accepted=verdict.path,
         token_id=verdict.token_id,
+        reason=reason,
         seconds={},
         texts=tuple(decode(token) for token in draft.token_ids),
         rows=tuple(_row(step, node, wanted[node + 1], written.get(node), decode) for node in range(-1, size)),

@@ -239,16 +239,14 @@ class Scheduler:
             if item.completes and item.num_rows == 1:
                 rows_left -= self._plan_turns(item, rows_left) if rows_left > 0 else 0
             else:
-                item.is_prompt_of_drafts = (
-                    self._useful_depth(item.seq) > 1
-                )  # a token less of it is left for the first draft
+                item.is_prompt_of_drafts = self.useful_depth(item.seq) > 1  # a token less of it is left for the first draft
 
     def _plan_turns(self, item: ScheduledSequence, rows_left: int) -> int:
         """Share rows out to those who draft for a sequence; returns how many."""
         seq, asked = item.seq, self._asked(item.seq)
         if not any(config.method for config in asked):
             return 0
-        depth, num_rows = self._useful_depth(seq), 0
+        depth, num_rows = self.useful_depth(seq), 0
         turns: list[Turn] = []
         for place, config in enumerate(asked):
             if config.method is None or depth <= 0:
@@ -284,7 +282,7 @@ class Scheduler:
             return ()
         return asked
 
-    def _useful_depth(self, seq: Sequence) -> int:
+    def useful_depth(self, seq: Sequence) -> int:
         """Longest path of draft tokens that may enter the text, the target's own next token left room for."""
         depth = min(seq.request.params.max_tokens - seq.num_output_tokens, self.max_model_len - len(seq.token_ids)) - 1
         if seq.long_rope_after is not None and not seq.kv.long_rope:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ class EngineStats:
         step_seconds: The same of the latest step alone.
         finished: Counts of the sequences that ended.
         by_method: The same by the name of the method that their requests asked for.
+        chosen: Where the engine chooses who drafts: rounds by method and number of draft tokens; ("none", 0) is plain.
     """
 
     num_steps: int = 0
@@ -37,6 +39,7 @@ class EngineStats:
     step_seconds: dict[str, float] = field(default_factory=dict)
     finished: RequestStats = field(default_factory=RequestStats)
     by_method: dict[str, RequestStats] = field(default_factory=dict)
+    chosen: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -288,6 +288,23 @@ class Proposer:
     def finish(self, sequence: ProposerSequence) -> None:
         """The sequence has ended or was cancelled; forget it."""
 
+    def lag(self, sequence: ProposerSequence) -> int:
+        """Tokens of the text that a model of its own must read before it can draft; 0 where there is nothing to read."""
+        return 0
+
+    def overlaps(self, sequence: ProposerSequence, target_probs: Sequence[float]) -> list[float]:
+        """How often draft tokens would have stood in text that is committed, where that can be told without drafting.
+
+        Args:
+            sequence: Whose.
+            target_probs: The probability with which the target wrote each of the last tokens.
+
+        Returns:
+            For as many of the last tokens as it has to read anyway: min(1, q / p) for the probability q that it gives to
+            the token. The mean over what the target writes is the chance that a drawn token stands.
+        """
+        return []
+
     def snapshot(self) -> object | None:
         """What drafts depend on beside the sequences that are alive, such as texts of earlier requests; None for nothing.
         Taken while no sequence is alive."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from outrider.propose.bridge import Bridge, SameVocabulary
 from outrider.propose.growth import Growth, add_level, level_logits
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.tree import CHAIN
+from outrider.verify.logits import target_probs as law_of
 
 #: Rows a step for texts that the draft model has far to catch up with, while others draft beside them.
 CATCH_UP_ROWS = 128
@@ -128,6 +130,27 @@ class DraftModelProposer(Proposer):
         if lease is not None:
             lease.free()
         self._bridge.forget(sequence)
+
+    def lag(self, sequence: ProposerSequence) -> int:
+        lease = self._leases.get(sequence.seq_id)
+        return max(0, len(sequence.token_ids) - (0 if lease is None else lease.end))
+
+    def overlaps(self, sequence: ProposerSequence, target_probs: Sequence[float]) -> list[float]:
+        """The pass that catches up is the measurement; it is left out where it would be longer than a step allows.
+        Penalties and the like are not applied to the draft, so the answer errs on the low side where there are any."""
+        text = self._follow(sequence, ())
+        count = min(len(target_probs), text.num_missing - 1)
+        if count <= 0 or text.num_missing > CATCH_UP_ROWS or not isinstance(self._bridge, SameVocabulary):
+            return []
+        rows = text.missing(text.num_missing)
+        if not text.lease.grow(text.length):
+            return []
+        logits = self.runner.forward([text.segment(rows, len(rows) - 1 - count)]).logits[:count]
+        text.record(rows)
+        probs = law_of(self._bridge.logits(logits), [sequence.sampling] * count)
+        tokens = torch.tensor(sequence.token_ids[-count:], device=probs.device)
+        drafted: list[float] = probs.gather(-1, tokens[:, None])[:, 0].tolist()
+        return [min(1.0, q / max(p, 1e-9)) for q, p in zip(drafted, target_probs[-count:], strict=True)]
 
     def check_integrity(self) -> None:
         self.runner.blocks.check_integrity([lease.block_table for lease in self._leases.values()])

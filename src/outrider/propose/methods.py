@@ -16,6 +16,7 @@ ENTRY_POINT_GROUP = "outrider.methods"
 
 #: Where the settings of the built-in methods are, so that only what is used is imported.
 _BUILT_IN = {
+    "auto": "outrider.propose.auto:Auto",
     "blockwise": "outrider.propose.blockwise:Blockwise",
     "cross_vocabulary": "outrider.propose.cross_vocabulary:CrossVocabulary",
     "draft_model": "outrider.propose.draft_model:DraftModel",

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from outrider.draft import Draft, Law
-from outrider.engine.scheduler import as_requested
+from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.llm import LLM
 from outrider.params import SamplingParams, StructuredOutputs
 from outrider.propose import methods
+from outrider.propose.auto import Auto
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
 from outrider.propose.cross_vocabulary import CrossVocabulary
 from outrider.propose.draft_model import DraftModel, DraftModelProposer
@@ -64,6 +65,23 @@ class Setting:
 #: Passes become longer after the second row, so that trees that adapt have something to weigh.
 _PACE = FixedPace({1: 1.0, 2: 1.0, 3: 1.02, 4: 1.1, 8: 1.6})
 
+#: Where the engine chooses who drafts, a draft token costs as much as it brings, so that what stood decides.
+_COSTS = CostTable({1: 1.0, 2: 1.02, 3: 1.05, 4: 1.1, 8: 1.6}, 0.0, {"draft_model": {1: 0.25, 8: 0.3}})
+
+
+class ScriptedClock:
+    """Times of steps that come again on every path: now fast and now slow, whatever the machine does."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self, work: StepWork, times: StepTimes) -> StepTimes:
+        self._count += 1
+        factor = (1.0, 1.6, 0.7)[self._count % 3]
+        levels = sum(draft.levels for draft in work.drafts)
+        return StepTimes(0.2 * factor * levels, factor * (1.0 + 0.05 * work.rows), 0.02)
+
+
 #: In a setting this stands for the path of the draft model of the proof.
 DRAFT = "the draft model of the proof"
 #: And this for the folder of its heads for the method of the setting.
@@ -79,6 +97,7 @@ FAULTS = ("raises", "nan row", "truncated", "token outside", "too long")
 
 LOOKUP = {"method": "ngram", "num_draft_tokens": 2, "min_match": 1}
 _ONE = _drafted("auto", num_draft_tokens=1)
+_GOVERNED = {"method": "auto", "methods": (_drafted("auto"), LOOKUP)}
 _PREDICTED = {"method": "prediction", "num_draft_tokens": 3, "min_match": 1}
 #: This lookup learns from other texts of its namespace.
 _SHARED = {"method": "suffix", "num_draft_tokens": 2, "min_match": 1, "shared": True}
@@ -133,6 +152,12 @@ SETTINGS = (
     Setting("merged tree, three laws", _drafted("token", tree=(2,), num_draft_tokens=4) | {"method": "_prove_merged"}),
     Setting("a text that the caller predicts", _PREDICTED, prediction=(1, 0, 1, 2)),
     Setting("the same, seeded", _PREDICTED, {"seed": 3}, prediction=(0, 1, 0, 1)),
+    Setting("the engine chooses", _GOVERNED, {"max_tokens": 5}),
+    Setting("the engine chooses, token rule", {"method": "auto", "methods": (_drafted("token"),)}),
+    Setting("the engine chooses, trees", {"method": "auto", "methods": (_drafted("block", tree=(2, 1)), LOOKUP)}),
+    Setting("the engine chooses, a lookup of other texts", {"method": "auto", "methods": (_SHARED, _drafted("block"))}),
+    Setting("the engine chooses, seeded", _GOVERNED, {"seed": 5}),
+    Setting("the engine chooses, two samples", _GOVERNED, {"n": 2, "max_tokens": 3}),
     Setting("two methods in turns", turns=((_drafted("block"),), (LOOKUP,), (_drafted("token", tree=(2,)),))),
     Setting("a lookup, then the draft model behind it", turns=((LOOKUP | {"num_draft_tokens": 1}, _drafted("block")),)),
     Setting(
@@ -514,12 +539,14 @@ class EngineProof:
         rounds = [tuple(SpeculationConfig.of(self.filled(turn)) for turn in turns) for turns in setting.turns]
         learnt = self._learnt([config, *(turn for turns in rounds for turn in turns)])
         engine.use_noise(noise)
-        engine.scheduler.planner = (lambda seq: rounds[seq.view.round % len(rounds)]) if rounds else as_requested
+        planner = engine.governing.planner
+        engine.scheduler.planner = (lambda seq: rounds[seq.view.round % len(rounds)]) if rounds else planner
 
         def run(count: int) -> Iterator[Outcome]:
             for proposer, state in learnt:
                 proposer.restore(state)
             engine.builders.forget()
+            engine.governing.script(_COSTS, ScriptedClock(), holds=1)
             predicted = setting.prediction or None
             for output in self.llm.generate([self.prompt] * count, params, speculation=config, prediction=predicted):
                 if output.error is not None:
@@ -531,6 +558,7 @@ class EngineProof:
             # texts, or a tree that learns, would carry that from path to path; and a fault that raises ends the drafts of
             # the whole batch.
             adapts = any(isinstance(each.tree, str) for each in (config, *(turn for turns in rounds for turn in turns)))
+            adapts = adapts or isinstance(config.method, Auto)
             alone = params.n > 1 or bool(learnt) or adapts or getattr(config.method, "fault", None) == "raises"
             return explore(run, noise, width=1 if alone else _WIDTH)
 
@@ -538,8 +566,8 @@ class EngineProof:
         """The proposers that remember earlier texts, each with its state after it has seen some."""
         found: list[tuple[Proposer, object]] = []
         self.llm.engine.use_noise(KeyedNoise())
-        self.llm.engine.scheduler.planner = as_requested
-        for config in configs:
+        self.llm.engine.scheduler.planner = self.llm.engine.governing.planner
+        for config in _members(configs):
             proposer = None if config.method is None else self.llm.engine.proposers.get(config.method)
             if proposer is None or proposer.snapshot() is None or any(proposer is known for known, _ in found):
                 continue
@@ -558,6 +586,14 @@ class EngineProof:
         if isinstance(settings, list | tuple):
             return type(settings)(self.filled(value) for value in settings)
         return self._models.get(settings, settings) if isinstance(settings, str) else settings
+
+
+def _members(configs: Sequence[SpeculationConfig]) -> list[SpeculationConfig]:
+    """The settings, with all that the engine may choose from in place of those that leave it the choice."""
+    found: list[SpeculationConfig] = []
+    for config in configs:
+        found += config.method.methods if isinstance(config.method, Auto) else [config]
+    return found
 
 
 @contextmanager

@@ -1,0 +1,100 @@
+"""The engine's own choice (`auto`) beside plain decoding, in paired and interleaved rounds.
+
+python -m benchmarks.governor --wide --dtype bfloat16 --rounds 24 --out benchmarks/results/governor.json
+
+A cell is a workload and a batch size. In a round both ways write the same prompts, and which one begins alternates. The
+table gives the median of the ratios of decoding speeds with the lower end of the 95% range of a bootstrap over rounds, and
+the ratio of the times to the first token. In a replay the engine may choose a lookup alone, since a draft model would
+always be right there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outrider import LLM, SpeculationConfig
+from outrider.bench.replay import copy_tasks
+from outrider.bench.run import EncodedTask, Run, write
+from outrider.bench.tasks import Task, built_in
+from outrider.bench.ways import Way
+from outrider.bench.widen import wide_target
+from outrider.llm import default_model
+
+WORKLOADS = ("code_completion", "json", "replay")
+PLAIN = Way("plain", SpeculationConfig())
+
+
+def encoded(llm: LLM, tasks: list[Task], batch: int, turn: int, max_tokens: int) -> list[EncodedTask]:
+    """The prompts of one round: as many as the batch holds, others in each round."""
+    tokenizer, found = llm.tokenizer, []
+    assert tokenizer is not None
+    for place in range(batch):
+        task = tasks[(turn * batch + place) % len(tasks)]
+        answer = None if task.answer is None else tuple(tokenizer.encode(task.answer, add_special_tokens=False))
+        length = max_tokens if answer is None else min(max_tokens, len(answer))
+        ids = tuple(tokenizer.encode(task.prompt))
+        found.append(EncodedTask(task.name, ids, length, None if answer is None else answer[:length]))
+    return found
+
+
+def cell(llm: LLM, workload: str, batch: int, rounds: int, max_tokens: int, draft: str) -> dict[str, Any]:
+    """Ratios of auto to plain, by round."""
+    tasks = copy_tasks() if workload == "replay" else built_in(workload)
+    members = ["suffix"] if workload == "replay" else [{"method": "draft_model", "model": draft}, "suffix"]
+    longest = [{**SpeculationConfig.of(each).as_mapping(), "num_draft_tokens": 16} for each in members]
+    auto = Way("auto", SpeculationConfig.of({"method": "auto", "methods": longest}))
+    speeds, firsts, chosen = [], [], {}
+    for turn in range(-1, rounds):  # the first round warms up
+        texts = encoded(llm, tasks, batch, max(turn, 0), max_tokens)
+        runs: dict[str, Run] = {}
+        for way in (PLAIN, auto) if turn % 2 else (auto, PLAIN):
+            runs[way.name] = write(llm, texts, way, 1.0)
+            if way is auto:
+                for (method, length), count in llm.stats.chosen.items():
+                    chosen[f"{method} {length}"] = chosen.get(f"{method} {length}", 0) + count
+        if turn >= 0:
+            speeds.append((runs["auto"].tokens_per_second or 0.0) / (runs["plain"].tokens_per_second or 1.0))
+            firsts.append(max(runs["auto"].first_token_seconds) / max(runs["plain"].first_token_seconds))
+    return {"workload": workload, "batch": batch, "speedup": speeds, "first_token": firsts, "chosen": chosen}
+
+
+def lower_bound(ratios: list[float]) -> float:
+    """The lower end of the 95% range of the median, by a bootstrap over rounds."""
+    rng = np.random.default_rng(0)
+    drawn = np.median(rng.choice(ratios, (4000, len(ratios))), 1)
+    return float(np.percentile(drawn, 2.5))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--batch", type=int, action="append")
+    parser.add_argument("--workload", action="append", choices=WORKLOADS)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    target = wide_target(given.dtype) if given.wide else default_model("target")
+    llm = LLM(target, dtype=given.dtype, speculation="none", prefix_caching=False, max_num_seqs=32)
+    cells = []
+    for workload in given.workload or WORKLOADS:
+        for batch in given.batch or (1, 4, 8, 16, 32):
+            found = cell(llm, workload, batch, given.rounds, given.max_tokens, default_model("draft"))
+            cells.append(found)
+            middle, first = float(np.median(found["speedup"])), float(np.median(found["first_token"]))
+            low = lower_bound(found["speedup"])
+            print(
+                f"{workload:16} batch {batch:2}  {middle:.3f}x (at least {low:.3f}x)  first token {first:.3f}x", flush=True
+            )
+            if given.out is not None:
+                given.out.write_text(json.dumps(cells), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

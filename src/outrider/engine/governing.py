@@ -1,0 +1,370 @@
+"""The governor in the engine: what it is told of sequences, what its decisions become, and what it is shown of rounds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from outrider.draft import Draft
+from outrider.engine.drafting import StepDraft
+from outrider.engine.proposers import ProposerSet
+from outrider.engine.scheduler import ScheduledSequence, as_requested
+from outrider.engine.sequence import Sequence, Status
+from outrider.govern.costs import CostTable, DraftWork, StepTimes, StepWork
+from outrider.govern.governor import HOLDS, Candidate, Decision, Governor, Running, Shadow
+from outrider.propose.auto import Auto
+from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
+from outrider.propose.draft_model import CATCH_UP_ROWS
+from outrider.propose.method import Method, same_method
+from outrider.propose.speculation import SpeculationConfig
+from outrider.verify.noise import NoiseSource
+
+#: A method that has failed so often for a sequence is not chosen for it any more.
+_MOST_FAULTS = 3
+
+#: Why nothing is drafted for a text that has not begun.
+_FIRST = "plain, until the first token is written"
+
+#: Times of a step as the governor is to believe them, from what was done and what a clock measured.
+Clock = Callable[[StepWork, StepTimes], StepTimes]
+
+
+def measured(work: StepWork, times: StepTimes) -> StepTimes:
+    """What the clock said."""
+    return times
+
+
+@dataclass
+class _Pending:
+    """A draft that an idle lookup would have made, until the text has come past it.
+
+    Attributes:
+        method: Whose.
+        draft: The draft.
+        start: Length of the text that it follows.
+        asked: Tokens that were asked for.
+    """
+
+    method: str
+    draft: Draft
+    start: int
+    asked: int
+
+
+@dataclass
+class _Governed:
+    """One set of methods, and who chooses among them.
+
+    Attributes:
+        settings: As requests ask for them.
+        members: By the name of the candidate.
+        governor: Who chooses.
+        lengths: The members at each length.
+    """
+
+    settings: Auto
+    members: dict[str, SpeculationConfig]
+    governor: Governor
+    lengths: dict[tuple[str, int], SpeculationConfig] = field(default_factory=dict)
+
+    def config(self, decision: Decision) -> SpeculationConfig:
+        """The settings of a decision to draft."""
+        assert decision.method is not None
+        key = (decision.method, decision.num_draft_tokens)
+        if key not in self.lengths:
+            member = self.members[decision.method]
+            assert member.method is not None
+            length = max(decision.num_draft_tokens, member.method.least_length())
+            self.lengths[key] = member.replace(num_draft_tokens=length)
+        return self.lengths[key]
+
+
+class Governing:
+    """Lets governors decide for the requests that leave the choice to the engine.
+
+    Args:
+        proposers: Who may draft.
+        calibrate: Finds what passes cost, once, when the first such request comes; given the draft methods' proposers.
+        invariant: Whether a row's bits do not depend on the other rows of its pass.
+        max_rows: Rows that a pass may hold.
+
+    Attributes:
+        decisions: Of the step that is under way, by sequence.
+    """
+
+    def __init__(
+        self,
+        proposers: ProposerSet,
+        calibrate: Callable[[Mapping[str, Proposer]], CostTable],
+        *,
+        invariant: bool,
+        max_rows: int,
+    ) -> None:
+        self.decisions: dict[int, Decision] = {}
+        self._proposers = proposers
+        self._calibrate = calibrate
+        self._invariant = invariant
+        self._max_rows = max_rows
+        self._clock: Clock = measured
+        self._scripted: CostTable | None = None
+        self._holds = HOLDS
+        self._governed: list[_Governed] = []
+        self._of: dict[int, _Governed] = {}
+        self._pending: dict[int, list[_Pending]] = {}
+        self._probs: dict[int, deque[float]] = {}
+        self._decoding: list[Sequence] = []
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def admit(self, settings: Auto) -> None:
+        """Requests with these settings will come: their methods are built and costs are measured now, not in a step.
+
+        Raises:
+            InputError, ModelError, ProposerError: A method cannot be used.
+        """
+        self._find(settings)
+
+    def begin(self, seq: Sequence) -> None:
+        """A sequence begins to decode."""
+        settings = seq.request.speculation.method
+        if isinstance(settings, Auto) and seq.seq_id not in self._of:
+            self._of[seq.seq_id] = found = self._find(settings)
+            found.governor.begin(seq.seq_id, seq.request.namespace)
+
+    def finish(self, seq: Sequence) -> None:
+        """A sequence has ended."""
+        found = self._of.pop(seq.seq_id, None)
+        if found is not None:
+            found.governor.finish(seq.seq_id)
+            self._pending.pop(seq.seq_id, None)
+            self._probs.pop(seq.seq_id, None)
+            self.decisions.pop(seq.seq_id, None)
+
+    def forget(self) -> None:
+        """Forget everything that was learnt, and let the proposers go; while no such request is under way."""
+        self._governed, self._of, self._pending, self._probs, self.decisions = [], {}, {}, {}, {}
+
+    def script(self, table: CostTable, clock: Clock, holds: int = HOLDS) -> None:
+        """Take these costs and this clock instead of a calibration and the machine's, and forget what was learnt. In the
+        proofs both must come again on the same path."""
+        self._scripted, self._clock, self._holds = table, clock, holds
+        for found in self._governed:
+            found.governor = self._governor(found.members)
+        self._of, self._pending, self._probs, self.decisions = {}, {}, {}, {}
+
+    def _find(self, settings: Auto) -> _Governed:
+        for found in self._governed:
+            if found.settings == settings:
+                return found
+        members: dict[str, SpeculationConfig] = {}
+        for config in settings.methods:
+            if config.method is not None:
+                name = config.name if config.name not in members else f"{config.name} {len(members) + 1}"
+                members[name] = config
+        for config in members.values():
+            assert config.method is not None
+            self._proposers.acquire(config.method)  # for as long as the engine lives
+        found = _Governed(settings, members, self._governor(members))
+        self._governed.append(found)
+        return found
+
+    def _governor(self, members: Mapping[str, SpeculationConfig]) -> Governor:
+        candidates = [
+            Candidate(name, config.num_draft_tokens, lookup=not config.method.grows_from_probabilities)
+            for name, config in members.items()
+            if config.method is not None
+        ]
+        proposers = {name: self._proposers.get(c.method) for name, c in members.items() if c.method is not None}
+        table = self._calibrate(proposers) if self._scripted is None else self._scripted
+        return Governor(candidates, table, self._max_rows, self._holds)
+
+    # -- deciding ------------------------------------------------------------------------------------------------------
+
+    def decide(self, running: Seq[Sequence], depth: Callable[[Sequence], int]) -> None:
+        """Decide for the coming step, before it is scheduled.
+
+        Args:
+            running: All sequences that run.
+            depth: Longest draft that may be of use to one.
+        """
+        self._decoding = [seq for seq in running if seq.status is Status.RUNNING and seq.num_missing == 1 and seq.forked]
+        self.decisions.clear()
+        for seq in self._decoding:
+            self.begin(seq)
+        for found in self._governed:
+            own = [self._running(seq, found, depth(seq)) for seq in self._decoding if self._of.get(seq.seq_id) is found]
+            if own:
+                self.decisions |= found.governor.decide(own)
+
+    def planner(self, seq: Sequence) -> tuple[SpeculationConfig, ...]:
+        """A planner: the governor's decision where the request leaves it the choice, else what the request asks for."""
+        if not isinstance(seq.request.speculation.method, Auto):
+            return as_requested(seq)
+        decision = self.decisions.get(seq.seq_id)
+        if decision is None or decision.method is None:
+            return ()
+        return (self._of[seq.seq_id].config(decision),)
+
+    def reason(self, seq: Sequence) -> str:
+        """Why a sequence does what it does in this step; empty where its request asked for it."""
+        if not isinstance(seq.request.speculation.method, Auto):
+            return ""
+        decision = self.decisions.get(seq.seq_id)
+        return _FIRST if decision is None else decision.reason
+
+    def _running(self, seq: Sequence, found: _Governed, depth: int) -> Running:
+        why, params = "", seq.request.params
+        if not seq.num_output_tokens:
+            why = _FIRST
+        elif not self._invariant and (params.greedy or params.seed is not None):
+            why = "plain, since rows depend on their pass here, and this text must not depend on a clock"
+        lags = {
+            name: self._lag(seq, config.method)
+            for name, config in found.members.items()
+            if config.method is not None and _usable(seq, config.method)
+        }
+        return Running(seq.seq_id, len(seq.token_ids), 0 if why else depth, tuple(lags), lags, why)
+
+    def _lag(self, seq: Sequence, method: Method) -> int:
+        drafter = seq.drafter(method)
+        proposer = self._proposers.get(method) if drafter is None else drafter.proposer
+        return proposer.lag(seq.view)
+
+    # -- scoring idle methods --------------------------------------------------------------------------------------------
+
+    def shadows(self) -> list[tuple[Sequence, Method, Shadow]]:
+        """Idle methods that are to be scored in this step."""
+        found = []
+        by_id = {seq.seq_id: seq for seq in self._decoding}
+        for governed in self._governed:
+            own = [self._running(seq, governed, 1) for seq in self._decoding if self._of.get(seq.seq_id) is governed]
+            for shadow in governed.governor.shadows(own):
+                if not any(each.method == shadow.method for each in self._pending.get(shadow.request, ())):
+                    method = governed.members[shadow.method].method
+                    assert method is not None
+                    found.append((by_id[shadow.request], method, shadow))
+        return found
+
+    def shadow(self, seq: Sequence, proposer: Proposer, index: int, shadow: Shadow, noise: NoiseSource) -> None:
+        """Ask an idle lookup for a draft that nobody will verify, and remember it until the text has come past it. A model
+        reads what it has yet to read, and what it would have drafted there is compared with what was written."""
+        governor = self._of[seq.seq_id].governor
+        if not governor.candidates[shadow.method].lookup:
+            overlaps = proposer.overlaps(seq.view, list(self._probs.get(seq.seq_id, ())))
+            governor.observe_overlaps(seq.seq_id, shadow.method, overlaps)
+            return
+        asked = governor.candidates[shadow.method].longest
+        (draft,) = proposer.propose([ProposeRequest(seq.view, asked, asked, drafter=index)], DraftNoise(noise))
+        pending = _Pending(shadow.method, draft, len(seq.token_ids), asked)
+        self._pending.setdefault(seq.seq_id, []).append(pending)
+
+    def watches(self, seq: Sequence) -> bool:
+        """Whether it is to be told with which probabilities the target writes this text: where a model is idle."""
+        governed, decision = self._of.get(seq.seq_id), self.decisions.get(seq.seq_id)
+        return (
+            governed is not None
+            and decision is not None
+            and decision.method is None
+            and any(not each.lookup for each in governed.governor.candidates.values())
+        )
+
+    def note(self, seq: Sequence, prob: float) -> None:
+        """The target wrote a token with this probability."""
+        self._probs.setdefault(seq.seq_id, deque(maxlen=CATCH_UP_ROWS)).append(prob)
+
+    def spent(self, seq: Sequence, shadow: Shadow, seconds: float) -> None:
+        """A shadow took so long."""
+        times = self._clock(StepWork(0, 1, 0), StepTimes(seconds, 0.0, 0.0))
+        self._of[seq.seq_id].governor.observe_shadow_seconds(shadow.method, 1, times.propose)
+
+    def _settle(self, seq: Sequence) -> None:
+        """Score the drafts that the text has come past."""
+        left = []
+        for pending in self._pending.get(seq.seq_id, ()):
+            text = seq.token_ids[pending.start :]
+            node, accepted = -1, 0
+            for token in text:
+                child = pending.draft.child(node, token)
+                if child is None:
+                    break
+                node, accepted = child, accepted + 1
+            offered, ended = len(pending.draft), not pending.draft.children(node)
+            if accepted == len(text) and not ended:
+                left.append(pending)
+                continue
+            self._of[seq.seq_id].governor.observe_draft(
+                seq.seq_id,
+                pending.method,
+                pending.asked,
+                offered,
+                accepted,
+                rejected=not ended,
+                shadow=True,
+            )
+        self._pending[seq.seq_id] = left
+
+    # -- learning ------------------------------------------------------------------------------------------------------
+
+    def observe(
+        self, items: Seq[ScheduledSequence], drafts: Seq[StepDraft], accepted: Mapping[int, int], times: StepTimes
+    ) -> None:
+        """What became of a step.
+
+        Args:
+            items: What was scheduled.
+            drafts: Of each.
+            accepted: Draft tokens that entered the text, by place, where a token was due.
+            times: Seconds of its phases.
+        """
+        if not self._of:
+            return
+        for place, (item, step) in enumerate(zip(items, drafts, strict=True)):
+            governed = self._of.get(item.seq.seq_id)
+            if governed is None or place not in accepted:
+                continue
+            if not self.watches(item.seq):
+                self._probs.pop(item.seq.seq_id, None)  # what comes next does not follow on it
+            self._observe_draft(governed, item, step, accepted[place])
+            self._settle(item.seq)
+        if all(item.num_rows == 1 and item.seq.seq_id in self._of for item in items):
+            work = _work(items, drafts, self.decisions)
+            believed = self._clock(work, times)
+            owners = [self._of[item.seq.seq_id] for item in items]
+            for governed in self._governed:
+                if all(owner is governed for owner in owners):  # another one's drafts would be taken for its own
+                    governed.governor.observe_step(work, believed)
+
+    def _observe_draft(self, governed: _Governed, item: ScheduledSequence, step: StepDraft, accepted: int) -> None:
+        decision = self.decisions.get(item.seq.seq_id)
+        if decision is None or decision.method is None or not item.turns:
+            return
+        ended = item.seq.status is Status.FINISHED
+        governed.governor.observe_draft(
+            item.seq.seq_id,
+            decision.method,
+            item.turns[0].budget,
+            len(step.draft),
+            accepted,
+            rejected=accepted < step.draft.depth and not ended,
+        )
+
+
+def _usable(seq: Sequence, method: Method) -> bool:
+    """Whether a method's proposer can be had, and has not failed too often for this sequence."""
+    drafter = seq.drafter(method)
+    if drafter is None:
+        return not any(same_method(method, refused) for refused in seq.refused)
+    return drafter.num_faults < _MOST_FAULTS
+
+
+def _work(items: Seq[ScheduledSequence], drafts: Seq[StepDraft], decisions: Mapping[int, Decision]) -> StepWork:
+    by_method: dict[str, list[int]] = {}
+    for item in items:
+        decision = decisions.get(item.seq.seq_id)
+        if decision is not None and decision.method is not None and item.turns:
+            by_method.setdefault(decision.method, []).append(item.turns[0].budget)
+    work = tuple(DraftWork(name, len(budgets), max(budgets)) for name, budgets in sorted(by_method.items()))
+    context = sum(len(item.seq.token_ids) for item in items)
+    return StepWork(len(items) + sum(step.draft.num_rows for step in drafts), len(items), context, work)

@@ -1,0 +1,296 @@
+"""How often draft tokens stand, by method and position: what each request showed, with what others showed as a prior.
+
+A position counts only drafts whose earlier tokens stood, so chances multiply along a draft. Counts fade, so that a change
+of text is followed; where outcomes are too unlikely under the present estimate, most of the past is forgotten at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+
+#: Positions that are counted apart; deeper ones count as the last of these.
+POSITIONS = 12
+#: Drafts that are remembered: of one request, of one tenant, of all, and of one request where changes come and go.
+_OWN, _TENANT, _WHOLE, _STEADY = 120.0, 96.0, 192.0, 600.0
+#: Drafts for which it is remembered whether a method had anything to say, of one request: nothing is lost where it has not.
+_OFFERS = 240.0
+#: Drafts that a wider count weighs as a prior.
+_PRIOR_WEIGHT = 3.0
+#: The same, that a position weighs as a prior for the next one.
+_BEFORE_WEIGHT = 8.0
+#: Standard deviations between outcomes and expectation beyond which the text is taken to have changed.
+_SURPRISE = 3.5
+#: Outcomes that surprise looks back on, and the last drafts that are believed after one, instead of all before them.
+_SURPRISE_MEMORY, _BELIEVED = 10.0, 4
+#: Added to the variance, since few outcomes are not normally distributed.
+_SLACK = 0.25
+#: Tenants and methods that are remembered; those unused for longest are forgotten.
+_MOST_SCOPES = 1024
+#: A text of which so many changes were seen within so many drafts goes to and fro, and is taken for one for so many more.
+_CHANGES, _CHANGE_WINDOW, _TO_AND_FRO = 4, 160, 640
+#: Nothing is so sure that it could not surprise.
+_LEAST, _MOST = 0.03, 0.97
+
+
+class Counts:
+    """How many were tried and how many stood, by position; older ones fade.
+
+    Args:
+        memory: Drafts that are remembered.
+    """
+
+    def __init__(self, memory: float) -> None:
+        self._growth = memory / (memory - 1.0)
+        self._weight = 1.0
+        self._tried = [0.0] * POSITIONS
+        self._stood = [0.0] * POSITIONS
+        self._gained = 0.0
+
+    def add(self, scores: Sequence[float], tokens: float = 1.0) -> None:
+        """One draft: for each position that was tried, in order, whether it stood (or with which chance); and tokens that
+        the text gained with it."""
+        self._weight *= self._growth
+        for place, score in enumerate(scores):
+            position = min(place, POSITIONS - 1)
+            self._tried[position] += self._weight
+            self._stood[position] += self._weight * score
+        self._gained += self._weight * scores[0] * tokens
+        if self._weight > 1e12:
+            self.fade(1.0 / self._weight)
+            self._weight = 1.0
+
+    def fade(self, share: float) -> None:
+        """Keep only this share of all counts."""
+        self._tried = [each * share for each in self._tried]
+        self._stood = [each * share for each in self._stood]
+        self._gained *= share
+
+    @property
+    def tokens_of_good_drafts(self) -> float:
+        """Tokens that the text gained on average with a draft whose first token stood."""
+        return self._gained / self._stood[0] if self._stood[0] > 0.0 else 1.0
+
+    def along(self, guess: float, weight: float) -> list[float]:
+        """Share that stood, by position. `guess` is the prior of the first position, and each further one has the share of
+        the one before it: deep positions are seldom tried, and stand about as often."""
+        scale, shares = self._weight, list[float]()
+        for tried, stood in zip(self._tried, self._stood, strict=True):
+            guess = (stood / scale + weight * guess) / (tried / scale + weight)
+            shares.append(guess)
+            weight = _BEFORE_WEIGHT
+        return shares
+
+    def chances(self, prior: Sequence[float], weight: float) -> list[float]:
+        """Share that stood, by position. The prior of the first position weighs as much as `weight` drafts; behind it
+        `prior` says how much less or more often than the one before it a position stands."""
+        scale, shares, guess = self._weight, list[float](), prior[0]
+        for place, (tried, stood) in enumerate(zip(self._tried, self._stood, strict=True)):
+            if place:
+                guess = min(shares[-1] * prior[place] / max(prior[place - 1], 1e-6), 1.0)
+                weight = _BEFORE_WEIGHT
+            shares.append((stood / scale + weight * guess) / (tried / scale + weight))
+        return shares
+
+
+@dataclass
+class _Known:
+    """What one scope showed of one method.
+
+    Attributes:
+        stands: Whether draft tokens stood.
+        exists: Whether the method had anything to say at a position for which it was asked.
+    """
+
+    stands: Counts
+    exists: Counts
+
+    @staticmethod
+    def of(memory: float) -> _Known:
+        return _Known(Counts(memory), Counts(memory))
+
+
+class _Surprise:
+    """Notices outcomes that are too unlikely under what was expected of them."""
+
+    def __init__(self) -> None:
+        self._sum = self._spread = 0.0
+
+    def add(self, expected: float, score: float) -> None:
+        """One more outcome."""
+        keep, chance = 1.0 - 1.0 / _SURPRISE_MEMORY, min(max(expected, _LEAST), _MOST)
+        self._sum = keep * self._sum + score - chance
+        self._spread = keep * keep * self._spread + chance * (1.0 - chance)
+
+    def taken(self) -> bool:
+        """Whether what came lately is a surprise; one that was taken is over."""
+        if abs(self._sum) < _SURPRISE * sqrt(self._spread + _SLACK):
+            return False
+        self._sum = self._spread = 0.0
+        return True
+
+
+@dataclass
+class _Own:
+    """What one request showed of one method.
+
+    Attributes:
+        recent, steady: With a short and a long memory.
+        fates, offers: Surprise about whether tokens stood, and about whether there were any.
+        prior_weight: Drafts that the experience of others weighs.
+        num_drafts: So far.
+        last: The latest of them.
+        changes: At which of them the text seemed to change.
+        steady_until: Up to which of them the text is taken to go to and fro.
+    """
+
+    recent: _Known = field(default_factory=lambda: _Known(Counts(_OWN), Counts(_OFFERS)))
+    steady: _Known = field(default_factory=lambda: _Known.of(_STEADY))
+    fates: _Surprise = field(default_factory=_Surprise)
+    offers: _Surprise = field(default_factory=_Surprise)
+    prior_weight: float = _PRIOR_WEIGHT
+    num_drafts: int = 0
+    last: deque[tuple[Sequence[float], float]] = field(default_factory=lambda: deque(maxlen=_BELIEVED))
+    changes: deque[int] = field(default_factory=lambda: deque(maxlen=_CHANGES))
+    steady_until: int = 0
+
+    @property
+    def goes_to_and_fro(self) -> bool:
+        return self.num_drafts < self.steady_until
+
+    def note_change(self) -> None:
+        self.changes.append(self.num_drafts)
+        if len(self.changes) == _CHANGES and self.num_drafts - self.changes[0] <= _CHANGE_WINDOW:
+            self.steady_until = self.num_drafts + _TO_AND_FRO
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a method may be expected to do for a request.
+
+    Attributes:
+        stands: By position, the chance that a draft token stands where all before it stand.
+        exists: By position, the chance that the method has a token to offer there.
+    """
+
+    stands: list[float]
+    exists: list[float]
+
+
+class AcceptanceModel:
+    """Learns what methods are worth to requests.
+
+    Args:
+        priors: For each method, the chance that is taken before anything was seen.
+    """
+
+    def __init__(self, priors: dict[str, float]) -> None:
+        self._priors = priors
+        self._shared: dict[tuple[Hashable, str], _Known] = {}
+        self._own: dict[int, dict[str, _Own]] = {}
+        self._tenants: dict[int, Hashable] = {}
+
+    def begin(self, request: int, tenant: Hashable) -> None:
+        """A request of a tenant will be drafted for."""
+        self._own[request], self._tenants[request] = {}, tenant
+
+    def finish(self, request: int) -> None:
+        """It has ended; what its tenant and all learnt from it stays."""
+        self._own.pop(request, None)
+        self._tenants.pop(request, None)
+
+    def outlook(self, request: int, method: str, *, steady: bool = False) -> Outlook:
+        """What is expected of a method; with `steady` from a long memory, which a change of text hardly moves."""
+        whole, tenant = self._shared_by(None, method), self._shared_by(("tenant", self._tenants[request]), method)
+        own = self._own_of(request, method)
+        steady = steady or own.goes_to_and_fro
+        known, weight = (own.steady, _PRIOR_WEIGHT) if steady else (own.recent, own.prior_weight)
+        stands = tenant.stands.chances(whole.stands.along(self._priors[method], _PRIOR_WEIGHT), _PRIOR_WEIGHT)
+        exists = tenant.exists.chances(whole.exists.along(1.0, _PRIOR_WEIGHT), _PRIOR_WEIGHT)
+        found = known.stands.chances(stands, weight)
+        return Outlook(_by_length(found, known.stands.tokens_of_good_drafts), known.exists.chances(exists, weight))
+
+    def observe(self, request: int, method: str, scores: Sequence[float], tokens: float = 1.0) -> bool:
+        """What became of a draft, or of a shadow of one. Returns whether the text seems to have changed.
+
+        Args:
+            request: Whose.
+            method: Who drafted.
+            scores: For each position that was tried, in order: 1 or 0, or the chance with which it would have stood.
+            tokens: That the text gained with it.
+        """
+        if not scores or request not in self._own:
+            return False
+        expected = self.outlook(request, method).stands
+        own = self._own_of(request, method)
+        for known in self._all_of(request, method):
+            known.stands.add(scores, tokens)
+        own.last.append((scores, tokens))
+        return self._is_surprised(own, expected, scores)
+
+    def observe_offer(self, request: int, method: str, asked: int, offered: int) -> None:
+        """A method was asked for so many tokens, and offered so many."""
+        if request in self._own and asked:
+            own = self._own_of(request, method)
+            own.offers.add(self.outlook(request, method).exists[0], 1.0 if offered else 0.0)
+            if own.offers.taken():
+                own.recent.exists.fade(0.02)
+            for known in self._all_of(request, method):
+                known.exists.add([1.0 if place < offered else 0.0 for place in range(asked)])
+
+    def _all_of(self, request: int, method: str) -> list[_Known]:
+        own = self._own_of(request, method)
+        tenant = self._shared_by(("tenant", self._tenants[request]), method)
+        return [own.recent, own.steady, tenant, self._shared_by(None, method)]
+
+    def _is_surprised(self, own: _Own, expected: Sequence[float], scores: Sequence[float]) -> bool:
+        own.num_drafts += 1
+        own.prior_weight = min(own.prior_weight + 0.01, _PRIOR_WEIGHT)
+        for place, score in enumerate(scores):
+            own.fates.add(expected[min(place, POSITIONS - 1)], score)
+        if not own.fates.taken():
+            return False
+        own.note_change()
+        own.recent.stands.fade(0.0)
+        for each in own.last:
+            own.recent.stands.add(*each)
+        own.prior_weight = 0.5
+        return True
+
+    def _own_of(self, request: int, method: str) -> _Own:
+        known = self._own[request]
+        if method not in known:
+            known[method] = _Own()
+        return known[method]
+
+    def _shared_by(self, scope: Hashable, method: str) -> _Known:
+        key = (scope, method)
+        known = self._shared.pop(key, None) or _Known.of(_WHOLE if scope is None else _TENANT)
+        self._shared[key] = known  # the most recently used come last
+        if len(self._shared) > _MOST_SCOPES:
+            del self._shared[next(iter(self._shared))]
+        return known
+
+
+def _by_length(stands: Sequence[float], tokens_of_good_drafts: float) -> list[float]:
+    """Chances as drafts of each length would meet them, where the drafts that were seen had other lengths.
+
+    Text is now easy and now hard. Behind a token that stood it is easy: the chance there says how easy, and with the chance
+    of the first position it says in which share of the rounds. A longer draft runs through the easy parts in fewer rounds,
+    so that more of its rounds fall on the hard ones: its rounds bring the harmonic mean over the text. For the length that
+    was seen these are the chances that were seen.
+    """
+    easy = max((2.0 * stands[1] + stands[2]) / 3.0, stands[0], 1e-6)
+    rounds = min(stands[0] / easy, 1.0)
+    tokens = 1.0 + easy * max(tokens_of_good_drafts - 1.0, 0.0)
+    share = rounds * tokens / (rounds * tokens + 1.0 - rounds)  # of the text that is easy
+    chances, gain, before, reach, there = list[float](), 1.0, 1.0, 1.0, 1.0
+    for place, stood in enumerate(stands):
+        reach *= stood if place else easy
+        there += reach
+        mean = 1.0 / (share / there + 1.0 - share)
+        chances.append(min((mean - before) / gain, 1.0))
+        gain, before = max(mean - before, 1e-12), mean
+    return chances

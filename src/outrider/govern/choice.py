@@ -1,0 +1,212 @@
+"""How many rows pay, and for whom: one budget for the batch, chosen from history before anything is drawn.
+
+Rows are taken in the order of the chance that the text comes to them, over all requests at once (the scheduling of DSpark's
+algorithm 1). The budget is the number of them at which most tokens a second are expected. Every quantity here was known
+before the step, so it may be the best one: a maximum over something that was drawn would be lossy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from outrider.govern.acceptance import Outlook
+from outrider.govern.costs import CostModel
+
+#: A row that the text comes to less often is not worth being looked at.
+_LEAST_CHANCE = 0.02
+#: Steps over which what a late start costs is spread.
+_HORIZON = 48.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """A method as it stands with one request.
+
+    Attributes:
+        method: Its name.
+        outlook: What is expected of its drafts.
+        longest: Draft tokens that may be of use.
+        lag: Tokens that its own model has yet to read.
+    """
+
+    method: str
+    outlook: Outlook
+    longest: int
+    lag: int = 0
+
+
+@dataclass(frozen=True)
+class Text:
+    """A request that decodes.
+
+    Attributes:
+        request: Which.
+        options: The methods that may draft for it, by name.
+    """
+
+    request: int
+    options: Mapping[str, Option]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who drafts how much.
+
+    Attributes:
+        rows: Method and draft tokens, by request; requests that are not there decode plainly.
+        tokens: That the step is expected to write, all texts together.
+        seconds: That it is expected to take.
+    """
+
+    rows: dict[int, tuple[str, int]] = field(default_factory=dict)
+    tokens: float = 1.0
+    seconds: float = 1.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+@dataclass
+class _Filling:
+    """A plan in the making.
+
+    Attributes:
+        tokens: That are expected.
+        granted: Rows.
+        expected: Rows that methods are expected to use: where they have nothing to say, they use none.
+        texts: Texts for each method.
+        levels: Longest draft of each method.
+        late: Seconds a step for models that must read texts first.
+    """
+
+    tokens: float
+    granted: int = 0
+    expected: float = 0.0
+    texts: dict[str, int] = field(default_factory=dict)
+    levels: dict[str, int] = field(default_factory=dict)
+    late: float = 0.0
+
+
+class Chooser:
+    """Finds the plan of most tokens a second for one batch.
+
+    Args:
+        costs: What steps take.
+        texts: The batch.
+        context: Tokens before it, all texts together.
+        max_rows: Draft rows that all may have together.
+    """
+
+    def __init__(self, costs: CostModel, texts: Sequence[Text], context: int, max_rows: int) -> None:
+        self._costs = costs
+        self._texts = texts
+        most = sum(max((o.longest for o in text.options.values()), default=0) for text in texts)
+        self._max_rows = min(max_rows, most)
+        count = len(texts)
+        self._times = [costs.step_seconds(count + rows, context) for rows in range(self._max_rows + 1)]
+
+    def plain(self) -> Plan:
+        """Nobody drafts."""
+        return Plan({}, float(len(self._texts)), self._times[0])
+
+    def best(self) -> Plan:
+        """The best of: nobody drafts, all texts take the same method, each text takes the method that suits it."""
+        found = self.plain()
+        methods = sorted({name for text in self._texts for name in text.options})
+        for method in methods:
+            found = max(found, self._filled([text.options.get(method) for text in self._texts]), key=_rate)
+        if len(methods) > 1:
+            rate = found.rate
+            found = max(found, self._filled([self._favourite(text, rate) for text in self._texts]), key=_rate)
+        return found
+
+    def again(self, plan: Plan) -> Plan:
+        """What is expected of the assignment of an earlier plan now; requests that have ended or begun decode plainly."""
+        filling = _Filling(float(len(self._texts)))
+        rows = {}
+        for text in self._texts:
+            method, asked = plan.rows.get(text.request, ("", 0))
+            option = text.options.get(method)
+            reach = 1.0
+            for place in range(min(asked, option.longest) if option is not None else 0):
+                assert option is not None
+                reach = self._add(filling, option, place, reach)
+                rows[text.request] = (method, place + 1)
+        return Plan(rows, filling.tokens, self._seconds(filling))
+
+    def _filled(self, chosen: Sequence[Option | None]) -> Plan:
+        """Rows best first for an option of each text, and of all prefixes of this order the best."""
+        pairs = zip(self._texts, chosen, strict=True)
+        options = {text.request: option for text, option in pairs if option is not None}
+        filling = _Filling(float(len(self._texts)))
+        heap = [(-option.outlook.stands[0], request, 0, 1.0) for request, option in options.items() if option.longest > 0]
+        heapify(heap)
+        order: list[int] = []
+        best, best_rows, seconds = filling.tokens / self._times[0], 0, self._times[0]
+        best_tokens, best_seconds = filling.tokens, seconds
+        while heap and filling.granted < self._max_rows:
+            chance, request, place, reach = heappop(heap)
+            if -chance < _LEAST_CHANCE:
+                break
+            option = options[request]
+            reach = self._add(filling, option, place, reach)
+            order.append(request)
+            seconds = self._seconds(filling)
+            if filling.tokens / seconds > best:
+                best, best_rows, best_tokens, best_seconds = filling.tokens / seconds, len(order), filling.tokens, seconds
+            if place + 1 < option.longest:
+                stands = option.outlook.stands
+                following = reach * stands[min(place + 1, len(stands) - 1)]
+                heappush(heap, (-following, request, place + 1, reach))
+        rows: dict[int, tuple[str, int]] = {}
+        for request in order[:best_rows]:
+            rows[request] = (options[request].method, rows.get(request, ("", 0))[1] + 1)
+        return Plan(rows, best_tokens, best_seconds)
+
+    def _add(self, filling: _Filling, option: Option, place: int, reach: float) -> float:
+        """One more row; returns the chance that the text comes through it, where the method has a token there."""
+        last = len(option.outlook.stands) - 1
+        exists, name = option.outlook.exists[min(place, last)], option.method
+        reach *= option.outlook.stands[min(place, last)]
+        filling.tokens += exists * reach
+        filling.granted += 1
+        filling.expected += exists
+        filling.levels[name] = max(filling.levels.get(name, 0), place + 1)
+        if place == 0:
+            filling.texts[name] = filling.texts.get(name, 0) + 1
+            filling.late += self._costs.catch_up_seconds(name, option.lag) / _HORIZON
+        return reach
+
+    def _seconds(self, filling: _Filling) -> float:
+        """Time of the step. Where methods often have nothing to say, some steps are as long as plain ones and the others
+        as long as all rows take, since steps of a staircase do not average."""
+        times, granted = self._times, filling.granted  # an earlier plan may have more rows than there is room for now
+        share = filling.expected / granted if granted else 0.0
+        full = times[min(granted, len(times) - 1)]
+        seconds = (1.0 - share) * times[0] + share * full + filling.late
+        for name, texts in filling.texts.items():
+            seconds += self._costs.draft_seconds(name, texts, filling.levels[name])
+        return seconds
+
+    def _favourite(self, text: Text, rate: float) -> Option | None:
+        """The option that brings this text most beyond what its rows and its draft cost at this rate."""
+        count = len(self._texts)
+        best, found = 0.0, None
+        for option in text.options.values():
+            reach, gain, stands = 1.0, 0.0, option.outlook.stands
+            level = self._costs.draft_seconds(option.method, count, 1) / count
+            for place in range(min(option.longest, self._max_rows // count)):
+                reach *= stands[min(place, len(stands) - 1)]
+                gain += reach * option.outlook.exists[min(place, len(stands) - 1)]
+                taken = (self._times[(place + 1) * count] - self._times[0]) / count + (place + 1) * level
+                if gain - rate * taken > best:
+                    best, found = gain - rate * taken, option
+        return found
+
+
+def _rate(plan: Plan) -> float:
+    return plan.rate

@@ -1,0 +1,206 @@
+"""What a step costs: passes of the target by rows, texts and context, drafts by method, and what the host adds.
+
+A calibration at start says what passes take. Every step corrects it, near the number of rows that it had and, more slowly,
+everywhere. Where passes become longer in steps, the calibration knows the steps, and a correction keeps them. What makes a
+machine slower as a whole moves the whole curve.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+#: Observations of one number of rows that its correction looks back on.
+_NEAR_MEMORY = 16.0
+#: Observations of any number of rows that the general correction looks back on.
+_FAR_MEMORY = 48.0
+#: The general correction weighs as much as so many observations of a number of rows.
+_FAR_WEIGHT = 2.0
+#: In so many steps an observation of one number of rows loses most of its weight.
+_STALE_AFTER = 400.0
+#: One observation changes nothing by more than this factor, since a machine may pause for any reason.
+_MOST = 3.0
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """What a calibration found.
+
+    Attributes:
+        passes: Seconds of a pass of the target by its number of rows.
+        context_seconds: What a pass takes longer for each token of context, all texts together.
+        drafts: For each method that runs a model of its own, seconds of that model's pass by its number of rows.
+    """
+
+    passes: Mapping[int, float]
+    context_seconds: float = 0.0
+    drafts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+
+    @staticmethod
+    def assumed(pass_seconds: float = 0.05) -> CostTable:
+        """What is taken where nothing was calibrated: a pass is flat up to 4 rows, 8 rows cost 1.2 times as much, and from
+        16 rows on twice the rows take twice the time. Steps correct it."""
+        shape = {1: 1.0, 4: 1.05, 8: 1.2, 16: 1.6, 32: 3.0, 64: 6.0, 128: 12.0, 256: 24.0}
+        return CostTable({rows: factor * pass_seconds for rows, factor in shape.items()})
+
+
+@dataclass(frozen=True)
+class DraftWork:
+    """One method's part in a step.
+
+    Attributes:
+        method: Its name.
+        texts: Texts that it drafted for.
+        levels: Length of the longest draft that was asked for.
+        rows: Tokens that its own model caught up with beyond the usual ones.
+    """
+
+    method: str
+    texts: int
+    levels: int
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a step of texts that decode did.
+
+    Attributes:
+        rows: Of the target's pass.
+        texts: Sequences in it.
+        context: Tokens that they had before, all together.
+        drafts: Who drafted.
+    """
+
+    rows: int
+    texts: int
+    context: int
+    drafts: tuple[DraftWork, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step: of proposing, of the target's pass, and of all else."""
+
+    propose: float
+    forward: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        return self.propose + self.forward + self.host
+
+
+class Curve:
+    """Seconds by a number of rows: a calibrated curve, and corrections that follow what is observed.
+
+    Args:
+        points: Seconds by number of rows; one point at least.
+    """
+
+    def __init__(self, points: Mapping[int, float]) -> None:
+        self.sizes = sorted(points)
+        self._seconds = [points[size] for size in self.sizes]
+        self._near = [1.0] * len(self.sizes)
+        self._weights = [0.0] * len(self.sizes)
+        self._seen = [0] * len(self.sizes)
+        self._far, self._far_weight, self._step = 1.0, 0.0, 0
+
+    def base(self, rows: float) -> float:
+        """As calibrated: on a line between two points, and beyond the last as many times as long as there are more rows."""
+        sizes, seconds = self.sizes, self._seconds
+        place = bisect_left(sizes, rows)
+        if place == 0:
+            return seconds[0]
+        if place == len(sizes):
+            return seconds[-1] * rows / sizes[-1]
+        low, high = sizes[place - 1], sizes[place]
+        return seconds[place - 1] + (seconds[place] - seconds[place - 1]) * (rows - low) / (high - low)
+
+    def seconds(self, rows: float) -> float:
+        """As calibrated and corrected."""
+        return self.base(rows) * self._ratio(self._place(rows))
+
+    def observe(self, rows: int, expected: float, seconds: float) -> None:
+        """A pass of so many rows took so long, where `expected` was calibrated."""
+        self._step += 1
+        ratio = seconds / max(expected, 1e-9)
+        known = self._ratio(self._place(rows))
+        if self._far_weight >= 1.0:
+            ratio = min(max(ratio, known / _MOST), known * _MOST)
+        self._far_weight = min(self._far_weight + 1.0, _FAR_MEMORY)
+        self._far += (ratio - self._far) / self._far_weight
+        place = self._place(rows)
+        self._weights[place] = min(self._fresh(place) + 1.0, _NEAR_MEMORY)
+        self._seen[place] = self._step
+        self._near[place] += (ratio / self._far - self._near[place]) / self._weights[place]
+
+    def last_seen(self, rows: int) -> int:
+        """Observations since one of about so many rows, or since the first of all."""
+        return self._step - self._seen[self._place(rows)]
+
+    def _place(self, rows: float) -> int:
+        return min(bisect_left(self.sizes, rows), len(self.sizes) - 1)
+
+    def _fresh(self, place: int) -> float:
+        return self._weights[place] * max(0.0, 1.0 - (self._step - self._seen[place]) / _STALE_AFTER)
+
+    def _ratio(self, place: int) -> float:
+        weight = self._fresh(place)
+        return self._far * (weight * self._near[place] + _FAR_WEIGHT) / (weight + _FAR_WEIGHT)
+
+
+#: Sizes for which what the host adds is learnt apart.
+_HOST_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+class CostModel:
+    """Predicts what steps take and learns from those that were.
+
+    Args:
+        table: What the calibration found.
+        lookups: Methods without a model of their own: they take time for each text, however long the drafts are.
+    """
+
+    def __init__(self, table: CostTable, lookups: Sequence[str] = ()) -> None:
+        one = min(table.passes.values())
+        self.passes = Curve(table.passes)
+        self.host = Curve({size: one * (0.02 + 0.001 * size) for size in _HOST_SIZES})
+        self._context_seconds = table.context_seconds
+        self._lookups = frozenset(lookups)
+        self._drafts = {name: Curve(points) for name, points in table.drafts.items()}
+        self._default = {size: one * (0.05 + 0.001 * size) for size in _HOST_SIZES}
+        self._lookup = {size: one * 0.002 * size for size in _HOST_SIZES}
+
+    def step_seconds(self, rows: float, context: int) -> float:
+        """Time of a step without its drafts."""
+        return self.passes.seconds(rows) + context * self._context_seconds + self.host.seconds(rows)
+
+    def draft_seconds(self, method: str, texts: int, levels: int) -> float:
+        """Time in which a method drafts so many tokens for each of so many texts."""
+        if not texts or not levels:
+            return 0.0
+        return self._curve(method).seconds(texts) * (1 if method in self._lookups else levels)
+
+    def catch_up_seconds(self, method: str, rows: int) -> float:
+        """Time in which a method's own model reads so many tokens."""
+        return 0.0 if method in self._lookups or rows <= 0 else self._curve(method).seconds(rows)
+
+    def observe(self, work: StepWork, times: StepTimes) -> None:
+        """Learn from a step in which nothing but decoding was done."""
+        expected = self.passes.base(work.rows) + work.context * self._context_seconds
+        self.passes.observe(work.rows, expected, times.forward)
+        self.host.observe(work.rows, self.host.base(work.rows), times.host)
+        if (
+            len(work.drafts) == 1 and not work.drafts[0].rows and work.drafts[0].texts
+        ):  # else nobody knows whose time it was
+            (draft,) = work.drafts
+            curve = self._curve(draft.method)
+            levels = 1 if draft.method in self._lookups else max(draft.levels, 1)
+            curve.observe(draft.texts, curve.base(draft.texts) * levels, times.propose)
+
+    def _curve(self, method: str) -> Curve:
+        if method not in self._drafts:
+            self._drafts[method] = Curve(self._lookup if method in self._lookups else self._default)
+        return self._drafts[method]

@@ -1,0 +1,291 @@
+"""Who drafts, how much, or nobody: decided before every step from what earlier steps cost and what became of drafts.
+
+It sees no token and no probability of the step that it decides on. What it learns from are counts of earlier rounds and
+times; both come as arguments, so that a proof can script them and a simulator can make them up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from outrider.govern.acceptance import AcceptanceModel
+from outrider.govern.choice import Chooser, Option, Plan, Text
+from outrider.govern.costs import CostModel, CostTable, StepTimes, StepWork
+
+#: Steps for which a plan holds while the same requests decode and nothing seems to have changed.
+HOLDS = 4
+#: By which factor drafting must be expected to beat plain decoding to begin and to go on, and another plan the present one.
+_BEGINS, _GOES_ON, _BEATS_PLAN = 1.05, 1.02, 1.03
+#: After so many steps without one, a step decodes plainly so that its time is known; sooner where drafting is expected to
+#: be faster by less than this factor.
+_PLAIN_EVERY, _PLAIN_SOON, _CLOSE = 200, 24, 1.12
+#: Every so many drafts one is longer by a token, so that it is known what longer ones would bring.
+_LONGER_EVERY = 12
+#: Share of the time that idle methods may take to show what they would be worth.
+_SHADOW_SHARE = 0.008
+#: Unspent time of that kind is kept up to so many steps' worth.
+_SAVED_STEPS = 4.0
+#: Tokens that should be new before a method with a model of its own reads them to be scored.
+SHADOW_TOKENS = 12
+#: Changes between drafting and not within so many steps that count as going to and fro, and for how long experience of
+#: longer standing decides then; twice as long each time it happens again.
+_FLIPS, _FLIP_WINDOW, _STEADY_STEPS = 4, 256, 512
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method that may be chosen.
+
+    Attributes:
+        name: Tells it from the others.
+        longest: Most draft tokens.
+        lookup: Whether it needs no model of its own, so that it costs little and has nothing to read first.
+        prior: Chance that its draft tokens stand, before anything was seen.
+    """
+
+    name: str
+    longest: int
+    lookup: bool = False
+    prior: float = 0.6
+
+
+@dataclass(frozen=True)
+class Running:
+    """A request that decodes in the step to come.
+
+    Attributes:
+        request: Which.
+        context: Its tokens.
+        longest: Draft tokens that may be of use; 0 where none may be drafted.
+        methods: Names of the candidates that may draft for it.
+        lags: By name, tokens that a method's own model has yet to read.
+        why_plain: Why none may be drafted, if so.
+    """
+
+    request: int
+    context: int
+    longest: int
+    methods: tuple[str, ...]
+    lags: Mapping[str, int] = field(default_factory=dict)
+    why_plain: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a request does in a step.
+
+    Attributes:
+        method: Who drafts; None decodes plainly.
+        num_draft_tokens: Most that it may draft.
+        reason: In words.
+    """
+
+    method: str | None
+    num_draft_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """An idle method that is to be scored without a row of the target: a model on text that is committed, a lookup on text
+    that is to come.
+
+    Attributes:
+        request: On whose text.
+        method: Which.
+    """
+
+    request: int
+    method: str
+
+
+class Governor:
+    """Decides step by step.
+
+    Args:
+        candidates: The methods.
+        table: What a calibration found of costs.
+        max_rows: Draft rows that a step may hold, all requests together.
+        holds: Steps for which a plan holds while nothing seems to have changed.
+
+    Attributes:
+        chosen: How often each method was chosen at each length; ("none", 0) stands for plain decoding.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], table: CostTable, max_rows: int = 512, holds: int = HOLDS) -> None:
+        self._holds = holds
+        self.candidates = {each.name: each for each in candidates}
+        self.costs = CostModel(table, [each.name for each in candidates if each.lookup])
+        self.acceptance = AcceptanceModel({each.name: each.prior for each in candidates})
+        self.chosen: Counter[tuple[str, int]] = Counter()
+        self._max_rows = max_rows
+        self._plan, self._plan_reason, self._gain = Plan(), "", 1.0
+        self._drafts: Counter[int] = Counter()
+        self._batch: tuple[int, ...] = ()
+        self._age, self._step, self._changed = 0, 0, True
+        self._flips: deque[int] = deque(maxlen=_FLIPS)
+        self._steady_until, self._steady_steps = 0, _STEADY_STEPS
+        self._was_on: bool | None = None
+        self._saved = 0.0
+        self._tried: dict[tuple[int, str], int] = {}
+        self._shadow_seconds: dict[str, float] = {}
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def begin(self, request: int, tenant: Hashable = None) -> None:
+        """A request begins."""
+        self.acceptance.begin(request, tenant)
+
+    def finish(self, request: int) -> None:
+        """A request has ended."""
+        self.acceptance.finish(request)
+        self._drafts.pop(request, None)
+        for key in [key for key in self._tried if key[0] == request]:
+            del self._tried[key]
+
+    # -- deciding ------------------------------------------------------------------------------------------------------
+
+    def decide(self, running: Sequence[Running]) -> dict[int, Decision]:
+        """What each request does in the coming step."""
+        self._step += 1
+        free = [each for each in running if each.longest > 0 and each.methods]
+        if free and self._must_plan(running):
+            self._make_plan(running, free)
+        measuring = bool(free) and self._is_time_for_plain(len(running))
+        decisions = {each.request: self._decision(each, measuring=measuring) for each in running}
+        for decision in decisions.values():
+            self.chosen[decision.method or "none", decision.num_draft_tokens] += 1
+        return decisions
+
+    def _must_plan(self, running: Sequence[Running]) -> bool:
+        batch = tuple(each.request for each in running if each.longest > 0)
+        self._age += 1
+        if batch == self._batch and self._age < self._holds and not self._changed:
+            return False
+        self._batch, self._age, self._changed = batch, 0, False
+        return True
+
+    def _make_plan(self, running: Sequence[Running], free: Sequence[Running]) -> None:
+        steady = self._step < self._steady_until
+        texts = [Text(each.request, self._options(each, steady=steady)) for each in free]
+        texts += [Text(each.request, {}) for each in running if each.longest <= 0 or not each.methods]
+        chooser = Chooser(self.costs, texts, sum(each.context for each in running), self._max_rows)
+        plain, best = chooser.plain(), chooser.best()
+        if best.rate < plain.rate * (_BEGINS if self._was_on is False else _GOES_ON):
+            best = plain
+        present = chooser.again(self._plan)
+        if len(present.rows) == len(self._plan.rows) and best.rows and present.rate * _BEATS_PLAN > best.rate > plain.rate:
+            best = present if present.rate > plain.rate else plain
+        self._plan = best
+        self._gain = best.rate / plain.rate
+        self._plan_reason = f"{self._gain:.2f}x of plain decoding expected"
+        self._notice_flip(len(free))
+
+    def _options(self, each: Running, *, steady: bool) -> dict[str, Option]:
+        options = {}
+        for name in each.methods:
+            outlook = self.acceptance.outlook(each.request, name, steady=steady)
+            longest = min(each.longest, self.candidates[name].longest)
+            options[name] = Option(name, outlook, longest, each.lags.get(name, 0))
+        return options
+
+    def _notice_flip(self, num_free: int) -> None:
+        """Where drafting goes on and off again and again, let experience of longer standing decide for a while."""
+        is_on = 2 * len(self._plan.rows) >= num_free
+        if self._was_on is not None and is_on != self._was_on:
+            self._flips.append(self._step)
+            if len(self._flips) == _FLIPS and self._step - self._flips[0] <= _FLIP_WINDOW:
+                self._steady_until = self._step + self._steady_steps
+                self._steady_steps *= 2
+                self._flips.clear()
+        self._was_on = is_on
+        if self._step - self._steady_until > 4 * _STEADY_STEPS:
+            self._steady_steps = _STEADY_STEPS
+
+    def _is_time_for_plain(self, num_texts: int) -> bool:
+        every = _PLAIN_SOON if self._gain < _CLOSE else _PLAIN_EVERY
+        return bool(self._plan.rows) and self.costs.passes.last_seen(num_texts) > every
+
+    def _decision(self, each: Running, *, measuring: bool) -> Decision:
+        if each.longest <= 0 or not each.methods:
+            return Decision(None, 0, each.why_plain or "nothing could draft")
+        if measuring:
+            return Decision(None, 0, "plain, to measure it")
+        method, rows = self._plan.rows.get(each.request, (None, 0))
+        if method is None:
+            return Decision(None, 0, "plain, since no draft is expected to pay")
+        most, reason = min(each.longest, self.candidates[method].longest), self._plan_reason
+        if self._drafts[each.request] % _LONGER_EVERY == _LONGER_EVERY - 1 and rows < most:
+            return Decision(method, rows + 1, f"{reason}, one token longer to measure it")
+        return Decision(method, min(rows, most), reason)
+
+    # -- scoring idle methods --------------------------------------------------------------------------------------------
+
+    def shadows(self, running: Sequence[Running]) -> list[Shadow]:
+        """Idle methods to score in this step, on texts where they were not scored for longest, within their share of the
+        time."""
+        found, saved = [], self._saved
+        for last, each, name in self._idle(running):
+            lookup, lag = self.candidates[name].lookup, each.lags.get(name, 0)
+            cost = self._shadow_cost(name, lag)
+            if cost <= saved and last < self._step and (lookup or lag >= SHADOW_TOKENS):
+                saved -= cost
+                self._tried[each.request, name] = self._step
+                found.append(Shadow(each.request, name))
+        return found
+
+    def _idle(self, running: Sequence[Running]) -> list[tuple[int, Running, str]]:
+        """When it was last scored, request and name of each method that the plan leaves idle; longest ago first."""
+        found = [
+            (self._tried.get((each.request, name), -1), each, name)
+            for each in running
+            for name in each.methods
+            if each.longest > 0 and self._plan.rows.get(each.request, (None, 0))[0] != name
+        ]
+        return sorted(found, key=lambda idle: (idle[0], idle[1].request))
+
+    def _shadow_cost(self, method: str, lag: int) -> float:
+        if not self.candidates[method].lookup:
+            return self.costs.catch_up_seconds(method, lag)
+        return self._shadow_seconds.get(method, self.costs.draft_seconds(method, 1, 1))
+
+    # -- learning ------------------------------------------------------------------------------------------------------
+
+    def observe_draft(
+        self, request: int, method: str, asked: int, offered: int, accepted: int, *, rejected: bool, shadow: bool = False
+    ) -> None:
+        """What became of a draft, or of one that an idle lookup would have made.
+
+        Args:
+            request: Whose.
+            method: Who drafted.
+            asked: Draft tokens that were asked for.
+            offered: That there were.
+            accepted: That entered the text.
+            rejected: Whether the target wrote another token in place of the next one.
+            shadow: Whether it was never made, so that the text gained nothing by it.
+        """
+        self._drafts[request] += offered > 0 and not shadow
+        if self.candidates[method].lookup or not offered:
+            self.acceptance.observe_offer(request, method, asked, offered)
+        scores = [1.0] * accepted + ([0.0] if rejected and accepted < offered else [])
+        self._changed |= self.acceptance.observe(request, method, scores, 1.0 if shadow else 1.0 + accepted)
+
+    def observe_overlaps(self, request: int, method: str, overlaps: Sequence[float]) -> None:
+        """Scores of an idle method on committed text: for each token, the chance that a draft of it alone would have stood.
+        What deeper positions are worth is learnt from drafts alone."""
+        for overlap in overlaps:
+            self._changed |= self.acceptance.observe(request, method, [overlap])
+
+    def observe_shadow_seconds(self, method: str, texts: int, seconds: float) -> None:
+        """Scoring a method on so many texts took so long; it is paid from what was saved."""
+        self._saved -= seconds
+        known = self._shadow_seconds.get(method, seconds / texts)
+        self._shadow_seconds[method] = known + 0.2 * (seconds / texts - known)
+
+    def observe_step(self, work: StepWork, times: StepTimes) -> None:
+        """A step in which texts decoded and nothing else was done."""
+        self.costs.observe(work, times)
+        self._saved = min(self._saved + _SHADOW_SHARE * times.total, _SAVED_STEPS * times.total)

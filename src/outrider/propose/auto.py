@@ -1,0 +1,34 @@
+"""No method of its own: the governor chooses in every step which method drafts, how much, or that none does."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from outrider.errors import InvalidParameterError
+from outrider.propose.base import Proposer
+from outrider.propose.method import Method, ProposerContext
+from outrider.propose.speculation import Members
+
+
+class Auto(Method):
+    """The engine chooses by measurement, for each request and each step: one of several methods, its length, or none.
+
+    Attributes:
+        methods: What it may choose from, each with whole settings of its own; num_draft_tokens is the longest draft that is
+            considered. Empty takes the LLM's own draft model, where it has one, and `suffix`.
+    """
+
+    name: ClassVar[str] = "auto"
+    default_num_draft_tokens: ClassVar[int] = 16
+    takes_tree: ClassVar[bool] = False
+    instead_of_tree: ClassVar[str] = "Give trees to its methods."
+
+    methods: Members = ()
+
+    def build(self, context: ProposerContext) -> Proposer:
+        """Nothing can be built: whoever asks wanted a member of a nested method.
+
+        Raises:
+            InvalidParameterError: Always.
+        """
+        raise InvalidParameterError("method", self.name, "the governor chooses for requests alone", "Name a method.")

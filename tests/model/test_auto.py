@@ -1,0 +1,198 @@
+"""The engine chooses who drafts: what it writes, when it drafts, what it says, and what it does where it may not choose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider.engine import calibration
+from outrider.errors import InvalidParameterError
+from outrider.govern.costs import CostTable, StepTimes, StepWork
+from outrider.propose.auto import Auto
+from outrider.propose.base import Proposer
+from outrider.propose.method import Method
+from outrider.prove.tiny import save_tiny_llama
+
+#: Rows cost nothing, so that whatever stands pays.
+FREE = CostTable(dict.fromkeys((1, 2, 4, 8, 16, 32, 64, 128), 1.0), 0.0, {"draft_model": {1: 0.01, 64: 0.01}})
+COPY = [1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+
+
+def steady(work: StepWork, times: StepTimes) -> StepTimes:
+    return StepTimes(0.01, 1.0, 0.01)
+
+
+@pytest.fixture(autouse=True)
+def _no_costs_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(calibration.VARIABLE, "off")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[str, str]:
+    torch.set_num_threads(1)
+    return save_tiny_llama(tmp_path / "target", 1), save_tiny_llama(tmp_path / "draft", 2)
+
+
+def auto(*members: object) -> SpeculationConfig:
+    return SpeculationConfig(method=Auto(methods=members))
+
+
+def governed(pair: tuple[str, str], **options: object) -> LLM:
+    llm = LLM(pair[0], dtype="float64", speculation=auto("suffix", {"method": "draft_model", "model": pair[1]}), **options)
+    llm.engine.governing.script(FREE, steady)
+    return llm
+
+
+@pytest.mark.parametrize("params", [{"seed": 3}, {"temperature": 0.0}], ids=["seeded", "greedy"])
+def test_it_writes_what_plain_decoding_writes(pair: tuple[str, str], params: dict[str, float]) -> None:
+    with governed(pair) as llm:
+        sampling = SamplingParams(max_tokens=60, **params)
+        prompts = [COPY, COPY[1:], [0]]
+        chosen = [output.outputs[0].token_ids for output in llm.generate(prompts, sampling)]
+        drafts = llm.stats.finished.num_drafts
+        plain = [output.outputs[0].token_ids for output in llm.generate(prompts, sampling, speculation="none")]
+        assert chosen == plain
+        assert drafts > 0
+        llm.engine.scheduler.blocks.check_integrity([])
+
+
+def test_nothing_is_drafted_before_the_first_token_and_every_round_says_why(pair: tuple[str, str]) -> None:
+    with governed(pair) as llm:
+        (output,) = llm.generate([COPY], SamplingParams(max_tokens=40, seed=1), trace=True)
+        first, *others = output.outputs[0].rounds
+        assert not first.token_ids
+        assert first.reason == "plain, until the first token is written"
+        assert any(each.token_ids for each in others)
+        assert all(each.reason for each in others)
+        assert sum(llm.stats.chosen.values()) == len(others)
+
+
+def test_other_requests_of_the_batch_draft_as_they_ask(pair: tuple[str, str]) -> None:
+    with governed(pair) as llm:
+        asked = [None, "none", "ngram"]
+        outputs = llm.generate([COPY] * 3, SamplingParams(max_tokens=30, seed=2), speculation=asked, trace=True)
+        assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+        assert not any(each.reason for output in outputs[1:] for each in output.outputs[0].rounds)
+        assert outputs[1].stats.num_drafts == 0
+        assert outputs[2].stats.num_drafts > 0
+
+
+def test_where_rows_depend_on_their_pass_a_seeded_text_is_decoded_plainly(pair: tuple[str, str]) -> None:
+    settings = auto("suffix")
+    with LLM(pair[0], dtype="float32", attention_backend="gather", speculation=settings) as llm:
+        llm.engine.governing.script(FREE, steady)
+        prompts, cold = [COPY, COPY], SamplingParams(max_tokens=20, temperature=0.0)
+        seeded, free = llm.generate(prompts, [SamplingParams(max_tokens=20, seed=1), SamplingParams(max_tokens=20)])
+        assert seeded.stats.num_drafts == 0
+        assert free.stats.num_drafts > 0
+        assert llm.generate(COPY, cold)[0].stats.num_drafts == 0
+        assert llm.generate(COPY, cold, speculation="suffix")[0].stats.num_drafts > 0  # a method was named
+
+
+def test_samples_of_one_prompt_and_texts_that_end_early(pair: tuple[str, str]) -> None:
+    with governed(pair, block_size=2) as llm:
+        outputs = llm.generate([COPY] * 4, [SamplingParams(max_tokens=n, n=2, seed=n) for n in (1, 2, 7, 30)])
+        assert [len(sample.token_ids) for output in outputs for sample in output.outputs] == [1, 1, 2, 2, 7, 7, 30, 30]
+        assert not llm.engine.governing._of
+        assert not llm.engine.governing._pending
+
+
+class Broken(Method):
+    """A method of the tests whose proposer always raises."""
+
+    name: ClassVar[str] = "always_broken"
+    grows_from_probabilities: ClassVar[bool] = False
+
+    def build(self, context: object) -> Proposer:
+        return Proposer()
+
+
+def test_a_method_that_always_fails_is_soon_left_alone(pair: tuple[str, str]) -> None:
+    with LLM(pair[0], dtype="float64", speculation=auto(Broken())) as llm:
+        llm.engine.governing.script(FREE, steady)
+        (output,) = llm.generate([COPY], SamplingParams(max_tokens=100, seed=1))
+        assert output.error is None
+        assert output.stats.num_proposer_faults == 3
+        assert llm.stats.chosen["none", 0] > 40
+
+
+def test_the_methods_that_it_takes_by_itself(pair: tuple[str, str]) -> None:
+    with LLM(pair[0], dtype="float64", speculation="auto") as llm:
+        method = llm.speculation.method
+        assert isinstance(method, Auto)
+        assert [each.name for each in method.methods] == ["suffix"]
+        assert llm.resolve("auto") == llm.speculation
+    with LLM(pair[0], dtype="float64", draft_model=pair[1]) as llm:
+        method = llm.resolve("auto").method
+        assert isinstance(method, Auto)
+        assert [each.name for each in method.methods] == ["draft_model", "suffix"]
+        (output,) = llm.generate([COPY], SamplingParams(max_tokens=20, seed=1), speculation="auto")
+        assert (
+            output.outputs[0].token_ids == llm.generate(COPY, SamplingParams(max_tokens=20, seed=1))[0].outputs[0].token_ids
+        )
+
+
+def test_a_method_that_cannot_be_used_is_refused_at_once(pair: tuple[str, str]) -> None:
+    with pytest.raises(InvalidParameterError):
+        LLM(pair[0], dtype="float64", speculation=auto({"method": "draft_model", "model": "/no/such/folder"}))
+
+
+# -- calibration -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(calibration.VARIABLE, str(tmp_path / "costs"))
+    return tmp_path / "costs"
+
+
+def loaded(pair: tuple[str, str]) -> None:
+    with LLM(pair[0], dtype="float64", speculation=auto({"method": "draft_model", "model": pair[1]})):
+        return
+
+
+def test_costs_are_measured_once_and_kept(pair: tuple[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded(pair)
+    (path,) = folder.iterdir()
+    table = json.loads(path.read_text())["table"]
+    assert table["passes"].keys() == table["drafts"]["draft_model"].keys()
+    assert all(seconds > 0.0 for seconds in table["passes"].values())
+    monkeypatch.setattr(calibration, "measure_passes", lambda runner: pytest.fail("measured again"))
+    loaded(pair)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"table": {}}', '{"table": {"passes": {"1": -1}}}'])
+def test_a_file_that_is_no_table_is_measured_anew(
+    text: str, pair: tuple[str, str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded(pair)
+    (path,) = folder.iterdir()
+    path.write_text(text)
+    loaded(pair)
+    assert "it is measured anew" in caplog.text
+    assert json.loads(path.read_text())["table"]["passes"]
+
+
+def test_a_calibration_that_is_broken_off_leaves_nothing(
+    pair: tuple[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(source: str, target: str) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(calibration.os, "replace", interrupted)
+    loaded(pair)
+    assert not list(folder.glob("*.json"))
+    monkeypatch.undo()
+
+
+def test_a_folder_that_cannot_be_written_does_no_harm(
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(calibration.VARIABLE, str(tmp_path / "file" / "below"))
+    loaded(pair)

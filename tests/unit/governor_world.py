@@ -1,0 +1,279 @@
+"""A world without models for the governor: scripted costs and acceptances, thousands of steps in seconds.
+
+Whether a draft token stands is a function of text, method and position, so that every policy meets the same luck.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import pairwise
+
+from outrider.govern.costs import CostTable, DraftWork, StepTimes, StepWork
+from outrider.govern.governor import Candidate, Decision, Governor, Running
+
+#: Chance that a draft token at a position of a text stands where the one before it stands, and chance that a method has
+#: anything to say there.
+Script = Callable[[int, int], float]
+
+#: Staircases as they were measured: wide bf16 with AVX-512, and a machine where rows soon cost.
+FLAT = {1: 1.0, 4: 1.05, 8: 1.08, 16: 1.12, 32: 1.75, 64: 3.3, 128: 6.6, 256: 13.0}
+STEEP = {1: 1.0, 2: 1.1, 4: 1.35, 8: 2.0, 16: 3.6, 32: 7.0, 64: 14.0, 128: 28.0, 256: 56.0}
+
+
+def always(chance: float) -> Script:
+    return lambda text, position: chance
+
+
+ALWAYS = always(1.0)
+
+
+@dataclass
+class Method:
+    """A scripted method.
+
+    Attributes:
+        level: Cost of one draft token of each of up to 8 texts; for a lookup, of a whole draft of one text.
+        stands: Chance that its token stands.
+        exists: Chance that it has anything to say.
+        lookup: Whether it has no model of its own.
+    """
+
+    level: float
+    stands: Script
+    exists: Script = ALWAYS
+    lookup: bool = False
+
+
+@dataclass
+class TextState:
+    """A text that is written."""
+
+    index: int
+    position: int = 0
+    lags: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class World:
+    """What steps cost and what becomes of drafts.
+
+    Attributes:
+        methods: By name.
+        passes: Seconds of a pass by rows.
+        noise: Standard deviation of the times, as a share.
+        drift: Factor of all times by step.
+        seed: Of all luck.
+    """
+
+    methods: Mapping[str, Method]
+    passes: Mapping[int, float] = field(default_factory=lambda: FLAT)
+    noise: float = 0.05
+    drift: Callable[[int], float] = lambda step: 1.0
+    seed: int = 0
+
+    def luck(self, *key: object) -> float:
+        digest = blake2b(repr((self.seed, *key)).encode(), digest_size=8).digest()
+        return int.from_bytes(digest) / 2**64
+
+    def seconds(self, rows: int) -> float:
+        sizes = sorted(self.passes)
+        for low, high in pairwise(sizes):
+            if rows <= high:
+                share = max(0.0, (rows - low) / (high - low))
+                return self.passes[low] + share * (self.passes[high] - self.passes[low])
+        return self.passes[sizes[-1]] * rows / sizes[-1]
+
+    def draft(self, name: str, text: int, position: int, asked: int) -> tuple[int, int]:
+        """Tokens that a method offers, and how many of them stand."""
+        method = self.methods[name]
+        if self.luck("exists", name, text, position) >= method.exists(text, position):
+            return 0, 0
+        stood = 0
+        while stood < asked and self.luck(name, text, position + stood) < method.stands(text, position + stood):
+            stood += 1
+        return asked, stood
+
+    def propose_seconds(self, name: str, texts: int, levels: int) -> float:
+        method = self.methods[name]
+        return method.level * (texts if method.lookup else levels * max(1.0, texts / 16))
+
+    def read_seconds(self, name: str, tokens: int) -> float:
+        """Time in which a method's own model reads tokens: up to 16 cost as much as one."""
+        return self.methods[name].level * max(1.0, tokens / 16)
+
+    def table(self) -> CostTable:
+        """What a calibration would find."""
+        drafts = {
+            name: {size: self.read_seconds(name, size) for size in (1, 8, 16, 32)}
+            for name, method in self.methods.items()
+            if not method.lookup
+        }
+        return CostTable(dict(self.passes), 0.0, drafts)
+
+
+@dataclass
+class Log:
+    """What a run came to.
+
+    Attributes:
+        seconds: In all.
+        tokens: In all.
+        on: By step, the share of texts that drafted.
+        methods: By step, the method of the first text.
+        by_load: Tokens and seconds by the number of texts.
+        positions: By step, where the first text stood before it.
+        shadow_seconds: Spent on scoring idle methods.
+        reasons: That were given.
+    """
+
+    seconds: float = 0.0
+    tokens: int = 0
+    on: list[float] = field(default_factory=list)
+    methods: list[str | None] = field(default_factory=list)
+    by_load: dict[int, tuple[int, float]] = field(default_factory=dict)
+    positions: list[int] = field(default_factory=list)
+    shadow_seconds: float = 0.0
+    reasons: set[str] = field(default_factory=set)
+
+    @property
+    def pace(self) -> float:
+        """Seconds for a token under each load, one token of each load taken together."""
+        return sum(seconds / tokens for tokens, seconds in self.by_load.values())
+
+    def step_at(self, position: int) -> int:
+        """The first step in which the first text stood at this position or behind it."""
+        return next(step for step, where in enumerate(self.positions) if where >= position)
+
+    @property
+    def flips(self) -> int:
+        """How often drafting went on or off; single steps that measure plain decoding are not counted."""
+        return self.flips_from(0)
+
+    def flips_from(self, step: int) -> int:
+        """The same from a step on."""
+        states = [share >= 0.5 for share in self.on[step:]]
+        for place in range(1, len(states) - 1):
+            if states[place - 1] == states[place + 1] != states[place]:
+                states[place] = states[place - 1]
+        return sum(a != b for a, b in pairwise(states))
+
+
+Policy = Governor | tuple[str, int] | None
+#: By step, how many texts are written.
+Load = Callable[[int], int]
+
+
+def run(world: World, policy: Policy, *, steps: int = 0, tokens: int = 0, load: Load = lambda step: 1) -> Log:
+    """Write for so many steps, or until each of a fixed number of texts has so many tokens."""
+    log, texts, count = Log(), list[TextState](), 0
+    rng = random.Random(world.seed)
+    step = 0
+    while step < steps if steps else (step == 0 or any(text.position < tokens for text in texts)):
+        alive = [text for text in texts if not tokens or text.position < tokens]
+        while len(alive) < load(step) and (steps or not step):
+            texts.append(TextState(count))
+            alive.append(texts[-1])
+            if isinstance(policy, Governor):
+                policy.begin(count)
+            count += 1
+        alive = alive[: load(step)] if steps else alive
+        tokens_before, seconds_before = log.tokens, log.seconds
+        _step(world, policy, alive, log, step, rng)
+        known = log.by_load.get(len(alive), (0, 0.0))
+        took = (known[0] + log.tokens - tokens_before, known[1] + log.seconds - seconds_before)
+        log.by_load[len(alive)] = took
+        step += 1
+    return log
+
+
+def _running(world: World, texts: Sequence[TextState]) -> list[Running]:
+    return [Running(text.index, text.position, 16, tuple(world.methods), dict(text.lags)) for text in texts]
+
+
+def _decisions(world: World, policy: Policy, texts: Sequence[TextState]) -> dict[int, Decision]:
+    if isinstance(policy, Governor):
+        return policy.decide(_running(world, texts))
+    method, length = policy or (None, 0)
+    return {text.index: Decision(method, length, "fixed") for text in texts}
+
+
+def _step(world: World, policy: Policy, texts: list[TextState], log: Log, step: int, rng: random.Random) -> None:
+    decisions = _decisions(world, policy, texts)
+    rows, drafted, levels, late, propose = len(texts), dict[str, int](), dict[str, int](), 0, 0.0
+    fates: dict[int, tuple[int, int]] = {}
+    for text in texts:
+        decision = decisions[text.index]
+        log.reasons.add(decision.reason)
+        offered = stood = 0
+        if decision.method is not None:
+            name, asked = decision.method, decision.num_draft_tokens
+            offered, stood = world.draft(name, text.index, text.position, asked)
+            drafted[name] = drafted.get(name, 0) + 1
+            levels[name] = max(levels.get(name, 0), asked)
+            lag = text.lags.get(name, 0)
+            if not world.methods[name].lookup and lag > 17:
+                late += lag
+                propose += world.read_seconds(name, lag)
+        rows += offered
+        fates[text.index] = (offered, stood)
+    factor = world.drift(step) * max(0.5, rng.gauss(1.0, world.noise))
+    propose = factor * (propose + sum(world.propose_seconds(name, drafted[name], levels[name]) for name in drafted))
+    times = StepTimes(propose, factor * world.seconds(rows), factor * 0.02)
+    work = StepWork(rows, len(texts), 0, tuple(DraftWork(n, drafted[n], levels[n], late) for n in drafted))
+    log.seconds += times.total
+    log.on.append(sum(d.method is not None for d in decisions.values()) / len(texts))
+    log.methods.append(decisions[texts[0].index].method)
+    log.positions.append(texts[0].position)
+    for text in texts:
+        offered, stood = fates[text.index]
+        text.position += 1 + stood
+        log.tokens += 1 + stood
+        for name in world.methods:
+            used = decisions[text.index].method == name
+            text.lags[name] = 0 if used else text.lags.get(name, 0) + 1 + stood
+        if isinstance(policy, Governor) and decisions[text.index].method is not None:
+            decision = decisions[text.index]
+            assert decision.method is not None
+            rejected = stood < offered
+            policy.observe_draft(text.index, decision.method, decision.num_draft_tokens, offered, stood, rejected=rejected)
+    if isinstance(policy, Governor):
+        policy.observe_step(work, times)
+        _shadow(world, policy, texts, log, factor)
+
+
+def _shadow(world: World, governor: Governor, texts: list[TextState], log: Log, factor: float) -> None:
+    by_index = {text.index: text for text in texts}
+    for shadow in governor.shadows(_running(world, texts)):
+        text = by_index[shadow.request]
+        method, lag = world.methods[shadow.method], text.lags.get(shadow.method, 0)
+        if method.lookup:
+            seconds = factor * world.propose_seconds(shadow.method, 1, 1)
+            offered, stood = world.draft(shadow.method, text.index, text.position, 16)
+            governor.observe_draft(text.index, shadow.method, 16, offered, stood, rejected=stood < offered, shadow=True)
+        else:
+            seconds = factor * world.read_seconds(shadow.method, lag)
+            where = range(text.position - lag, text.position)
+            hits = [world.luck(shadow.method, text.index, p) < method.stands(text.index, p) for p in where]
+            governor.observe_overlaps(text.index, shadow.method, [float(hit) for hit in hits])
+            text.lags[shadow.method] = 0
+        governor.observe_shadow_seconds(shadow.method, 1, seconds)
+        log.seconds += seconds
+        log.shadow_seconds += seconds
+
+
+def governor_of(world: World) -> Governor:
+    """A governor that knows the world's costs as a calibration would."""
+    return Governor([Candidate(n, 16, m.lookup) for n, m in world.methods.items()], world.table())
+
+
+def best_fixed(world: World, *, tokens: int = 0, steps: int = 0, load: Load = lambda step: 1) -> tuple[Policy, float]:
+    """The fixed choice of least time for a token in hindsight, and this time."""
+    policies: list[Policy] = [None, *((name, length) for name in world.methods for length in (1, 2, 3, 5, 8, 12))]
+    times = [
+        (run(world, policy, tokens=tokens, steps=steps, load=load).pace, place) for place, policy in enumerate(policies)
+    ]
+    seconds, place = min(times)
+    return policies[place], seconds

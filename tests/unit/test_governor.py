@@ -1,0 +1,389 @@
+"""The governor in a world of scripted costs and acceptances: near the best fixed choice, soon off, soon on, and calm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from outrider.govern import acceptance, governor
+from outrider.govern.acceptance import AcceptanceModel, Counts
+from outrider.govern.choice import Chooser, Option, Plan, Text
+from outrider.govern.costs import CostModel, CostTable, Curve, DraftWork, StepTimes, StepWork
+from outrider.govern.governor import Candidate, Governor, Running
+from tests.unit.governor_world import FLAT, STEEP, Log, Method, World, always, best_fixed, governor_of, run
+
+SEEDS = (0, 1)
+#: What a policy may lose against the best fixed choice in hindsight.
+REGRET = 0.05
+
+
+def drafting(stands: Callable[[int, int], float], level: float = 0.06) -> Method:
+    """A draft model."""
+    return Method(level, stands)
+
+
+def looking_up(stands: Callable[[int, int], float], exists: Callable[[int, int], float]) -> Method:
+    return Method(0.01, stands, exists, lookup=True)
+
+
+def blocks(good: float, bad: float, length: int) -> Callable[[int, int], float]:
+    """Now good and now bad, so many tokens each."""
+    return lambda text, position: good if (position // length) % 2 == 0 else bad
+
+
+def until(position: int, before: float, after: float) -> Callable[[int, int], float]:
+    return lambda text, where: before if where < position else after
+
+
+def steps(position: int, before: float, after: float) -> Callable[[int, int], float]:
+    """Like `until`, and only part of the texts change: none but the first one."""
+    return lambda text, where: before if where < position or text else after
+
+
+#: Methods of a world, and tokens of each text.
+WORLDS: dict[str, tuple[dict[str, Method], int]] = {
+    "a good draft": ({"draft": drafting(always(0.7))}, 2000),
+    "a draft that is always wrong": ({"draft": drafting(always(0.0))}, 2000),
+    "a lookup that is always wrong": ({"lookup": looking_up(always(0.0), always(1.0))}, 2000),
+    "a lookup with little to say": ({"lookup": looking_up(always(0.9), always(0.1))}, 2000),
+    "a draft that costs more than it brings": ({"draft": drafting(always(0.3), 0.4)}, 2000),
+    "a draft and a lookup": ({"draft": drafting(always(0.7)), "lookup": looking_up(always(0.8), always(0.3))}, 4000),
+    "drifting down": ({"draft": drafting(lambda text, where: max(0.0, 0.9 - where / 2200))}, 2000),
+    "drifting up": ({"draft": drafting(lambda text, where: min(0.9, where / 2200))}, 2000),
+    "to and fro, 20 tokens": ({"draft": drafting(blocks(0.9, 0.0, 20))}, 3000),
+    "to and fro, 60 tokens": ({"draft": drafting(blocks(0.9, 0.0, 60))}, 3000),
+    "to and fro, 200 tokens": ({"draft": drafting(blocks(0.9, 0.0, 200))}, 3000),
+    "a lookup to and fro, 60 tokens": ({"lookup": looking_up(blocks(0.9, 0.0, 60), always(0.5))}, 3000),
+    "one good after the other": (
+        {"draft": drafting(until(1500, 0.8, 0.1)), "lookup": looking_up(until(1500, 0.1, 0.9), always(0.8))},
+        3000,
+    ),
+}
+
+
+@pytest.mark.parametrize("passes", [FLAT, STEEP], ids=["rows cost little", "rows cost much"])
+@pytest.mark.parametrize("name", WORLDS)
+def test_it_is_near_the_best_fixed_choice_in_hindsight(name: str, passes: dict[int, float]) -> None:
+    methods, tokens = WORLDS[name]
+    regrets = []
+    for seed in SEEDS:
+        world = World(methods, passes, seed=seed)
+        _, best = best_fixed(world, tokens=tokens)
+        regrets.append(run(world, governor_of(world), tokens=tokens).pace / best - 1.0)
+    assert sum(regrets) / len(regrets) <= REGRET, regrets
+
+
+@pytest.mark.parametrize("passes", [FLAT, STEEP], ids=["rows cost little", "rows cost much"])
+@pytest.mark.parametrize("batch", [4, 8, 16, 32])
+def test_the_same_for_batches(batch: int, passes: dict[int, float]) -> None:
+    methods = {"draft": drafting(lambda text, where: (0.85, 0.6, 0.3, 0.7)[text % 4])}
+    world = World(methods, passes)
+    _, best = best_fixed(world, steps=300, load=lambda step: batch)
+    assert run(world, governor_of(world), steps=300, load=lambda step: batch).pace <= best * (1.0 + REGRET)
+
+
+def test_bursts_of_requests() -> None:
+    """One text, then sixteen, again and again: better than every single fixed setting."""
+
+    def load(step: int) -> int:
+        return 1 if (step // 150) % 2 == 0 else 16
+
+    world = World({"draft": drafting(always(0.7))}, STEEP)
+    log = run(world, governor_of(world), steps=1500, load=load)
+    for policy in (None, *(("draft", length) for length in (1, 2, 3, 4, 6))):
+        assert log.pace < run(world, policy, steps=1500, load=load).pace, policy
+    assert log.flips <= 2 * 10  # each burst, and no more
+
+
+def test_a_machine_that_becomes_slower_changes_nothing() -> None:
+    world = World({"draft": drafting(always(0.7))}, FLAT, drift=lambda step: 1.0 if step < 300 else 2.0)
+    _, best = best_fixed(world, tokens=2000)
+    log = run(world, governor_of(world), tokens=2000)
+    assert log.pace <= best * (1.0 + REGRET)
+    assert log.flips <= 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("passes", [FLAT, STEEP], ids=["rows cost little", "rows cost much"])
+@pytest.mark.parametrize("kind", ["draft", "lookup"])
+def test_it_is_off_within_20_steps_of_a_method_going_bad(kind: str, passes: dict[int, float], seed: int) -> None:
+    script = until(1000, 0.8, 0.0)
+    method = drafting(script) if kind == "draft" else looking_up(script, always(1.0))
+    world = World({kind: method}, passes, seed=seed)
+    log = run(world, governor_of(world), tokens=2500)
+    turned = log.step_at(1000)
+    assert sum(log.on[:turned]) >= 0.9 * turned
+    off = next(step for step in range(turned, len(log.on)) if not log.on[step])
+    assert off - turned <= 20
+    assert sum(log.on[turned + 20 :]) <= 0.02 * len(log.on[turned + 20 :])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("passes", [FLAT, STEEP], ids=["rows cost little", "rows cost much"])
+@pytest.mark.parametrize("kind", ["draft", "lookup"])
+def test_it_is_on_within_200_steps_of_a_method_turning_good(kind: str, passes: dict[int, float], seed: int) -> None:
+    script = until(1000, 0.0, 0.8)
+    method = drafting(script) if kind == "draft" else looking_up(script, always(1.0))
+    world = World({kind: method}, passes, seed=seed)
+    log = run(world, governor_of(world), tokens=2500)
+    turned = log.step_at(1000)
+    assert sum(log.on[40:turned]) <= 0.02 * turned
+    assert log.on[turned + 200 :].count(0.0) <= 0.05 * len(log.on[turned + 200 :])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_it_does_not_oscillate(seed: int) -> None:
+    """Acceptance just where drafting breaks even, the worst place for a threshold."""
+    for chance in (0.08, 0.11, 0.14):
+        world = World({"draft": drafting(always(chance))}, FLAT, seed=seed)
+        log = run(world, governor_of(world), tokens=3000)
+        assert log.flips <= 20, chance  # once in 150 steps, where nothing is won or lost by it
+
+
+def test_scoring_idle_methods_costs_less_than_a_hundredth() -> None:
+    for methods in ({"draft": drafting(always(0.0))}, {"lookup": looking_up(always(0.0), always(1.0))}):
+        world = World(methods, FLAT)
+        log = run(world, governor_of(world), tokens=3000)
+        assert 0.0 < log.shadow_seconds < 0.01 * log.seconds
+
+
+def test_an_always_wrong_method_costs_less_than_a_thirtieth() -> None:
+    for passes in (FLAT, STEEP):
+        for batch in (1, 4, 16):
+            world = World({"draft": drafting(always(0.0)), "lookup": looking_up(always(0.0), always(1.0))}, passes)
+            tokens = 2000 // batch
+            log = run(world, governor_of(world), tokens=tokens, load=lambda step, batch=batch: batch)
+            plain = run(world, None, tokens=tokens, load=lambda step, batch=batch: batch)
+            assert log.seconds <= 1.03 * plain.seconds
+
+
+def test_plain_decoding_is_measured_from_time_to_time() -> None:
+    world = World({"draft": drafting(always(0.8))}, FLAT)
+    log = run(world, governor_of(world), tokens=4000)
+    off = [step for step, share in enumerate(log.on) if not share]
+    assert 2 <= len(off) <= 0.01 * len(log.on)
+    assert "plain, to measure it" in log.reasons
+
+
+def test_texts_of_one_batch_are_treated_apart() -> None:
+    world = World({"draft": drafting(steps(0, 0.85, 0.0))}, STEEP)
+    chosen = governor_of(world)
+    run(world, chosen, steps=150, load=lambda step: 4)
+    decisions = chosen.decide([Running(text, 400, 16, ("draft",)) for text in range(4)])
+    drafting_for = [text for text, decision in decisions.items() if decision.method is not None]
+    assert 0 not in drafting_for
+    assert len(drafting_for) >= 2
+    assert all("x of plain decoding expected" in decisions[text].reason for text in drafting_for)
+
+
+def test_a_new_request_begins_with_what_others_showed() -> None:
+    world = World({"draft": drafting(always(0.0))}, FLAT)
+    chosen = governor_of(world)
+    run(world, chosen, tokens=500)
+    chosen.begin(77)
+    assert chosen.decide([Running(77, 1, 16, ("draft",))])[77].method is None
+
+
+def test_a_tenant_has_a_prior_of_its_own() -> None:
+    model = AcceptanceModel({"draft": 0.6})
+    for request, tenant in ((0, "a"), (1, "b")):
+        model.begin(request, tenant)
+        for _ in range(100):
+            model.observe(request, "draft", [1.0] if tenant == "a" else [0.0])
+    for request, tenant in ((2, "a"), (3, "b"), (4, "c")):
+        model.begin(request, tenant)
+    first = [model.outlook(request, "draft").stands[0] for request in (2, 3, 4)]
+    assert first[0] > 0.9
+    assert first[1] < 0.1
+    assert 0.3 < first[2] < 0.7
+
+
+def test_a_request_that_may_not_draft_says_why() -> None:
+    chosen = governor_of(World({"draft": drafting(always(0.9))}))
+    chosen.begin(0)
+    why = "its rows depend on the batch"
+    assert chosen.decide([Running(0, 5, 0, (), why_plain=why)])[0] == governor.Decision(None, 0, why)
+    assert chosen.chosen == {("none", 0): 1}
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_staircase_keeps_its_steps() -> None:
+    """Up to 8 rows are free and the 9th is not: nobody asks for it."""
+    table = CostTable({1: 1.0, 8: 1.0, 9: 1.6, 16: 1.6, 17: 2.2, 64: 6.0}, 0.0, {"draft": {1: 0.01, 64: 0.01}})
+    costs = CostModel(table)
+    model = AcceptanceModel({"draft": 0.75})
+    model.begin(0, None)
+    option = Option("draft", model.outlook(0, "draft"), 16)
+    plan = Chooser(costs, [Text(0, {"draft": option})], 0, 64).best()
+    assert plan.rows == {0: ("draft", 7)}
+
+
+def test_the_budget_goes_to_whom_it_helps_most() -> None:
+    table = CostTable({1: 1.0, 6: 1.0, 7: 4.0, 64: 30.0}, 0.0, {"draft": {1: 0.0001, 64: 0.0001}})
+    model = AcceptanceModel({"draft": 0.5})
+    for request, score in ((0, 0.0), (1, 1.0)):
+        model.begin(request, request)
+        for _ in range(50):
+            model.observe(request, "draft", [score] * 4, 1.0 + 4 * score)
+    texts = [Text(r, {"draft": Option("draft", model.outlook(r, "draft"), 8)}) for r in (0, 1)]
+    plan = Chooser(CostModel(table), texts, 0, 64).best()
+    assert plan.rows == {1: ("draft", 4)}
+
+
+def test_a_late_start_must_be_worth_its_price() -> None:
+    table = CostTable(FLAT, 0.0, {"draft": {1: 0.05, 64: 0.3, 1000: 5.0}})
+    model = AcceptanceModel({"draft": 0.35})
+    model.begin(0, None)
+
+    def planned(lag: int) -> Plan:
+        option = Option("draft", model.outlook(0, "draft"), 4, lag)
+        return Chooser(CostModel(table), [Text(0, {"draft": option})], 0, 64).best()
+
+    assert planned(0).rows
+    assert not planned(10_000).rows
+
+
+def test_costs_follow_what_is_observed() -> None:
+    costs = CostModel(CostTable({1: 1.0, 4: 1.0, 8: 1.0}))
+    for _ in range(30):
+        costs.observe(StepWork(1, 1, 0), StepTimes(0.0, 1.0, 0.02))
+        costs.observe(StepWork(8, 1, 0, (DraftWork("draft", 1, 7),)), StepTimes(0.7, 2.0, 0.02))
+    assert costs.step_seconds(1, 0) == pytest.approx(1.02, rel=0.1)
+    assert costs.step_seconds(8, 0) == pytest.approx(2.02, rel=0.1)
+    assert costs.draft_seconds("draft", 1, 3) == pytest.approx(0.3, rel=0.15)
+
+
+def test_one_pause_of_the_machine_changes_little() -> None:
+    curve = Curve({1: 1.0, 8: 1.2})
+    for _ in range(20):
+        curve.observe(1, 1.0, 1.0)
+    curve.observe(1, 1.0, 500.0)
+    assert curve.seconds(1) < 1.3
+
+
+def test_contexts_cost_what_was_calibrated() -> None:
+    costs = CostModel(CostTable({1: 1.0, 8: 1.0}, 0.001))
+    assert costs.step_seconds(1, 1000) - costs.step_seconds(1, 0) == pytest.approx(1.0)
+
+
+def test_what_is_assumed_without_a_calibration_is_soon_corrected() -> None:
+    world = World({"draft": drafting(always(0.0))}, STEEP)
+    chosen = Governor([Candidate("draft", 16)], CostTable.assumed(1e-4))
+    assert run(world, chosen, tokens=2000).seconds <= 1.03 * run(world, None, tokens=2000).seconds
+
+
+# -- acceptance --------------------------------------------------------------------------------------------------------
+
+
+def test_positions_are_counted_apart() -> None:
+    counts = Counts(1000.0)
+    for _ in range(50):
+        counts.add([1.0, 0.0], 2.0)
+        counts.add([0.0], 1.0)
+    first, second, third, *_ = counts.chances([0.5] * acceptance.POSITIONS, 0.0001)
+    assert first == pytest.approx(0.5, abs=0.02)
+    assert second == pytest.approx(0.0, abs=0.1)
+    assert third == second  # nobody tried it
+
+
+def test_equal_chances_stay_as_they_are_at_every_length() -> None:
+    assert acceptance._by_length([0.7] * 12, 3.0) == pytest.approx([0.7] * 12)
+
+
+def test_the_length_that_was_seen_has_the_chances_that_were_seen() -> None:
+    """A text that is easy in half the rounds, in which everything stands: drafts of 3 bring 2.5 tokens."""
+    stands = acceptance._by_length([0.5] + [1.0] * 11, 4.0)
+    assert 1.0 + stands[0] * (1.0 + stands[1] * (1.0 + stands[2])) == pytest.approx(2.5)
+    # 4 of 5 tokens are easy. One draft token at a time, a round brings 2 there and 1 elsewhere: 5 tokens in 3 rounds.
+    assert 1.0 + stands[0] == pytest.approx(5 / 3)
+
+
+def test_what_is_learnt_of_tenants_does_not_grow_without_end() -> None:
+    model = AcceptanceModel({"draft": 0.6})
+    for request in range(3000):
+        model.begin(request, f"tenant {request}")
+        model.observe(request, "draft", [1.0])
+        model.finish(request)
+    assert len(model._shared) <= acceptance._MOST_SCOPES
+    assert not model._own
+
+
+def test_decisions_do_not_depend_on_chance() -> None:
+    logs: list[Log] = []
+    for _ in range(2):
+        world = World({"draft": drafting(blocks(0.9, 0.1, 60))}, STEEP)
+        logs.append(run(world, governor_of(world), tokens=800))
+    assert logs[0] == logs[1]
+
+
+# -- planted bugs ------------------------------------------------------------------------------------------------------
+
+
+def _never_off(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Governor, "_must_plan", lambda self, running: not self._plan.rows)
+
+
+def _no_shadows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(governor, "_SHADOW_SHARE", 0.0)
+
+
+def _no_surprise(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(acceptance._Surprise, "taken", lambda self: False)
+
+
+def _costs_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CostModel, "draft_seconds", lambda *_: 0.0)
+
+
+def _always_the_longest(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Counts, "along", lambda self, guess, weight: [0.95] * acceptance.POSITIONS)
+    patch.setattr(Counts, "chances", lambda self, prior, weight: list(prior))
+
+
+def _shadows_without_a_limit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(governor, "_SHADOW_SHARE", 0.2)
+    patch.setattr(governor, "SHADOW_TOKENS", 1)
+
+
+def _lengths_as_if_text_were_even(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(acceptance, "_by_length", lambda stands, tokens: list(stands))
+
+
+def _never_plain(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Governor, "_is_time_for_plain", lambda self, num_texts: False)
+
+
+BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]] = {
+    "drafting never ends": (_never_off, lambda: test_it_is_off_within_20_steps_of_a_method_going_bad("draft", STEEP, 0)),
+    "idle methods are not scored": (
+        _no_shadows,
+        lambda: test_it_is_on_within_200_steps_of_a_method_turning_good("draft", STEEP, 0),
+    ),
+    "changes are not noticed": (
+        _no_surprise,
+        lambda: test_it_is_off_within_20_steps_of_a_method_going_bad("lookup", FLAT, 0),
+    ),
+    "drafts cost nothing": (
+        _costs_forgotten,
+        lambda: test_it_is_near_the_best_fixed_choice_in_hindsight("a draft that costs more than it brings", FLAT),
+    ),
+    "nothing is learnt": (_always_the_longest, test_an_always_wrong_method_costs_less_than_a_thirtieth),
+    "scoring takes what it likes": (_shadows_without_a_limit, test_scoring_idle_methods_costs_less_than_a_hundredth),
+    "long drafts are taken to be as good as short ones": (
+        _lengths_as_if_text_were_even,
+        lambda: test_it_is_near_the_best_fixed_choice_in_hindsight("to and fro, 20 tokens", FLAT),
+    ),
+    "plain decoding is not measured": (_never_plain, test_plain_decoding_is_measured_from_time_to_time),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_turn_their_test_red(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, check = BUGS[name]
+    check()
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, StopIteration)):
+        check()
