@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         StructuredOutputs,
         TokenOrigin,
     )
+    from outrider.propose.auto import Auto
     from outrider.propose.blockwise import Blockwise
     from outrider.propose.cross_vocabulary import CrossVocabulary
     from outrider.propose.draft_model import DraftModel
@@ -43,6 +44,7 @@ _HOMES = {
     "AsyncLLM": "outrider.async_llm",
     "LLM": "outrider.llm",
     "SpeculationConfig": "outrider.propose.speculation",
+    "Auto": "outrider.propose.auto",
     "Blockwise": "outrider.propose.blockwise",
     "CrossVocabulary": "outrider.propose.cross_vocabulary",
     "DraftModel": "outrider.propose.draft_model",
@@ -75,6 +77,7 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "Auto",
     "Blockwise",
     "CompletionOutput",
     "CrossVocabulary",

@@ -342,7 +342,7 @@ def _short(value: object, limit: int = 80) -> str:
         text = repr(value)
     except Exception:  # a value of the caller's own type, or one that holds too many others inside one another
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+    return text if len(text) <= limit else f"{text[: limit // 2]}…{text[1 - limit // 2 :]}"  # a path ends in what matters
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ WAYS: list[dict[str, Any]] = [
     {"method": "ngram", "min_match": 1},
     {"method": "suffix", "branches": True, "shared": True},
     {"method": "prediction", "min_match": 1},
+    {"method": "auto", "methods": [{"method": "draft_model"}, {"method": "ngram", "min_match": 1}]},
 ]
 PREDICTION = "\n    for name in names:\n        return self\n"
 

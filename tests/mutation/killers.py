@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from outrider.draft import Draft, Law
+from outrider.errors import EngineStalledError
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
@@ -240,7 +241,10 @@ def cache_truth() -> None:
         params = SamplingParams(seed=shift, max_tokens=30)
         llm.engine.add_request((*PROMPT, shift), params, config)
     audit = CacheAudit(llm.engine)
-    audit.run()
+    try:
+        audit.run()
+    except EngineStalledError as error:  # the books say that all is computed, where it is not
+        raise AssertionError("the engine stands still") from error
     assert audit.num_checked > 20
     assert audit.worst < 1e-5, audit.worst
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import (
+    Auto,
     Blockwise,
     CrossVocabulary,
     DraftModel,
@@ -35,6 +36,7 @@ from outrider.validation import Frozen
 from tests.unit.builders import PlantedTree
 
 BUILT_IN: tuple[type[Method], ...] = (
+    Auto,
     Blockwise,
     CrossVocabulary,
     DraftModel,
@@ -360,6 +362,9 @@ loaded: dict[str, st.SearchStrategy[Any]] = {
 METHOD_CLASSES = {method.name: method for method in BUILT_IN}
 own_heads: dict[str, st.SearchStrategy[Any]] = {"model": texts, "min_confidence": st.floats(0, 1)}
 METHODS: dict[str, st.SearchStrategy[Method]] = {
+    "auto": st.builds(
+        Auto, methods=st.sampled_from([(), ("ngram",), ({"method": "suffix", "num_draft_tokens": 9}, "ngram")])
+    ),
     "blockwise": st.builds(Blockwise, **own_heads),
     "exit": st.builds(ExitHead, **own_heads),
     "medusa": st.builds(Medusa, **own_heads),

@@ -574,7 +574,7 @@ class Engine:
     def _commit_one(
         self, place: int, item: ScheduledSequence, step: StepDraft, out: ForwardOutput, judged: _Judged | None
     ) -> ComputedRows | None:
-        """Write down what a sequence has gained; returns what its proposers may be shown of it, or None if it has failed."""
+        """Write down what a sequence has gained; returns what its proposers may see, or None if it failed."""
         seq, accepted = item.seq, tuple[int, ...]()
         start = seq.kv.num_computed
         seq.kv.num_computed += item.num_rows
