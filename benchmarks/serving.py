@@ -20,7 +20,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection as Pipe
@@ -67,6 +67,12 @@ class Target:
         speculation: Any = "none" if self.draft is None else {"method": "draft_model", "model": self.draft}
         common = {"dtype": self.dtype, "kv_cache_tokens": 8192, "prefix_caching": False}
         return {"model": self.model, "speculation": speculation, **common}
+
+    @property
+    def named(self) -> dict[str, str | None]:
+        """The names of its folders, without the paths of this machine."""
+        draft = None if self.draft is None else Path(self.draft).name
+        return {"model": Path(self.model).name, "draft": draft, "dtype": self.dtype}
 
     @property
     def arguments(self) -> list[str]:
@@ -251,7 +257,7 @@ def measure(target: Target, rounds: int, num_tokens: int, *, llama_cpp: bool) ->
                 if number:  # the first round warms up
                     runs.setdefault(name, []).append(run)
     figures = {name: _figures(its, runs[OFFLINE]) for name, its in runs.items()}
-    return {"target": asdict(target), "tokens": num_tokens, "rounds": rounds, "contestants": figures}
+    return {"target": target.named, "tokens": num_tokens, "rounds": rounds, "contestants": figures}
 
 
 def _figures(runs: list[Run], offline: list[Run]) -> dict[str, Any]:
