@@ -100,6 +100,7 @@ def test_samples_of_one_prompt_and_texts_that_end_early(pair: tuple[str, str]) -
         assert [len(sample.token_ids) for output in outputs for sample in output.outputs] == [1, 1, 2, 2, 7, 7, 30, 30]
         assert not llm.engine.governing._of
         assert not llm.engine.governing._pending
+        llm.engine.check_rest()
 
 
 class Broken(Method):

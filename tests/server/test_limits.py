@@ -268,6 +268,7 @@ def test_settings_of_a_tenant_stand_behind_its_keys(tmp_path: Path, monkeypatch:
         ("ann: SECRET fast", "fast"),
         ("ann:", "no key"),
         ("bob: SECRET weight=3", "another line of this tenant says 2"),
+        ("ann: other", "another line gives this key to bob"),
     ],
 )
 def test_a_wrong_line_is_named_with_its_field_and_without_its_key(tmp_path: Path, line: str, named: str) -> None:
@@ -300,21 +301,25 @@ def test_texts_at_a_time_and_when_there_will_be_a_place() -> None:
 
     def take(count: int) -> None:
         with meter.place(count):
-            pass
+            clock.now += seconds
 
+    seconds = 0.0
     with meter.place(2):
         assert refusal(lambda: take(2)) == (429, "concurrency_limit", "1"), "nothing is known yet"
         take(1)
         assert refusal(lambda: take(4)) == (400, "concurrency_limit", None), "so many never find a place"
+    seconds = 10.0
     for _ in range(4):
-        clock.now += 10
         take(1)
     with meter.place(3):
         clock.now += 4
         assert refusal(lambda: take(1)) == (429, "concurrency_limit", "7"), "7 ended in 44 seconds"
-        assert refusal(lambda: take(2)) == (429, "concurrency_limit", "13")
+        assert refusal(lambda: take(2)) == (429, "concurrency_limit", "10"), "none took longer"
         clock.now += 1000
-        assert refusal(lambda: take(2)) == (429, "concurrency_limit", "60")
+        assert refusal(lambda: take(2)) == (429, "concurrency_limit", "10"), "idle time tells nothing"
+    clock.now += 10
+    with meter.place(3):  # the last three had their places for 1,004 seconds
+        assert refusal(lambda: take(3)) == (429, "concurrency_limit", "60"), "and no client waits longer"
     assert meter.num_texts == 0
     assert refusal(lambda: Meter(TenantLimits(), 2).place(3).__enter__()) == (400, "queue_full", None)
 

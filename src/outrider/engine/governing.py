@@ -163,9 +163,6 @@ class Governing:
             if config.method is not None:
                 name = config.name if config.name not in members else f"{config.name} {len(members) + 1}"
                 members[name] = config
-        for config in members.values():
-            assert config.method is not None
-            self._proposers.acquire(config.method)  # for as long as the engine lives
         found = _Governed(settings, members, self._governor(members))
         self._governed.append(found)
         return found

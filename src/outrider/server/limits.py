@@ -49,7 +49,7 @@ class Meter:
     def __init__(self, limits: TenantLimits, max_texts: int, clock: Callable[[], float] = monotonic) -> None:
         self._limits, self._max_texts, self._clock = limits, max_texts, clock
         self.num_texts = 0
-        self._ends: deque[float] = deque(maxlen=_MEMORY)
+        self._ends: deque[tuple[float, float]] = deque(maxlen=_MEMORY)  # when a text ended, and how long it had its place
         self._balance = float(limits.tokens_per_minute or 0)
         self._balance_at = clock()
 
@@ -63,11 +63,13 @@ class Meter:
         self._check(num_texts, self._limits.max_concurrent, "concurrency_limit", "this key may have {} at a time")
         self._check(num_texts, self._max_texts, "queue_full", "this server takes {}")
         self.num_texts += num_texts
+        begun = self._clock()
         try:
             yield
         finally:
             self.num_texts -= num_texts
-            self._ends.extend([self._clock()] * num_texts)
+            end = self._clock()
+            self._ends.extend([(end, end - begun)] * num_texts)
 
     def check_tokens(self) -> None:
         """Raise ApiError where the tenant has used more tokens than it may."""
@@ -101,6 +103,13 @@ class Meter:
         raise ApiError(429, problem, code=code, headers=headers)
 
     def _seconds_until_ended(self, num_texts: int) -> int:
-        """How long so many of the tenant's texts take to end, if they end as fast as the latest ones; at least a second."""
-        passed = self._clock() - self._ends[0] if self._ends else 0.0
-        return min(max(1, ceil(num_texts * passed / max(1, len(self._ends)))), _LONGEST_WAIT)
+        """How long so many of the tenant's texts take to end, if they end as fast as the latest ones; at least a second.
+
+        They take no longer than the longest of these had its place, so that a time in which the tenant asked for nothing
+        does not count.
+        """
+        if not self._ends:
+            return 1
+        passed = self._clock() - self._ends[0][0]
+        longest = max(seconds for _, seconds in self._ends)
+        return min(max(1, ceil(min(num_texts * passed / len(self._ends), longest))), _LONGEST_WAIT)
