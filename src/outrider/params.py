@@ -125,11 +125,11 @@ class SamplingParams(Frozen):
     }
 
     temperature: float = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="Use 0 (greedy) to 100.")
-    top_k: int = Field(0, ge=-1, description="Use 1 or more; 0 or -1 keeps every token.")
+    top_k: int = Field(0, ge=-1, lt=2**31, description="Use 1 to 2147483647; 0 or -1 keeps every token.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Use a value above 0 and up to 1.")
     min_p: float = Field(0.0, ge=0.0, le=1.0, description="Use a value from 0 to 1.")
     repetition_penalty: float = Field(
-        1.0, gt=0.0, le=100.0, description="Use a value above 0; above 1 discourages tokens of prompt and output."
+        1.0, ge=0.01, le=100.0, description="Use 0.01 to 100; above 1 discourages tokens of prompt and output."
     )
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="Use a value from -2 to 2.")
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="Use a value from -2 to 2.")

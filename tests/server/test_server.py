@@ -416,6 +416,7 @@ def test_what_cannot_be_served_is_refused_by_its_name(server: Server, fields: An
         ({"modalities": ["audio"]}, "modalities"),
         ({"chat_template": "x"}, "chat_template"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ],

@@ -64,6 +64,8 @@ def test_both_ends_of_every_range_are_allowed(field: str, value: Any) -> None:
         ("temperature", None),
         ("temperature", True),
         ("top_k", -2),
+        ("top_k", 2**31),
+        ("repetition_penalty", 1e-3),
         ("top_k", 1.5),
         ("top_k", "3"),
         ("top_k", True),

@@ -30,7 +30,7 @@ def encode(asked: ChatRequest, prompts: PromptEncoder) -> tuple[int, ...]:
     tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] if wanted_tools(asked) else None
     settings = asked.chat_template_kwargs or {}
     taken = signature(_template_of(prompts).apply_chat_template).parameters.keys()
-    for name in sorted(settings.keys() & (taken | {"messages", "chat_template"})):
+    for name in sorted(settings.keys() & (taken | {"self", "conversations", "messages", "chat_template"})):
         raise InvalidParameterError("chat_template_kwargs", name, "it is no variable of a template", "Leave it out.")
     return prompts.encode_conversation(conversation(asked.messages), tools=tools, **settings)[1]
 

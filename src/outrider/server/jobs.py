@@ -123,9 +123,10 @@ class JobMaker:
             InvalidParameterError: There are too many, or none.
         """
         num_prompts = len(asked.prompts) if isinstance(asked, CompletionRequest) else 1
-        num_texts = num_prompts * (1 if asked.n is None else asked.n)
+        num_samples = 1 if asked.n is None else asked.n
+        num_texts = num_prompts * num_samples
         if not 1 <= num_texts <= self.settings.max_n:
-            problem = f"{num_prompts} prompts with {asked.n or 1} samples each are {num_texts} texts"
+            problem = f"{num_prompts} prompts with {num_samples} samples each are {num_texts} texts"
             remedy = f"Ask for 1 to {self.settings.max_n} texts at a time."
             raise InvalidParameterError("n", asked.n, problem, remedy)
         return num_texts
