@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,13 +19,17 @@ if TYPE_CHECKING:
 
     from outrider.llm import LLM
     from outrider.server.keys import ApiKeys
+    from outrider.server.replicas.room import Machine, Share
+    from outrider.server.service import Service
     from outrider.server.settings import ServerSettings
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_STALLED_SECONDS = 60
 
 Allow = Annotated[
     list[str] | None, typer.Option(help="A further method that requests may ask for, as in --method; may be repeated.")
 ]
+Replicas = Annotated[int | None, typer.Option(help="Engines behind one address, on Ray Serve; see docs/serving.md.")]
 Host = Annotated[str, typer.Option(help="Address to listen at; others than this machine reach 0.0.0.0.")]
 Port = Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)]
 Name = Annotated[str | None, typer.Option(help="What clients call the model.")]
@@ -42,7 +48,9 @@ MaxN = Annotated[int, typer.Option(help="Texts of one request.")]
 MaxBody = Annotated[int, typer.Option(help="Of one request.")]
 RequestSeconds = Annotated[float | None, typer.Option(help="A request that takes longer is ended.")]
 DrainSeconds = Annotated[int, typer.Option(help="How long requests may finish after SIGTERM.", min=0)]
-StalledSeconds = Annotated[int, typer.Option(help="A client that takes nothing for so long is cut off.", min=1)]
+StalledSeconds = Annotated[
+    int | None, typer.Option(help="A client that takes nothing for so long is cut off; 60 unless given.", min=1)
+]
 Certificate = Annotated[Path | None, typer.Option(help="Certificate, for https.")]
 CertificateKey = Annotated[Path | None, typer.Option(help="Its key.")]
 
@@ -73,6 +81,7 @@ def serve(
     rule: options.Rule = None,
     tree: options.Tree = None,
     allow: Allow = None,
+    replicas: Replicas = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     served_model_name: Name = None,
@@ -93,11 +102,13 @@ def serve(
     max_body_bytes: MaxBody = 4 * 2**20,
     request_seconds: RequestSeconds = None,
     drain_seconds: DrainSeconds = 30,
-    stalled_seconds: StalledSeconds = 60,
+    stalled_seconds: StalledSeconds = None,
     ssl_certfile: Certificate = None,
     ssl_keyfile: CertificateKey = None,
 ) -> None:
     """Serve a model to everything that speaks to OpenAI's API."""
+    if replicas is not None:
+        _check_replicas(replicas, stalled_seconds)
     if wide:
         served_model_name = served_model_name or "outrider-wide"
         model, draft_model = _wide(model, method, draft_model, dtype)
@@ -106,9 +117,19 @@ def serve(
     settings = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
     template = None if chat_template is None else _template(chat_template)
     limits, keys, place = _open(given)  # before the model: what is wrong here is better known now
-    llm = _load(model, settings, template, **{name: given[name] for name in _LOADING})
+    loading = {name: given[name] for name in _LOADING}
     tls = {name: str(given[name]) for name in ("ssl_certfile", "ssl_keyfile") if given[name] is not None}
-    _serve(llm, limits, allowed, keys, place, drain_seconds=drain_seconds, **tls)
+    make = partial(_service, model, settings, template, limits, allowed, keys)
+    if replicas is not None:
+        address = {"host": host, "port": place.getsockname()[1]}
+        place.close()  # Ray Serve opens it again, in a process of its own
+        _serve_replicas(
+            make, replicas, model, settings, loading, limits, keys, drain_seconds=drain_seconds, **address, **tls
+        )
+        return
+    from outrider.server.run import serve as run
+
+    run(make(**loading), place, drain_seconds=drain_seconds, **tls)
 
 
 def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, socket]:
@@ -122,7 +143,7 @@ def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, socket]:
     name = given["served_model_name"] or _usual_name(given["model"])
     limits = ServerSettings(model_name=name, **{name: given[name] for name in _LIMITS})
     keys, host = ApiKeys.of(given["api_key_file"]), given["host"]
-    place = listen(host, given["port"], given["stalled_seconds"])
+    place = listen(host, given["port"], given["stalled_seconds"] or _STALLED_SECONDS)
     write_json()
     if not keys and host not in _LOOPBACK:
         log("everybody who reaches this address is served: give --api-key-file", {"host": host}, logging.WARNING)
@@ -152,18 +173,88 @@ def _load(model: str | None, settings: Any, template: str | None, **given: Any) 
     return llm
 
 
-def _serve(llm: LLM, limits: ServerSettings, allowed: list[Any], keys: Any, place: Any, **how: Any) -> None:
+def _service(
+    model: str | None,
+    settings: Any,
+    template: str | None,
+    limits: ServerSettings,
+    allowed: list[Any],
+    keys: ApiKeys,
+    **given: Any,
+) -> Service:
+    """The model, loaded, as the routes see it. With --replicas this runs in the process of each of them."""
     from outrider.async_llm import AsyncLLM
     from outrider.server.allowed import AllowedMethods
-    from outrider.server.run import serve as run
     from outrider.server.service import Service
 
+    llm = _load(model, settings, template, **given)
     methods = AllowedMethods(llm.speculation, [llm.resolve(config) for config in allowed])
     for config in allowed:
         method = llm.resolve(config).method
         if method is not None:
             llm.proposers.get(method)  # one that cannot be had is better known now than at the first request
-    run(Service(AsyncLLM(llm), limits, methods, keys), place, **how)
+    return Service(AsyncLLM(llm), limits, methods, keys)
+
+
+def _serve_replicas(
+    make: Callable[..., Service],
+    count: int,
+    model: str | None,
+    settings: Any,
+    given: dict[str, Any],
+    limits: ServerSettings,
+    keys: ApiKeys,
+    **how: Any,
+) -> None:
+    from outrider.config import ModelConfig
+    from outrider.llm import default_model
+    from outrider.model.loader import read_context, read_needs
+    from outrider.server.replicas.room import own_machine, share
+
+    names = ("dtype", "device", "attention_backend", "max_model_len", "quantization", "batch_invariant")
+    target = ModelConfig(model=model or default_model("target"), **{name: given[name] for name in names})
+    draft = _draft_model(model, settings)
+    configs = [target] if draft is None else [target, target.replace(model=draft, max_model_len=None)]
+    found = [each for each in map(read_needs, configs) if each is not None]
+    most_tokens = given["max_num_seqs"] * read_context(target)
+
+    def shared(machines: list[Machine]) -> Share:
+        return share(target.model, found, count, machines, given["kv_cache_tokens"], most_tokens)
+
+    in_cluster = "RAY_ADDRESS" in os.environ
+    each = None if in_cluster else shared([own_machine(given["device"])])  # before anything starts
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would tell its makers about this cluster
+    from outrider.server.replicas.run import cluster, cluster_machines, serve_replicas
+
+    with cluster():
+        each = each or shared(cluster_machines())
+        ready = partial(make, **{**given, "kv_cache_tokens": each.kv_tokens})
+        slack = max(1, given["max_num_seqs"] // 2)
+        serve_replicas(ready, count, each, limits, keys, slack=slack, **how)
+
+
+def _draft_model(model: str | None, settings: Any) -> str | None:
+    """The model that drafts; None where none does."""
+    from outrider.llm import default_model
+
+    method = getattr(settings, "method", None)
+    if model is None and (method is None or (method.name == "draft_model" and method.model is None)):
+        return default_model("draft")
+    return getattr(method, "model", None)
+
+
+def _check_replicas(count: int, stalled_seconds: int | None) -> None:
+    """Raise where so many replicas cannot be, or not here."""
+    if count < 1:
+        raise InvalidParameterError("replicas", count, "somebody must write", "Use 1 or more, or leave --replicas out.")
+    if stalled_seconds is not None:
+        problem = "with --replicas Ray Serve has the connections, and it knows no such limit"
+        raise ContradictionError("stalled_seconds", stalled_seconds, problem, "Leave one of them out.")
+    from importlib.util import find_spec
+
+    if find_spec("ray") is None:
+        remedy = "Install outrider[serve,ray]."
+        raise MissingExtraError("outrider serve --replicas", "the package ray is not installed", remedy)
 
 
 def _check_installed() -> None:

@@ -38,6 +38,29 @@ class StoredTensor:
         return prod(self.shape) * size
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What a model takes of memory.
+
+    Attributes:
+        weight_bytes: For its weights, as they are loaded.
+        kv_token_bytes: For keys and values of a token; 0 where that is not known.
+    """
+
+    weight_bytes: int
+    kv_token_bytes: int
+
+
+def needs(config: ModelConfig, hf_config: Any) -> Needs | None:
+    """What a checkpoint takes; None where its model is no folder with safetensors files."""
+    tensors = stored_tensors(Path(config.model))
+    if not tensors:
+        return None
+    dtype = _asked_dtype(config, hf_config)
+    weights = _weight_bytes(tensors, hf_config, dtype, int8=config.quantization is not None)
+    return Needs(weights, _kv_bytes_per_token(hf_config, dtype or torch.float32))
+
+
 def check_fit(config: ModelConfig, hf_config: Any, device: torch.device, kv_tokens: int | None) -> None:
     """Refuse a checkpoint that does not fit, with the numbers.
 
@@ -51,15 +74,13 @@ def check_fit(config: ModelConfig, hf_config: Any, device: torch.device, kv_toke
         ModelTooLargeError: Weights, and keys and values, take more than there is.
     """
     available = available_bytes(device)
-    tensors = stored_tensors(Path(config.model))
-    if available is None or not tensors:
+    found = needs(config, hf_config)
+    if available is None or found is None:
         return
-    dtype = _asked_dtype(config, hf_config)
-    per_token = _kv_bytes_per_token(hf_config, dtype or torch.float32)
-    weights = _weight_bytes(tensors, hf_config, dtype, int8=config.quantization is not None)
-    kv = (kv_tokens or 0) * per_token
+    weights, kv = found.weight_bytes, (kv_tokens or 0) * found.kv_token_bytes
     if weights + kv > available:
-        remedy = _remedy(config, hf_config, tensors, dtype, available, kv_tokens)
+        dtype = _asked_dtype(config, hf_config)
+        remedy = _remedy(config, hf_config, stored_tensors(Path(config.model)), dtype, available, kv_tokens)
         name = str(dtype).removeprefix("torch.") if dtype is not None else "the dtypes of its files"
         keys = f" and {kv / 1e9:.1f} GB for keys and values" if kv else ""
         need = f"it needs {weights / 1e9:.1f} GB for its weights in {config.quantization or name}{keys}"

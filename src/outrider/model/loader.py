@@ -18,7 +18,7 @@ from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, ModelLoadError, UnsupportedModelError
 from outrider.kernels.weights import quantise_linears
 from outrider.model import hf
-from outrider.model.fit import check_fit
+from outrider.model.fit import Needs, check_fit, needs
 from outrider.model.given import check_given, make_own
 
 logger = logging.getLogger(__name__)
@@ -135,6 +135,17 @@ def read_context(config: ModelConfig) -> int:
     """
     source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     return _max_model_len(config, _read_config(config, source))
+
+
+def read_needs(config: ModelConfig) -> Needs | None:
+    """What a checkpoint takes of memory; None where that is not known. Its configuration and headers alone are read.
+
+    Raises:
+        ModelLoadError: Not on the hub, or unreadable.
+        UnsupportedModelError: Not a causal decoder.
+    """
+    source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    return needs(config, _read_config(config, source))
 
 
 def read_tokenizer(config: ModelConfig) -> Any | None:

@@ -26,6 +26,7 @@ from outrider.server.errors import ApiError, api_error
 from outrider.server.jobs import Job
 from outrider.server.limits import Meter
 from outrider.server.logs import log
+from outrider.server.metrics import MEDIA_TYPE
 from outrider.server.openapi import document
 from outrider.server.pages.facts import facts
 from outrider.server.pages.files import page_routes
@@ -295,7 +296,7 @@ async def version(service: Service, call: Call) -> Response:
 
 async def metrics(service: Service, call: Call) -> Response:
     """/metrics, for Prometheus"""
-    return Response(await service.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(await service.metrics_text(), media_type=MEDIA_TYPE)
 
 
 async def page_facts(service: Service, call: Call) -> Response:

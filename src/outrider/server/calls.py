@@ -53,8 +53,7 @@ class Call:
         """
         if not keys:
             return
-        kind, _, key = self.request.headers.get("authorization", "").partition(" ")
-        self.tenant = keys.tenant(key.strip()) if kind.lower() == "bearer" else None
+        self.tenant = keys.tenant(bearer(self.request))
         if self.tenant is None:
             raise ApiError(401, "there is no such API key", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
@@ -64,15 +63,7 @@ class Call:
         Raises:
             ApiError: It is too large.
         """
-        problem = ApiError(413, f"the body is larger than {limit:,} bytes", code="body_too_large")
-        if int(self.request.headers.get("content-length", "0") or 0) > limit:
-            raise problem
-        found = bytearray()
-        async for part in self.request.stream():
-            found += part
-            if len(found) > limit:
-                raise problem
-        return bytes(found)
+        return await read_body(self.request, limit)
 
     def began(self) -> None:
         """The first piece of a stream has come."""
@@ -99,3 +90,26 @@ class Call:
         facts = {"request_id": self.id, "tenant": self.tenant, "method": self.request.method, "path": self.path}
         outcome = {"status": status, "code": code, "seconds": round(self.seconds, 4), **first, **self._facts}
         log("request", {**facts, **outcome})
+
+
+def bearer(request: Request) -> str:
+    """The API key that a request brings; empty where it brings none."""
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """What a request holds.
+
+    Raises:
+        ApiError: It is larger than `limit` bytes.
+    """
+    problem = ApiError(413, f"the body is larger than {limit:,} bytes", code="body_too_large")
+    if int(request.headers.get("content-length", "0") or 0) > limit:
+        raise problem
+    found = bytearray()
+    async for part in request.stream():
+        found += part
+        if len(found) > limit:
+            raise problem
+    return bytes(found)

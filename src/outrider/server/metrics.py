@@ -23,6 +23,8 @@ from outrider.engine.thread import Health
 from outrider.params import CompletionOutput
 from outrider.stats import RequestStats
 
+#: The form in which Prometheus reads them.
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 #: vLLM's buckets, in seconds.
 _LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)

@@ -150,8 +150,9 @@ class Service:
             raise
         return streams
 
-    async def end(self) -> None:
-        """Let the engine go, once the last texts have; the log says whether they have left anything behind."""
+    async def end(self) -> str:
+        """Let the engine go, once the last texts have. What is told, and logged, is whether they have left anything behind:
+        "agree", or what the books of the engine say."""
         self.draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLEARING_SECONDS):
@@ -159,10 +160,12 @@ class Service:
                     await asyncio.sleep(0.01)
         try:
             await asyncio.to_thread(self.engine.llm.between_steps, Engine.check_rest)
-            log("ended", {"books": "agree"})
+            books = "agree"
         except AssertionError as error:
-            log("ended", {"books": str(error)}, logging.ERROR)
+            books = str(error)
+        log("ended", {"books": books}, logging.INFO if books == "agree" else logging.ERROR)
         await self.engine.close()
+        return books
 
     async def metrics_text(self) -> bytes:
         """All metrics; waits for the end of the step that is under way."""

@@ -1,0 +1,98 @@
+"""What clients reach: it has no model, and passes requests on to the replicas."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from ray.exceptions import RayActorError
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from outrider.server.app import answer
+from outrider.server.calls import bearer, read_body
+from outrider.server.errors import ApiError, api_error
+from outrider.server.keys import ApiKeys
+from outrider.server.logs import log, write_json
+from outrider.server.metrics import MEDIA_TYPE
+from outrider.server.replicas.metrics import merged
+from outrider.server.replicas.parcels import Opening, Parcel
+from outrider.server.replicas.prefixes import beginnings
+from outrider.server.streams import DONE, event
+
+#: A request is sent to a second replica if the first one dies before anything of the answer was sent. Not to a third one: a
+#: request that kills its replica would kill them all.
+_ATTEMPTS = 2
+
+
+class Ingress:
+    """Passes requests on.
+
+    Args:
+        engine: Calls a replica of the engine, behind our router.
+        keys: Who may ask. The engines refuse others; here they tell whose caches may be used.
+        max_body_bytes: Of one request.
+    """
+
+    def __init__(self, engine: Any, keys: ApiKeys, max_body_bytes: int) -> None:
+        write_json()
+        self._engine, self._keys, self._max_body_bytes = engine, keys, max_body_bytes
+
+    async def __call__(self, request: Request) -> Response:
+        """One request."""
+        try:
+            if request.url.path == "/metrics":
+                texts = await self._engine.broadcast("metrics").results_async(return_exceptions=True)
+                return Response(merged([text for text in texts if isinstance(text, tuple)]), media_type=MEDIA_TYPE)
+            return await self._passed_on(await self._parcel(request))
+        except Exception as error:
+            found = api_error(error)
+            if found.status >= 500:
+                log("a request failed", {"path": request.url.path, "code": found.code}, logging.ERROR, error=error)
+            return answer(found.body, found.status, found.headers)
+
+    async def _parcel(self, request: Request) -> Parcel:
+        body = await read_body(request, self._max_body_bytes)
+        tenant = self._keys.tenant(bearer(request))
+        pieces = beginnings(body, tenant) if tenant is not None or not self._keys else ()
+        path, query = request.url.path, request.scope["query_string"]
+        return Parcel(request.method, path, query, tuple(request.headers.raw), body, pieces)
+
+    async def _passed_on(self, parcel: Parcel) -> Response:
+        for _ in range(_ATTEMPTS):
+            parts = self._engine.options(stream=True).answer.remote(parcel)
+            try:
+                opening = await anext(parts)
+                break
+            except RayActorError as error:
+                log("a replica was lost", {"path": parcel.path, "sent": False}, logging.ERROR, error=error)
+            except BaseException:
+                parts.cancel()
+                raise
+        else:
+            raise _lost()
+        response = StreamingResponse(_rest(opening, parts), opening.status)
+        # The id of the request is added by Ray Serve's own server.
+        response.raw_headers = [(name, value) for name, value in opening.headers if name != b"x-request-id"]
+        return response
+
+
+async def _rest(opening: Opening, parts: Any) -> AsyncGenerator[bytes, None]:
+    """The body. What goes wrong now is told by an event, as it is where an engine fails."""
+    try:
+        yield opening.part
+        async for part in parts:
+            yield part
+    except Exception as error:
+        log("a stream was lost", {"sent": True}, logging.ERROR, error=error)
+        yield event(api_error(_lost() if isinstance(error, RayActorError) else error).body)
+        yield DONE
+    finally:
+        parts.cancel()
+
+
+def _lost() -> ApiError:
+    return ApiError(
+        503, "the replica that wrote this answer has ended, and another one takes its place", code="replica_lost"
+    )

@@ -1,0 +1,93 @@
+"""Which replica has read the beginning of a prompt already, and which one gets the request?"""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Generic, TypeVar
+
+#: Bytes of a piece: 16 token ids, which is a block of the KV memory, or as many letters of a text.
+PIECE_BYTES = 64
+#: Pieces of a prompt that are looked at: 64 KiB.
+_MOST_PIECES = 1024
+#: Pieces that are remembered of a replica: 4 MiB of text. What was used longest ago is forgotten first.
+_MEMORY = 2**16
+
+Replica = TypeVar("Replica", bound=Hashable)
+
+
+def beginnings(body: bytes, namespace: str | None) -> tuple[bytes, ...]:
+    """Digests of the beginnings of a request's first prompt, each a piece longer than the one before.
+
+    Args:
+        body: The request. One that cannot be read, or has no prompt, has no beginnings; the engine says what is wrong.
+        namespace: Whose it is. Caches are never shared between namespaces.
+    """
+    try:
+        text = _first_prompt(json.loads(body))
+    except (ValueError, RecursionError, OverflowError, TypeError):
+        return ()
+    state, found = blake2b(repr(namespace).encode(), digest_size=8), []
+    for start in range(0, min(len(text), _MOST_PIECES * PIECE_BYTES) - PIECE_BYTES + 1, PIECE_BYTES):
+        state.update(text[start : start + PIECE_BYTES])
+        found.append(state.digest())
+    return tuple(found)
+
+
+def _first_prompt(body: Any) -> bytes:
+    if not isinstance(body, dict):
+        return b""
+    if "messages" in body:  # tools stand before the conversation in the usual templates
+        return json.dumps([body.get("tools"), body["messages"]]).encode()
+    prompt = body.get("prompt", "")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    return prompt.encode("utf-8", "surrogatepass") if isinstance(prompt, str) else array("I", prompt).tobytes()
+
+
+class PrefixIndex(Generic[Replica]):
+    """The beginnings that each replica was given.
+
+    Args:
+        slack: A replica that has read the longest beginning is passed over where so many more requests run there than at
+            the least loaded one.
+    """
+
+    def __init__(self, slack: int) -> None:
+        self._slack = slack
+        self._known: dict[Replica, OrderedDict[bytes, None]] = {}
+
+    def choose(self, pieces: Sequence[bytes], loads: Mapping[Replica, int]) -> list[Replica]:
+        """All replicas, the best one for a request first, the others by their load.
+
+        Args:
+            pieces: The beginnings of its prompt.
+            loads: The requests that each replica has now; one replica at least.
+        """
+        ranked = sorted(loads, key=lambda replica: (loads[replica], random.random()))
+        best = max(ranked, key=lambda replica: self._matched(replica, pieces))  # the least loaded one of the equal ones
+        if loads[best] - loads[ranked[0]] < self._slack:
+            ranked.remove(best)
+            ranked.insert(0, best)
+        return ranked
+
+    def add(self, replica: Replica, pieces: Sequence[bytes]) -> None:
+        """A replica reads these beginnings."""
+        known = self._known.setdefault(replica, OrderedDict())
+        for piece in reversed(pieces):  # so that a beginning is never forgotten before what goes on from it
+            known[piece] = None
+            known.move_to_end(piece)
+        while len(known) > _MEMORY:
+            known.popitem(last=False)
+
+    def keep(self, replicas: Sequence[Replica]) -> None:
+        """Forget all other replicas."""
+        self._known = {replica: known for replica, known in self._known.items() if replica in replicas}
+
+    def _matched(self, replica: Replica, pieces: Sequence[bytes]) -> int:
+        known = self._known.get(replica, OrderedDict())
+        return next((number for number, piece in enumerate(pieces) if piece not in known), len(pieces))

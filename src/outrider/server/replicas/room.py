@@ -1,0 +1,96 @@
+"""Is there room for so many replicas, and what does each of them get?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.errors import ModelTooLargeError, UnsupportedParameterError
+from outrider.model.available import available_bytes
+from outrider.model.fit import Needs
+from outrider.model.loader import usable_device
+
+#: The part of the free memory that keys and values get where their size is not given, as for a single engine.
+_KV_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine that replicas may run on.
+
+    Attributes:
+        memory_bytes: What is free there.
+        num_cpus: Its cores.
+    """
+
+    memory_bytes: int
+    num_cpus: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a replica gets.
+
+    Attributes:
+        kv_tokens: Tokens of keys and values; None where it is not known what a token takes.
+        num_threads: Threads of its engine.
+        per_machine: Replicas of a machine.
+    """
+
+    kv_tokens: int | None
+    num_threads: int
+    per_machine: int
+
+
+def own_machine(device: str | None) -> Machine:
+    """This machine.
+
+    Args:
+        device: As LLM takes it.
+
+    Raises:
+        UnsupportedParameterError: It is no CPU.
+    """
+    found = usable_device(device)
+    if found.type != "cpu":
+        problem = "replicas run on CPUs so far"
+        raise UnsupportedParameterError("device", str(found), problem, 'Use "cpu", or leave --replicas out.')
+    free = available_bytes(found)
+    return Machine(sys.maxsize if free is None else free, len(os.sched_getaffinity(0)))
+
+
+def share(
+    model: str, found: Sequence[Needs], count: int, machines: Sequence[Machine], kv_tokens: int | None, most_tokens: int
+) -> Share:
+    """What each replica gets. Machines get equally many, so the smallest one decides.
+
+    Args:
+        model: The name of the target, for errors.
+        found: What each model of a replica needs, the target's first.
+        count: Replicas.
+        machines: One at least.
+        kv_tokens: Tokens of keys and values that each replica is to have; None for a share of the free memory.
+        most_tokens: More than these are of no use to a replica.
+
+    Raises:
+        ModelTooLargeError: So many do not fit.
+    """
+    per_machine = -(-count // len(machines))
+    available = min(machine.memory_bytes for machine in machines)
+    weights, per_token = sum(each.weight_bytes for each in found), sum(each.kv_token_bytes for each in found)
+    kv = max(1, kv_tokens or 0) * per_token
+    if per_machine * (weights + kv) > available:
+        fitting = available // (weights + kv) * len(machines)
+        keys = f" and {kv / 1e9:.2f} GB for keys and values" if kv_tokens else ""
+        problem = (
+            f"{count} replicas are {per_machine} on a machine, each needs {weights / 1e9:.2f} GB for weights{keys}, "
+            f"and {available / 1e9:.2f} GB of memory are available there"
+        )
+        remedy = f"Use --replicas {fitting} or less." if fitting else "Use a smaller model, or a machine with more memory."
+        raise ModelTooLargeError(model, problem, remedy, weights, kv, available)
+    if kv_tokens is None and per_token:
+        room = _KV_SHARE * (available / per_machine - weights)
+        kv_tokens = max(1, min(most_tokens, int(room / per_token)))
+    return Share(kv_tokens, max(1, min(machine.num_cpus for machine in machines) // per_machine), per_machine)

@@ -1,0 +1,135 @@
+"""The cluster: an ingress, the replicas, and an orderly end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions, ProxyLocation, RequestRouterConfig
+
+from outrider.errors import OtherEngineError
+from outrider.server.keys import ApiKeys
+from outrider.server.logs import log
+from outrider.server.replicas.engine import EngineReplica
+from outrider.server.replicas.ingress import Ingress
+from outrider.server.replicas.room import Machine, Share
+from outrider.server.replicas.router import PrefixRouter
+from outrider.server.service import Service
+from outrider.server.settings import ServerSettings
+
+#: More requests than a deployment ever has: the engines themselves refuse what is too much for them.
+_NO_LIMIT = 1_000_000
+#: Where Ray keeps what processes hand to each other: requests and parts of answers.
+_OBJECT_STORE_BYTES = 128 * 2**20
+_NAME, _ENGINE, _INGRESS = "outrider", "engine", "ingress"
+_HEALTH_SECONDS = 2.0
+#: What may be added to the time to drain: the engines clear away what was cut off, and free their memory.
+_ENDING_SECONDS = 30.0
+
+
+@contextmanager
+def cluster() -> Iterator[None]:
+    """A cluster of Ray on this machine; or the one that the variable RAY_ADDRESS names, which goes on afterwards."""
+    address = os.environ.get("RAY_ADDRESS")
+    own = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+    ray.init(address or "local", log_to_driver=False, logging_level=logging.WARNING, **({} if address else own))
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    signal.signal(signal.SIGTERM, _end)  # in place of Ray's own, which would end at once
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def cluster_machines() -> list[Machine]:
+    """The machines of the cluster."""
+    found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Machine(int(each.get("memory", 0)), int(each.get("CPU", 0))) for each in found]
+
+
+def serve_replicas(
+    make: Callable[[], Service],
+    count: int,
+    shared: Share,
+    settings: ServerSettings,
+    keys: ApiKeys,
+    *,
+    slack: int,
+    drain_seconds: int,
+    **http: Any,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C inside a cluster, then refuse what is new and let those who are being served finish.
+
+    Args:
+        make: Loads the model, in the process of a replica.
+        count: Replicas.
+        shared: What each of them gets.
+        settings: Names and limits.
+        keys: Who may ask.
+        slack: See PrefixIndex.
+        drain_seconds: How long requests may take to finish at the end; then they are ended.
+        http: Options of Ray Serve's HTTPOptions.
+
+    Raises:
+        OtherEngineError: The replicas do not start.
+    """
+    options = HTTPOptions(**http)
+    try:
+        serve.start(ProxyLocation.HeadOnly, options)
+        try:
+            serve.run(_application(make, count, shared, settings, keys, slack), name=_NAME, route_prefix="/")
+        except RuntimeError as error:
+            raise OtherEngineError("Ray Serve", f"the replicas do not start ({error})", "Correct what it names.") from None
+        scheme = "https" if options.ssl_certfile else "http"
+        host = f"[{options.host}]" if ":" in str(options.host) else options.host
+        log("listening", {"url": f"{scheme}://{host}:{options.port}", "model": settings.model_name, "replicas": count})
+        try:
+            threading.Event().wait()
+        finally:
+            _drain(drain_seconds)
+    finally:
+        serve.shutdown()
+
+
+def _application(
+    make: Callable[[], Service], count: int, shared: Share, settings: ServerSettings, keys: ApiKeys, slack: int
+) -> serve.Application:
+    environment = {**_own_environment(), "OMP_NUM_THREADS": str(shared.num_threads)}
+    engine = serve.deployment(
+        EngineReplica,
+        name=_ENGINE,
+        num_replicas=count,
+        max_replicas_per_node=shared.per_machine,
+        max_ongoing_requests=_NO_LIMIT,
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment}},
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRouter, request_router_kwargs={"slack": slack}
+        ),
+        health_check_period_s=_HEALTH_SECONDS,
+    ).bind(make)
+    ingress = serve.deployment(Ingress, name=_INGRESS, max_ongoing_requests=_NO_LIMIT, ray_actor_options={"num_cpus": 0})
+    return ingress.bind(engine, keys, settings.max_body_bytes)
+
+
+def _own_environment() -> dict[str, str]:
+    """What was said to this package by variables is said to the replicas too, on whichever machine."""
+    return {name: value for name, value in os.environ.items() if name.startswith("OUTRIDER_")}
+
+
+def _drain(seconds: int) -> None:
+    engine = serve.get_deployment_handle(_ENGINE, _NAME)
+    log("ending", {})
+    books = engine.broadcast("end", seconds).results(timeout_s=seconds + _ENDING_SECONDS, return_exceptions=True)
+    log("ended", {"books": [str(each) for each in books]})
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
