@@ -1,0 +1,169 @@
+"""Two replicas behind one address, on a real local cluster of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider import LLM, SamplingParams
+from tests.server.replicas import engine_pids, kill_one, replicas
+from tests.server.running import Server, running
+from tests.server.test_faults import Told, disturb
+from tests.server.wire import Connection
+
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; it comes with outrider[ray]")
+
+PROMPTS = ["def parse(line):\n", "class Reader:\n", "import os\n", "for name in names:\n"]
+MODES: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 11}]
+MAX_TOKENS = 150
+LONG = "import os\n" * 60
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[tuple[dict[str, Any], str]]:
+    """Requests, and what the offline API writes for them."""
+    with LLM(kv_cache_tokens=4096) as llm:
+        asked = [(prompt, {**mode, "max_tokens": MAX_TOKENS}) for prompt in PROMPTS for mode in MODES]
+        return [({"prompt": p, **m}, llm.generate(p, SamplingParams(**m))[0].text) for p, m in asked]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running("--replicas", "2", "--kv-cache-tokens", "16384", "--max-body-bytes", "200000") as server:
+        yield server
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        assert [line["books"] for line in server.ended() if line["event"] == "ended"] == [["agree", "agree"]]
+
+
+async def whole(client: httpx.AsyncClient, server: Server, fields: dict[str, Any]) -> httpx.Response:
+    """One answer that is not streamed."""
+    return await client.post(f"{server.url}/v1/completions", json=fields)
+
+
+def test_texts_are_those_of_the_offline_api(server: Server, texts: list[tuple[dict[str, Any], str]]) -> None:
+    async def ask() -> tuple[list[Told], list[httpx.Response]]:
+        async with httpx.AsyncClient(timeout=120) as client:
+            answers = asyncio.gather(*(whole(client, server, fields) for fields, _ in texts))
+            streams = await disturb(server.url, [fields for fields, _ in texts], 0, lambda: None)
+            return streams, list(await answers)
+
+    streams, answers = asyncio.run(ask())
+    for told, answer, (_, text) in zip(streams, answers, texts, strict=True):
+        assert (told.text, told.done, told.error) == (text, True, None)
+        assert answer.json()["choices"][0]["text"] == text
+    assert len(replicas(server)) == 2
+    assert all(server.metric("vllm:generation_tokens_total", f'replica="{name}"') > 0 for name in replicas(server))
+
+
+def test_answers_have_one_id_and_errors_their_usual_form(server: Server) -> None:
+    found = server.post("/v1/completions", {"prompt": "x", "temperature": -1})
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "temperature")
+    for headers in ({}, {"x-request-id": "mine-7"}):
+        ids = server.get("/v1/models", headers=headers).headers.get_list("x-request-id")
+        assert len(ids) == 1
+        assert not headers or ids == ["mine-7"]
+    assert server.post("/v1/completions", {"prompt": "x" * 200_001}).status_code == 413
+    assert server.get("/nothing").json()["error"]["code"] == "no_such_route"
+    assert server.get("/ready").json() == {"status": "ready"}
+    assert server.get("/learn").headers["content-type"].startswith("text/html")
+
+
+def test_a_prompt_goes_where_its_beginning_was_read(server: Server) -> None:
+    def cached(number: int, ending: str) -> int:
+        body = {"prompt": f"# {number}\n{LONG}{ending}", "max_tokens": 2}
+        usage = server.post("/v1/completions", body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached(number, "") for number in range(8)] == [0] * 8
+    assert all(cached(number, ending) > 100 for ending in ("a = 1\n", "b = 2\n") for number in range(8))
+
+
+def test_a_client_that_leaves_frees_its_replica(server: Server) -> None:
+    async def leave() -> None:
+        async with Connection(server.url) as connection:
+            body = {"prompt": "import os\n", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+            answer = await connection.ask("/v1/completions", json.dumps(body).encode())
+            await anext(answer.events())
+            connection.leave()
+
+    asyncio.run(leave())
+    assert server.rests()
+
+
+def test_a_replica_is_killed_under_fifty_streams(server: Server, texts: list[tuple[dict[str, Any], str]]) -> None:
+    asked = [(fields, text) for _ in range(7) for fields, text in texts][:50]
+
+    async def ask() -> tuple[list[Told], list[httpx.Response]]:
+        async with httpx.AsyncClient(timeout=120) as client:
+            answers = asyncio.gather(*(whole(client, server, fields) for fields, _ in texts))
+            streams = await disturb(server.url, [fields for fields, _ in asked], 20, lambda: kill_one(server))
+            return streams, list(await answers)
+
+    before = engine_pids(server)
+    streams, answers = asyncio.run(ask())
+    lost = [told for told in streams if told.error is not None]
+    assert 0 < len(lost) < len(streams)
+    for told, (_, text) in zip(streams, asked, strict=True):
+        assert told.done
+        assert told.error is None or (told.status, told.error["code"]) == (200, "replica_lost")
+        assert text.startswith(told.text) if told.error else told.text == text
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == [text for _, text in texts]
+    assert _within(120, lambda: len(replicas(server)) == 2), "the replica is not replaced"
+    assert len(set(engine_pids(server)) & set(before)) == 1
+    assert server.rests()
+
+
+def _within(seconds: float, holds: Any) -> bool:
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.5)
+    return True
+
+
+def test_sigterm_lets_requests_finish_and_refuses_new_ones() -> None:
+    async def ask(server: Server) -> tuple[Told, httpx.Response]:
+        async def end() -> None:
+            server.process.send_signal(signal.SIGTERM)
+            while not any(line["event"] == "ending" for line in server.lines):
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
+
+        body = {"prompt": "import os\n", "max_tokens": 1500, "ignore_eos": True}
+        async with httpx.AsyncClient(timeout=60) as client:
+            refused: list[httpx.Response] = []
+
+            async def act() -> None:
+                await end()
+                refused.append(await whole(client, server, {"prompt": "x"}))
+
+            (told,) = await disturb(server.url, [body], 1, act)
+            return told, refused[0]
+
+    with running("--replicas", "1", "--kv-cache-tokens", "4096") as server:
+        told, refused = asyncio.run(ask(server))
+        assert (told.done, told.error) == (True, None)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert server.process.wait(60) == 0
+    assert [line["books"] for line in server.lines if line["event"] == "ended"] == [["agree"]]
+
+
+def test_too_many_replicas_are_refused_before_anything_starts() -> None:
+    command = [sys.executable, "-m", "outrider", "serve", "--replicas", "1000000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "1000000 replicas" in done.stderr.replace("\n", " ")
+    assert "Use --replicas" in done.stderr
+    assert "Ray" not in done.stderr
