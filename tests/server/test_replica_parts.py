@@ -18,7 +18,7 @@ from outrider.server.replicas.inside import Inside
 from outrider.server.replicas.metrics import merged
 from outrider.server.replicas.parcels import Opening, Parcel
 from outrider.server.replicas.prefixes import PIECE_BYTES, PrefixIndex, beginnings
-from outrider.server.replicas.room import Machine, share
+from outrider.server.replicas.room import Machine, check_cluster, share
 
 PIECE = "a" * PIECE_BYTES
 
@@ -188,6 +188,12 @@ def test_too_many_for_the_memory() -> None:
         share("m", [Needs(1500, 1)], 1, [Machine(1000, 8)], None, 5)
     with pytest.raises(ModelTooLargeError, match=r"keys and values.*Use --replicas 1 or less"):
         share("m", [Needs(150, 1)], 2, [Machine(1000, 8)], 500, 5)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "auto", "", "127.0.0.1:99999"])
+def test_a_cluster_that_is_not_there(address: str) -> None:
+    with pytest.raises(InvalidParameterError, match=r"RAY_ADDRESS=.*Use host:port"):
+        check_cluster(address)
 
 
 def refused(*arguments: str) -> BaseException:

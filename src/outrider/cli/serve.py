@@ -209,7 +209,7 @@ def _serve_replicas(
     from outrider.config import ModelConfig
     from outrider.llm import default_model
     from outrider.model.loader import read_context, read_needs
-    from outrider.server.replicas.room import own_machine, share
+    from outrider.server.replicas.room import check_cluster, own_machine, share
 
     names = ("dtype", "device", "attention_backend", "max_model_len", "quantization", "batch_invariant")
     target = ModelConfig(model=model or default_model("target"), **{name: given[name] for name in names})
@@ -221,8 +221,10 @@ def _serve_replicas(
     def shared(machines: list[Machine]) -> Share:
         return share(target.model, found, count, machines, given["kv_cache_tokens"], most_tokens)
 
-    in_cluster = "RAY_ADDRESS" in os.environ
-    each = None if in_cluster else shared([own_machine(given["device"])])  # before anything starts
+    own, address = own_machine(given["device"]), os.environ.get("RAY_ADDRESS")
+    each = None if address else shared([own])  # before anything starts
+    if address:
+        check_cluster(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would tell its makers about this cluster
     from outrider.server.replicas.run import cluster, cluster_machines, serve_replicas
 

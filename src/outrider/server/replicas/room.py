@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.errors import ModelTooLargeError, UnsupportedParameterError
+from outrider.errors import InvalidParameterError, ModelTooLargeError, UnsupportedParameterError
 from outrider.model.available import available_bytes
 from outrider.model.fit import Needs
 from outrider.model.loader import usable_device
 
 #: The part of the free memory that keys and values get where their size is not given, as for a single engine.
 _KV_SHARE = 0.25
+_REACHING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,23 @@ def own_machine(device: str | None) -> Machine:
         raise UnsupportedParameterError("device", str(found), problem, 'Use "cpu", or leave --replicas out.')
     free = available_bytes(found)
     return Machine(sys.maxsize if free is None else free, len(os.sched_getaffinity(0)))
+
+
+def check_cluster(address: str) -> None:
+    """Raise where no cluster can be reached, since Ray itself would go on to try for many minutes.
+
+    Args:
+        address: Of its first machine.
+
+    Raises:
+        InvalidParameterError: Nobody listens there, or it is no address.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _REACHING_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:
+        remedy = "Use host:port of a machine on which ray start --head runs, or leave the variable out."
+        raise InvalidParameterError("RAY_ADDRESS", address, f"no cluster is there ({error})", remedy) from None
 
 
 def share(

@@ -37,7 +37,7 @@ _ENDING_SECONDS = 30.0
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    """A cluster of Ray on this machine; or the one that the variable RAY_ADDRESS names, which goes on afterwards."""
+    """A cluster of Ray on this machine, or the one that the variable RAY_ADDRESS names; that one goes on afterwards."""
     address = os.environ.get("RAY_ADDRESS")
     own = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     ray.init(address or "local", log_to_driver=False, logging_level=logging.WARNING, **({} if address else own))
@@ -46,6 +46,8 @@ def cluster() -> Iterator[None]:
     try:
         yield
     finally:
+        if address:  # a cluster of our own goes as a whole
+            serve.shutdown()
         ray.shutdown()
 
 
@@ -82,21 +84,18 @@ def serve_replicas(
         OtherEngineError: The replicas do not start.
     """
     options = HTTPOptions(**http)
+    serve.start(ProxyLocation.HeadOnly, options)
     try:
-        serve.start(ProxyLocation.HeadOnly, options)
-        try:
-            serve.run(_application(make, count, shared, settings, keys, slack), name=_NAME, route_prefix="/")
-        except RuntimeError as error:
-            raise OtherEngineError("Ray Serve", f"the replicas do not start ({error})", "Correct what it names.") from None
-        scheme = "https" if options.ssl_certfile else "http"
-        host = f"[{options.host}]" if ":" in str(options.host) else options.host
-        log("listening", {"url": f"{scheme}://{host}:{options.port}", "model": settings.model_name, "replicas": count})
-        try:
-            threading.Event().wait()
-        finally:
-            _drain(drain_seconds)
+        serve.run(_application(make, count, shared, settings, keys, slack), name=_NAME, route_prefix="/")
+    except RuntimeError as error:
+        raise OtherEngineError("Ray Serve", f"the replicas do not start ({error})", "Correct what it names.") from None
+    scheme = "https" if options.ssl_certfile else "http"
+    host = f"[{options.host}]" if ":" in str(options.host) else options.host
+    log("listening", {"url": f"{scheme}://{host}:{options.port}", "model": settings.model_name, "replicas": count})
+    try:
+        threading.Event().wait()
     finally:
-        serve.shutdown()
+        _drain(drain_seconds)
 
 
 def _application(
