@@ -37,10 +37,18 @@ _ENDING_SECONDS = 30.0
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    """A cluster of Ray on this machine, or the one that the variable RAY_ADDRESS names; that one goes on afterwards."""
+    """A cluster of Ray on this machine, or the one that the variable RAY_ADDRESS names; that one goes on afterwards.
+
+    Raises:
+        OtherEngineError: It cannot be joined.
+    """
     address = os.environ.get("RAY_ADDRESS")
     own = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
-    ray.init(address or "local", log_to_driver=False, logging_level=logging.WARNING, **({} if address else own))
+    try:
+        ray.init(address or "local", log_to_driver=False, logging_level=logging.WARNING, **({} if address else own))
+    except ConnectionError as error:
+        remedy = "See that the cluster runs, and that this machine has its token if it asks for one."
+        raise OtherEngineError("Ray", f"the cluster cannot be joined ({error})", remedy) from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, _end)  # in place of Ray's own, which would end at once
     try:
