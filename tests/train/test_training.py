@@ -536,3 +536,20 @@ def test_sizes_are_compared_and_kept(job: Job) -> None:
     assert found[0].parameters != found[1].parameters
     assert (job.out / "1x32-32" / "config.json").exists()
     assert WIDTH == 64
+
+
+def test_a_comparison_of_sizes_goes_on_where_it_was_broken_off(job: Job) -> None:
+    job = replace(job, settings=job.settings.replace(steps=4, num_draft_tokens=1))
+    trained: list[Shape] = []
+
+    def compared(job: Job, *shapes: Shape) -> dict[Shape, float]:
+        sizes = compare_sizes(job, DistillSettings(), shapes, watch=trained.append)  # type: ignore[arg-type, func-returns-value]
+        return {size.shape: size.acceptance for size in sizes}
+
+    other = Shape(layers=2, width=64, feed_forward=64)
+    first = compared(job, SHAPE)
+    both = compared(job, SHAPE, other)
+    assert trained == [SHAPE, other]
+    assert both[SHAPE] == first[SHAPE]
+    with pytest.raises(ContradictionError, match="steps"):
+        compared(replace(job, settings=job.settings.replace(steps=5)), SHAPE)

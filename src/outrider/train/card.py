@@ -58,6 +58,7 @@ class Outcome:
     def figures(self) -> dict[str, Any]:
         """The numbers, for programs."""
         found: dict[str, Any] = {
+            "parameters": self.facts["parameters"],
             "steps": self.progress.step,
             "tokens": self.progress.tokens,
             "seconds": self.progress.seconds,

@@ -82,12 +82,37 @@ def train_draft(
         teacher = Teacher(target, manifest, job.settings.teacher)
         return DistilledDraft(model, target.tokenizer, target, teacher, learning, manifest.settings.temperature)
 
+    return _train(job, _asked(learning, shape, prune, init), make, watcher)
+
+
+def finished_draft(job: Job, learning: DistillSettings, shape: Shape) -> dict[str, Any] | None:
+    """The figures of such a training that has ended; None where it has not, or has not begun.
+
+    Raises:
+        ContradictionError: The folder holds a training with other settings.
+        InputError: The data or the folder cannot be used.
+    """
+    if not (job.out / TRAINING).exists():
+        return None
+    found = _read(job.out / TRAINING)
+    _check_same(job.out, found, _plan(job, _asked(learning, shape), read_manifest(job.data)))
+    figures: dict[str, Any] | None = found.get("result")
+    return figures
+
+
+def _asked(
+    learning: DistillSettings, shape: Shape | None, prune: Sequence[int] | None = None, init: str | None = None
+) -> dict[str, Any]:
     beginning = {
         "shape": None if shape is None else str(shape),
         "prune": None if prune is None else list(prune),
         "init": init,
     }
-    return _train(job, {"method": "distill", **learning.model_dump(), **beginning}, make, watcher)
+    return {"method": "distill", **learning.model_dump(), **beginning}
+
+
+def _plan(job: Job, asked: dict[str, Any], manifest: Manifest) -> dict[str, Any]:
+    return {"asked": asked, "settings": job.settings.model_dump(mode="json"), "data": manifest.model_dump(mode="json")}
 
 
 def train_heads(job: Job, heads: HeadSettings, *, watcher: Watcher | None = None) -> Outcome:
@@ -116,7 +141,7 @@ def _train(
     target.check_fits(manifest)
     trainee = make(target, manifest)
     data = load_data(job.data, length=job.settings.length, rows=trainee.rows)
-    plan = {"asked": asked, "settings": job.settings.model_dump(mode="json"), "data": manifest.model_dump(mode="json")}
+    plan = _plan(job, asked, manifest)
     with main_process_first():
         _open(job.out, plan)
     verdict = _Engine(job, target, trainee, data) if job.settings.engine_prompts else None
@@ -159,12 +184,21 @@ def _open(out: Path, plan: dict[str, Any]) -> None:
             raise InvalidParameterError("out", str(out), problem, "Use a new folder.")
         write_text(file, json.dumps(plan, indent=1) + "\n")
         return
-    try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InvalidParameterError("out", str(file), f"it cannot be read ({error})", "Use a new folder.") from None
+    found = _read(file)
     if "result" in found:
         raise InvalidParameterError("out", str(out), "the training in this folder has ended", "Use a new folder.")
+    _check_same(out, found, plan)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InvalidParameterError("out", str(file), f"it cannot be read ({error})", "Use a new folder.") from None
+    return found
+
+
+def _check_same(out: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
     for part, values in plan.items():
         for name, value in values.items():
             if found[part].get(name) != json.loads(json.dumps(value)):

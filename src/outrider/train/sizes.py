@@ -12,7 +12,7 @@ from outrider.llm import LLM, default_model
 from outrider.propose.draft_model import DraftModel, DraftModelProposer
 from outrider.train.distill import DistillSettings
 from outrider.train.models import Shape
-from outrider.train.run import Job, train_draft
+from outrider.train.run import Job, finished_draft, train_draft
 from outrider.train.trainee import chain_tau
 from outrider.train.trainer import Watcher
 
@@ -56,6 +56,8 @@ def compare_sizes(
 ) -> list[Size]:
     """Train a draft of each shape with the same settings, and say what each is worth; the best one first.
 
+    Called again after it was broken off, it goes on: trainings that have ended are not run again.
+
     Args:
         job: How each is trained. The drafts are written to folders of `out`, named after their shapes.
         learning: What they learn.
@@ -69,10 +71,11 @@ def compare_sizes(
     quiet = job.settings.replace(engine_prompts=0)
     found = {}
     for shape in shapes:
-        outcome = train_draft(
-            replace(job, out=_folder(job.out, shape), settings=quiet), learning, shape=shape, watcher=watch(shape)
-        )
-        found[shape] = (int(outcome.facts["parameters"]), outcome.best.acceptance[0])
+        own = replace(job, out=_folder(job.out, shape), settings=quiet)
+        figures = finished_draft(own, learning, shape)
+        if figures is None:
+            figures = train_draft(own, learning, shape=shape, watcher=watch(shape)).figures()
+        found[shape] = (int(figures["parameters"]), float(figures["acceptance"][0]))
     target, drafts = _seconds(job, [_folder(job.out, shape) for shape in shapes], timed_target)
     sizes = [
         worth(shape, *found[shape], draft_seconds=seconds, target_seconds=target)
