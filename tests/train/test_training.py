@@ -514,6 +514,12 @@ def test_progress_is_kept_as_it_was() -> None:
     assert Progress.model_validate_json(progress.model_dump_json()) == progress
 
 
+def test_whoever_may_read_a_folder_may_read_the_weights_in_it(job: Job) -> None:
+    train_draft(replace(job, settings=job.settings.replace(steps=1, engine_prompts=0)), DistillSettings(), shape=SHAPE)
+    modes = {file.stat().st_mode for file in job.out.iterdir() if file.is_file()}
+    assert len(modes) == 1
+
+
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 

@@ -184,7 +184,9 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, dtype: torch.dty
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
             files = sorted(Path(unfinished).iterdir(), key=lambda file: file.name == "config.json")
+            usual = files[-1].stat().st_mode
             for file in files:
+                file.chmod(usual)  # safetensors lets the owner alone read its files, and a server may run as somebody else
                 write_whole(folder / file.name, partial(_move, file))
 
 
