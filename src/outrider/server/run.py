@@ -58,6 +58,8 @@ def serve(service: Service, place: socket.socket, *, drain_seconds: int, **tls: 
         access_log=False,
         server_header=False,
         lifespan="on",
+        http="h11",  # not whatever else is installed: Ray brings a parser that has no limit for headers
+        loop="asyncio",
         **tls,
     )
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends itself what it was sent once it has ended
