@@ -135,8 +135,9 @@ def _drain(seconds: int) -> None:
     engine = serve.get_deployment_handle(_ENGINE, _NAME)
     log("ending", {})
     books = engine.broadcast("end", seconds).results(timeout_s=seconds + _ENDING_SECONDS, return_exceptions=True)
-    log("ended", {"books": [str(each) for each in books]})
+    log("ended", {"books": [each if isinstance(each, str) else f"unknown: {each!r}" for each in books]})
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a second one must not cut off those who are being served
     raise SystemExit(0)
