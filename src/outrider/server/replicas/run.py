@@ -45,7 +45,7 @@ def cluster() -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS")
     own = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     try:
-        ray.init(address or "local", log_to_driver=False, logging_level=logging.WARNING, **({} if address else own))
+        ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **({} if address else own))
     except ConnectionError as error:
         remedy = "See that the cluster runs, and that this machine has its token if it asks for one."
         raise OtherEngineError("Ray", f"the cluster cannot be joined ({error})", remedy) from error
