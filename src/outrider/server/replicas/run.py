@@ -116,6 +116,7 @@ def _application(
         num_replicas=count,
         max_replicas_per_node=shared.per_machine,
         max_ongoing_requests=_NO_LIMIT,
+        max_constructor_retry_count=1,  # of the first replicas: what cannot be loaded once cannot be loaded later
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment}},
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter, request_router_kwargs={"slack": slack}
