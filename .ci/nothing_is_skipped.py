@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from outrider.kernels.library import FILE, available_sets
 
 #: What the extra `dev` brings for tests that skip themselves elsewhere.
-PACKAGES = ("accelerate", "axe_playwright_python", "gguf", "llguidance", "matplotlib", "playwright")
+PACKAGES = ("accelerate", "axe_playwright_python", "gguf", "llguidance", "matplotlib", "playwright", "ray")
 
 
 def problems() -> list[str]:

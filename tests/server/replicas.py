@@ -26,6 +26,12 @@ def kill_one(server: Server) -> None:
     os.kill(engine_pids(server)[0], signal.SIGKILL)
 
 
+def kill_all(server: Server) -> None:
+    """The same for all of them."""
+    for pid in engine_pids(server):
+        os.kill(pid, signal.SIGKILL)
+
+
 def replicas(server: Server) -> set[str]:
     """The names of the replicas that answer."""
     lines = server.get("/metrics").text.splitlines()

@@ -16,9 +16,12 @@ import httpx
 import pytest
 
 from outrider import LLM, SamplingParams
-from tests.server.replicas import engine_pids, kill_one, replicas
+from outrider.server.pages.files import BUILT
+from tests.server.browser import Watch, browsing
+from tests.server.replicas import engine_pids, kill_all, kill_one, replicas
 from tests.server.running import Server, running
 from tests.server.test_faults import Told, disturb
+from tests.server.test_pages import open_playground, run
 from tests.server.wire import Connection
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; it comes with outrider[ray]")
@@ -76,7 +79,26 @@ def test_answers_have_one_id_and_errors_their_usual_form(server: Server) -> None
     assert server.post("/v1/completions", {"prompt": "x" * 200_001}).status_code == 413
     assert server.get("/nothing").json()["error"]["code"] == "no_such_route"
     assert server.get("/ready").json() == {"status": "ready"}
-    assert server.get("/learn").headers["content-type"].startswith("text/html")
+
+
+def test_the_pages_work_through_the_ingress(server: Server) -> None:
+    with browsing() as browser:
+        page = browser.new_page(reduced_motion="reduce")
+        page.set_default_timeout(60_000)
+        page.watch = Watch(page)
+        open_playground(page, server)
+        page.fill("#prompt", "def read(path):\n")
+        plain, fast = run(page)
+        assert plain["asked"]["speculation"] == "off"
+        assert plain["text"] == fast["text"]
+        lanes = page.locator(".lane").evaluate_all("all => all.map(e => e.querySelectorAll('.token').length)")
+        assert lanes == [len(plain["token_ids"]), len(fast["token_ids"])]
+        page.goto(f"{server.url}/learn")
+        page.wait_for_selector("#lab-5 .experiment")
+        assert page.watch.problems == []
+        names = {url.rpartition("/assets/")[2] for url in page.watch.urls if "/assets/" in url}
+    assert {"index.html", "learn.html", "digests.json"} == {path.name for path in BUILT.iterdir()} - names
+    assert all(server.get(f"/assets/{name}").content == (BUILT / name).read_bytes() for name in names)
 
 
 def test_a_prompt_goes_where_its_beginning_was_read(server: Server) -> None:
@@ -129,6 +151,23 @@ def test_a_replica_is_killed_under_fifty_streams(server: Server, texts: list[tup
     assert server.rests()
 
 
+@pytest.mark.slow
+def test_all_replicas_are_killed_at_once(server: Server) -> None:
+    async def ask() -> tuple[list[Told], list[httpx.Response]]:
+        async with httpx.AsyncClient(timeout=240) as client:
+            answers = asyncio.gather(*(whole(client, server, fields) for fields in long))
+            streams = await disturb(server.url, long, len(long), lambda: kill_all(server))
+            late = await whole(client, server, long[0])
+            return streams, [*await answers, late]
+
+    long = [{"prompt": f"# {number}\n", "seed": number, "max_tokens": 600, "ignore_eos": True} for number in range(4)]
+    streams, answers = asyncio.run(ask())
+    assert [(told.error or {}).get("code") for told in streams] == ["replica_lost"] * len(streams)
+    assert [answer.status_code for answer in answers] == [200] * len(answers), "they wait for replicas that are new"
+    assert _within(120, lambda: len(replicas(server)) == 2)
+    assert server.rests()
+
+
 def _text(answer: httpx.Response) -> str:
     return str(answer.json()["choices"][0]["text"])
 
@@ -142,6 +181,7 @@ def _within(seconds: float, holds: Any) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_sigterm_lets_requests_finish_and_refuses_new_ones() -> None:
     async def ask(server: Server) -> tuple[Told, httpx.Response]:
         async def end() -> None:

@@ -112,6 +112,8 @@ def serve(
     if wide:
         served_model_name = served_model_name or "outrider-wide"
         model, draft_model = _wide(model, method, draft_model, dtype)
+    if ssl_certfile is not None and ssl_keyfile is None:
+        ssl_keyfile = ssl_certfile  # which then holds both
     given = dict(locals())
     allowed = [options.speculation(name, None, None, None) for name in allow or []]
     settings = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
@@ -137,12 +139,13 @@ def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, socket]:
     _check_installed()
     from outrider.server.keys import ApiKeys
     from outrider.server.logs import log, write_json
-    from outrider.server.run import listen
+    from outrider.server.run import check_tls, listen
     from outrider.server.settings import ServerSettings
 
     name = given["served_model_name"] or _usual_name(given["model"])
     limits = ServerSettings(model_name=name, **{name: given[name] for name in _LIMITS})
     keys, host = ApiKeys.of(given["api_key_file"]), given["host"]
+    check_tls(given["ssl_certfile"], given["ssl_keyfile"])
     place = listen(host, given["port"], given["stalled_seconds"] or _STALLED_SECONDS)
     write_json()
     if not keys and host not in _LOOPBACK:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import signal
 import socket
+import ssl
 from math import ceil
+from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import Any, NoReturn
 
 import uvicorn
 
-from outrider.errors import InvalidParameterError
+from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.server.app import make_app
 from outrider.server.logs import log
 from outrider.server.service import Service
@@ -43,6 +45,28 @@ def listen(host: str, port: int, stalled_seconds: int) -> socket.socket:
     return found
 
 
+def check_tls(certificate: Path | None, key: Path | None) -> None:
+    """See that https can be had with these files, or was not asked for.
+
+    Args:
+        certificate: With the ones above it; it may hold its key as well.
+        key: None where the certificate's file holds it.
+
+    Raises:
+        ContradictionError: There is a key alone.
+        InvalidParameterError: They cannot be read, or do not belong together.
+    """
+    if certificate is None and key is not None:
+        raise ContradictionError("ssl_keyfile", str(key), "there is no certificate", "Give --ssl-certfile too.")
+    if certificate is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+        except OSError as error:
+            problem = f"with the key in {key or certificate} it cannot be used ({error})"
+            remedy = "Give PEM files of a certificate and of its key."
+            raise InvalidParameterError("ssl_certfile", str(certificate), problem, remedy) from None
+
+
 def serve(service: Service, place: socket.socket, *, drain_seconds: int, **tls: Any) -> None:
     """Serve until SIGTERM or Ctrl-C, then refuse what is new and let those who are being served finish.
 
@@ -58,6 +82,8 @@ def serve(service: Service, place: socket.socket, *, drain_seconds: int, **tls: 
         access_log=False,
         server_header=False,
         lifespan="on",
+        http="h11",  # not whatever else is installed: Ray brings a parser that has no limit for headers
+        loop="asyncio",
         **tls,
     )
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends itself what it was sent once it has ended

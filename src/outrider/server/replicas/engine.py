@@ -9,6 +9,7 @@ from time import monotonic
 
 from ray import serve
 
+from outrider.errors import EngineDiedError
 from outrider.server.app import make_app
 from outrider.server.logs import write_json
 from outrider.server.replicas.inside import Inside
@@ -33,6 +34,15 @@ class EngineReplica:
         async with aclosing(self._inside.answer(parcel)) as parts:
             async for part in parts:
                 yield part
+
+    def check_health(self) -> None:
+        """Called by Ray Serve now and then, which replaces a replica that raises.
+
+        Raises:
+            EngineDiedError: Nothing is written here any more.
+        """
+        if self._service.status == "dead":
+            raise EngineDiedError
 
     async def metrics(self) -> tuple[str, str]:
         """The name of this replica, and its metrics for Prometheus."""

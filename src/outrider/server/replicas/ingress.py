@@ -24,6 +24,9 @@ from outrider.server.streams import DONE, event
 #: A request is sent to a second replica if the first one dies before anything of the answer was sent. Not to a third one: a
 #: request that kills its replica would kill them all.
 _ATTEMPTS = 2
+#: Prometheus itself waits for 10 seconds.
+_METRICS_SECONDS = 8.0
+_EVENTS = b"text/event-stream"
 
 
 class Ingress:
@@ -43,14 +46,23 @@ class Ingress:
         """One request."""
         try:
             if request.url.path == "/metrics":
-                texts = await self._engine.broadcast("metrics").results_async(return_exceptions=True)
-                return Response(merged([text for text in texts if isinstance(text, tuple)]), media_type=MEDIA_TYPE)
+                return await self._metrics()
             return await self._passed_on(await self._parcel(request))
         except Exception as error:
             found = api_error(error)
             if found.status >= 500:
                 log("a request failed", {"path": request.url.path, "code": found.code}, logging.ERROR, error=error)
             return answer(found.body, found.status, found.headers)
+
+    async def _metrics(self) -> Response:
+        try:
+            texts = await self._engine.broadcast("metrics").results_async(
+                timeout_s=_METRICS_SECONDS, return_exceptions=True
+            )
+        except TimeoutError:
+            problem = f"a replica has not told its metrics within {_METRICS_SECONDS:.0f} seconds"
+            raise ApiError(503, problem, code="replica_slow") from None
+        return Response(merged([text for text in texts if isinstance(text, tuple)]), media_type=MEDIA_TYPE)
 
     async def _parcel(self, request: Request) -> Parcel:
         body = await read_body(request, self._max_body_bytes)
@@ -79,17 +91,24 @@ class Ingress:
 
 
 async def _rest(opening: Opening, parts: Any) -> AsyncGenerator[bytes, None]:
-    """The body. What goes wrong now is told by an event, as it is where an engine fails."""
+    """The body. What goes wrong now is told by an event, as it is where an engine fails. Of any other body the client can
+    tell by its length that it has lost the rest, once the connection is closed."""
     try:
         yield opening.part
         async for part in parts:
             yield part
     except Exception as error:
-        log("a stream was lost", {"sent": True}, logging.ERROR, error=error)
+        log("an answer was lost", {"sent": True}, logging.ERROR, error=error)
+        if not _is_stream(opening):
+            raise
         yield event(api_error(_lost() if isinstance(error, RayActorError) else error).body)
         yield DONE
     finally:
         parts.cancel()
+
+
+def _is_stream(opening: Opening) -> bool:
+    return any(name == b"content-type" and value.startswith(_EVENTS) for name, value in opening.headers)
 
 
 def _lost() -> ApiError:

@@ -45,7 +45,7 @@ def cluster() -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS")
     own = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     try:
-        ray.init(address or "local", log_to_driver=False, logging_level=logging.WARNING, **({} if address else own))
+        ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **({} if address else own))
     except ConnectionError as error:
         remedy = "See that the cluster runs, and that this machine has its token if it asks for one."
         raise OtherEngineError("Ray", f"the cluster cannot be joined ({error})", remedy) from error
@@ -116,6 +116,7 @@ def _application(
         num_replicas=count,
         max_replicas_per_node=shared.per_machine,
         max_ongoing_requests=_NO_LIMIT,
+        max_constructor_retry_count=1,  # of the first replicas: what cannot be loaded once cannot be loaded later
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment}},
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter, request_router_kwargs={"slack": slack}
@@ -135,8 +136,9 @@ def _drain(seconds: int) -> None:
     engine = serve.get_deployment_handle(_ENGINE, _NAME)
     log("ending", {})
     books = engine.broadcast("end", seconds).results(timeout_s=seconds + _ENDING_SECONDS, return_exceptions=True)
-    log("ended", {"books": [str(each) for each in books]})
+    log("ended", {"books": [each if isinstance(each, str) else f"unknown: {each!r}" for each in books]})
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a second one must not cut off those who are being served
     raise SystemExit(0)

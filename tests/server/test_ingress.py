@@ -1,0 +1,141 @@
+"""What the ingress does when a replica is lost, with replicas that are lost exactly where a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from outrider.server.replicas.parcels import Opening, Parcel
+
+if find_spec("ray") is None:
+    pytest.skip("Ray is not installed; it comes with outrider[ray]", allow_module_level=True)
+
+from ray.exceptions import RayActorError
+
+from outrider.server.keys import ApiKeys
+from outrider.server.replicas.ingress import Ingress
+
+EVENTS = Opening(200, ((b"content-type", b"text/event-stream; charset=utf-8"),), b"data: 1\n\n")
+FILE = Opening(200, ((b"content-type", b"text/javascript"), (b"content-length", b"6")), b"abc")
+LOST = RayActorError()
+
+
+class Engine:
+    """Replicas that answer as they are told, call by call: the parts of an answer, the last of which may be an error.
+
+    Attributes:
+        parcels: The requests that reached one.
+        num_cancelled: Answers that the ingress has let go.
+    """
+
+    def __init__(self, *answers: Sequence[Any]) -> None:
+        self.answers, self.parcels, self.num_cancelled = list(answers), list[Parcel](), 0
+
+    @property
+    def answer(self) -> Engine:
+        return self
+
+    def options(self, *, stream: bool) -> Engine:
+        assert stream
+        return self
+
+    def remote(self, parcel: Parcel) -> Parts:
+        self.parcels.append(parcel)
+        return Parts(self, list(self.answers.pop(0)))
+
+
+class Parts:
+    """The parts of an answer."""
+
+    def __init__(self, engine: Engine, parts: list[Any]) -> None:
+        self._engine, self._parts = engine, parts
+
+    def __aiter__(self) -> Parts:
+        return self
+
+    async def __anext__(self) -> Any:
+        if not self._parts:
+            raise StopAsyncIteration
+        part = self._parts.pop(0)
+        if isinstance(part, Exception):
+            raise part
+        return part
+
+    def cancel(self) -> None:
+        self._engine.num_cancelled += 1
+
+
+def asked(engine: Engine, path: str = "/v1/completions") -> tuple[int, bytes]:
+    """The status and the body that a client gets."""
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [(b"a", b"b")]}
+    scope |= {"asgi": {"spec_version": "2.4"}}
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b'{"prompt": "x"}', "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def ask() -> None:
+        response = await Ingress(engine, ApiKeys.of(None), 1000)(Request(scope, receive))
+        await response(scope, receive, send)
+
+    try:
+        asyncio.run(ask())
+    finally:
+        statuses = [message["status"] for message in sent if message["type"] == "http.response.start"]
+        assert len(statuses) <= 1
+    return statuses[0], b"".join(message.get("body", b"") for message in sent)
+
+
+def events(body: bytes) -> list[Any]:
+    """The events of a stream; what is not JSON stays as it is."""
+    found = [line.removeprefix(b"data: ") for line in body.split(b"\n\n") if line]
+    return [json.loads(each) if each.startswith(b"{") else each for each in found]
+
+
+def test_a_request_of_which_nothing_was_sent_goes_to_another_replica() -> None:
+    engine = Engine([LOST], [EVENTS, b"data: [DONE]\n\n"])
+    assert asked(engine) == (200, b"data: 1\n\ndata: [DONE]\n\n")
+    assert len(engine.parcels) == 2
+    assert engine.parcels[0] == engine.parcels[1]
+    assert engine.parcels[0].body == b'{"prompt": "x"}'
+
+
+@pytest.mark.parametrize("sent", [(), (b"data: 2\n\n",)])
+def test_a_stream_that_has_begun_is_never_begun_again(sent: tuple[bytes, ...]) -> None:
+    engine = Engine([EVENTS, *sent, LOST], [EVENTS, b"data: [DONE]\n\n"])
+    status, body = asked(engine)
+    assert (status, len(engine.parcels), engine.num_cancelled) == (200, 1, 1)
+    *begun, error, done = events(body)
+    assert begun == [b"1", b"2"][: 1 + len(sent)]
+    assert (error["error"]["code"], error["error"]["type"]) == ("replica_lost", "service_unavailable_error")
+    assert done == b"[DONE]"
+
+
+def test_a_request_that_kills_its_replica_kills_no_third_one() -> None:
+    engine = Engine([LOST], [LOST], [EVENTS])
+    status, body = asked(engine)
+    assert (status, json.loads(body)["error"]["code"], len(engine.parcels)) == (503, "replica_lost", 2)
+
+
+def test_a_body_that_is_no_stream_gets_no_event_in_its_middle() -> None:
+    engine = Engine([FILE, LOST], [FILE, b"def"])
+    with pytest.raises(RayActorError):
+        asked(engine, "/assets/page.js")
+    assert (len(engine.parcels), engine.num_cancelled) == (1, 1)
+
+
+def test_what_an_engine_raises_is_not_asked_of_another_one() -> None:
+    engine = Engine([KeyError("secret")], [EVENTS])
+    status, body = asked(engine)
+    assert (status, len(engine.parcels)) == (500, 1)
+    assert b"secret" not in body
