@@ -192,7 +192,7 @@ class LLM:
         runner = make_runner(
             loaded, config.attention_backend, cache, scheduling.max_num_seqs, batch_invariant=config.batch_invariant
         )
-        self.prompts = PromptEncoder(loaded.tokenizer, None if self._embedded else config.model)
+        self.prompts = PromptEncoder(loaded.tokenizer, None if self._embedded else config.model, loaded.max_model_len)
         self.default_params = _default_params(loaded)
         load_runner = DraftLoader(runner, config, cache, scheduling.max_num_seqs)
         proposers = ProposerSet(Target(runner), scheduling.max_num_batched_tokens, load_runner, method)

@@ -286,6 +286,27 @@ def test_valid_bodies_are_valid(server: Server) -> None:
             assert asyncio.run(post(server.url, json.dumps(body).encode(), path))[0] == 200, body
 
 
+def test_what_costs_much_work_is_refused_by_name(server: Server) -> None:
+    """What of it the limits let through is the business of tests/server/test_sizes.py."""
+    words = {"bad_words": [f"word {number}" for number in range(5000)]}
+    biases = {"logit_bias": {str(token): 1 for token in range(2000)}}
+    for fields, name in ((words, "bad_words"), (biases, "logit_bias"), ({"stop": "x" * 20_000}, "stop")):
+        status, found = asyncio.run(post(server.url, json.dumps({"prompt": "x", **fields}).encode()))
+        assert (status, found["error"]["param"], found["error"]["code"]) == (400, name, "invalid_value")
+    long = "x" * 190_000
+    for path, body, name in (
+        ("/v1/completions", {"prompt": long}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "prediction": {"type": "content", "content": long}}, "prediction"),
+        ("/tokenize", {"prompt": long}, "prompt"),
+    ):
+        status, found = asyncio.run(post(server.url, json.dumps(body).encode(), path))
+        assert (status, found["error"]["param"]) == (400, name)
+        assert "190,000 characters" in found["error"]["message"]
+    many = b'{"prompt": [' + b"1," * 90_000 + b"1]}"
+    status, found = asyncio.run(post(server.url, many, "/tokenize"))
+    assert (status, found["error"]["param"]) == (400, "prompt"), "few enough to be read"
+
+
 def _nested(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(depth):

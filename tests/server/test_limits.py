@@ -205,6 +205,31 @@ def _raw(server: Server, head: str) -> bytes:
         return plain.recv(65536)
 
 
+def test_a_flood_in_preparing_does_not_starve_another_tenant() -> None:
+    flood, quiet = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
+    body = {"prompt": "x", "max_tokens": 2}
+
+    async def ask(server: Server) -> list[int]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            calls = [client.post(f"{server.url}/v1/completions", json=body, headers=flood) for _ in range(20)]
+            tasks = [asyncio.create_task(call) for call in calls]
+            while (await client.get(f"{server.url}/ready")).status_code != 429:  # until all have their places
+                await asyncio.sleep(0.01)
+            streamed = {**body, "stream": True, "stop": ["y"]}
+            for path, asked in (("/v1/completions", body), ("/v1/completions", streamed), ("/tokenize", {"prompt": "x"})):
+                found = await client.post(f"{server.url}{path}", json=asked, headers=quiet)
+                assert found.status_code == 200, found.text
+            assert not any(task.done() for task in tasks), "none of the flood is prepared yet"
+            server.process.send_signal(signal.SIGHUP)
+            return [(await task).status_code for task in tasks]
+
+    keys = {"OUTRIDER_API_KEYS": "flood:first,quiet:second", "OUTRIDER_PLANTED": "a tenant's requests take long to prepare"}
+    limits = ("--max-num-seqs", "4", "--max-queue", "16")
+    with running(*limits, module="tests.server.broken_server", **keys) as server:
+        assert asyncio.run(ask(server)) == [200] * 20
+        assert server.rests()
+
+
 def test_what_is_sent_is_not_held_back() -> None:
     """Otherwise each event waits until the client's system acknowledges the one before."""
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -132,13 +133,13 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 async def completions(service: Service, call: Call) -> Response:
     """/v1/completions"""
-    asked = CompletionRequest.read(await call.body(service.settings.max_body_bytes))
+    asked = await service.read(CompletionRequest, call)
     return await _write(service, call, asked, lambda job: CompletionAnswer(job, service.settings.model_name))
 
 
 async def chat_completions(service: Service, call: Call) -> Response:
     """/v1/chat/completions"""
-    asked = ChatRequest.read(await call.body(service.settings.max_body_bytes))
+    asked = await service.read(ChatRequest, call)
     form = form_of(asked, service.engine.llm.prompts)
     return await _write(service, call, asked, lambda job: ChatAnswer(job, service.settings.model_name, form))
 
@@ -235,35 +236,39 @@ class _Events(StreamingResponse):
 
 async def tokenize(service: Service, call: Call) -> Response:
     """/tokenize: the tokens of a prompt or a conversation."""
-    asked = TokenizeRequest.read(await call.body(service.settings.max_body_bytes))
+    asked = await service.read(TokenizeRequest, call)
     service.check_model(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "prompt: give either a prompt or messages", param="prompt", code="invalid_value")
-    tokens = await asyncio.to_thread(_tokens, service, asked)
-    return answer({"count": len(tokens), "max_model_len": service.facts.max_model_len, "tokens": tokens})
+    return await service.engine.prepared(call.tenant, partial(_tokens, service, asked))
 
 
-def _tokens(service: Service, asked: TokenizeRequest) -> tuple[int, ...]:
+def _tokens(service: Service, asked: TokenizeRequest) -> Response:
     prompts = service.engine.llm.prompts
     if asked.messages is not None:
         check_template(prompts)
-        return prompts.encode_conversation(conversation(asked.messages))[1]
-    return prompts.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)[1]
+        tokens = prompts.encode_conversation(conversation(asked.messages))[1]
+    else:
+        tokens = prompts.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)[1]
+    return answer({"count": len(tokens), "max_model_len": service.facts.max_model_len, "tokens": tokens})
 
 
 async def detokenize(service: Service, call: Call) -> Response:
     """/detokenize: the text of tokens."""
-    asked = DetokenizeRequest.read(await call.body(service.settings.max_body_bytes))
+    asked = await service.read(DetokenizeRequest, call)
     service.check_model(asked.model)
-    tokenizer = service.engine.llm.prompts.tokenizer
+    return await service.engine.prepared(call.tenant, partial(_text, service, asked))
+
+
+def _text(service: Service, asked: DetokenizeRequest) -> Response:
+    tokenizer, size = service.engine.llm.prompts.tokenizer, service.facts.vocab_size
     if tokenizer is None:
         raise ApiError(400, "tokens: the model has no tokenizer", param="tokens", code="unsupported")
-    size = service.facts.vocab_size
     outside = next((token for token in asked.tokens if not 0 <= token < size), None)
     if outside is not None:
         problem = "token id outside the vocabulary"
         raise InvalidParameterError("tokens", outside, problem, f"Use ids from 0 to {size - 1}.")
-    return answer({"prompt": await asyncio.to_thread(tokenizer.decode, asked.tokens)})
+    return answer({"prompt": tokenizer.decode(asked.tokens)})
 
 
 # -- the server itself -------------------------------------------------------------------------------------------------
