@@ -90,7 +90,8 @@ def route(service: Service, path: str, handler: Handler, method: str = "GET", *,
         try:
             if not open_to_all:
                 call.identify(service.keys)
-            response = await handler(service, call)
+            async with service.deadlines.until():
+                response = await handler(service, call)
         except (Exception, asyncio.CancelledError) as error:
             response = _refusal(call, error)
         response.headers["x-request-id"] = call.id
@@ -197,7 +198,8 @@ def _check_streaming(asked: Asked) -> None:
 async def _read(service: Service, call: Call, shaped: Answer, streams: list[AsyncStream]) -> AsyncGenerator[bytes, None]:
     """The events of an answer, and what is counted of them."""
     failures: list[BaseException] = []
-    async with aclosing(events(shaped, streams, service.settings.request_seconds, failures.append)) as found:
+    parts = events(shaped, streams, service.deadlines, service.settings.request_seconds, failures.append)
+    async with aclosing(parts) as found:
         async for part in found:
             call.began()
             yield part

@@ -16,6 +16,7 @@ from outrider.engine.thread import Health
 from outrider.params import RequestOutput
 from outrider.server.allowed import AllowedMethods
 from outrider.server.calls import Call
+from outrider.server.deadlines import Deadlines
 from outrider.server.errors import ApiError, api_error
 from outrider.server.jobs import Job, JobMaker
 from outrider.server.keys import ApiKeys
@@ -71,6 +72,7 @@ class Service:
         self.facts = ModelFacts(length, min(length, capacity), config.max_num_seqs, runner.loaded.vocab_size)
         self.jobs = JobMaker(llm.prompts, llm.default_params, self.facts.longest, allowed, settings)
         self.metrics = ServerMetrics(settings.model_name)
+        self.deadlines = Deadlines()
         self.draining = False
         llm.engine.scheduler.tenants.weights = engine.preparing.turns.weights = keys.weights
         self._meters: dict[str | None, Meter] = {}
@@ -103,6 +105,11 @@ class Service:
     def num_texts(self) -> int:
         """Texts that are written or wait."""
         return sum(meter.num_texts for meter in self._meters.values())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anybody is being answered."""
+        return self.num_texts > 0 or self.deadlines.num_open > 0
 
     @property
     def is_full(self) -> bool:
