@@ -260,6 +260,11 @@ class LLM:
         return self._thread.health
 
     @property
+    def busy_seconds(self) -> float:
+        """How long the engine has been at work on one step, or one command, so far; 0 while it rests."""
+        return self._thread.busy_seconds
+
+    @property
     def stats(self) -> EngineStats:
         """Totals over all requests since the start, or since `stats.reset()`."""
         return self.engine.stats

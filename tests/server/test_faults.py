@@ -239,7 +239,7 @@ def test_a_reader_that_has_stopped_does_not_hold_up_the_end() -> None:
     with running("--drain-seconds", "1") as server:
         asyncio.run(ask(server))
         lines = server.ended()
-        assert [line["code"] for line in lines if line["event"] == "request"] == ["client_left"]
+        assert [line["code"] for line in lines if line["event"] == "request"] == ["drain_timeout"]
         assert not [line for line in lines if line.get("level", "error") == "error" or "traceback" in line]
         assert [line["books"] for line in lines if line["event"] == "ended"] == ["agree"]
 

@@ -49,6 +49,7 @@ MaxBody = Annotated[int, typer.Option(help="Of one request.")]
 MaxValues = Annotated[int, typer.Option(help="Names and values in the body of one request.")]
 MaxItems = Annotated[int, typer.Option(help="Entries of logit_bias, of bad_words, or of a list of token ids.")]
 MaxCharacters = Annotated[int, typer.Option(help="Characters of all stop strings, or of all bad_words.")]
+StepSeconds = Annotated[float, typer.Option(help="An engine whose step takes longer hangs: /health says so.")]
 RequestSeconds = Annotated[float | None, typer.Option(help="A request that takes longer is ended.")]
 DrainSeconds = Annotated[int, typer.Option(help="How long requests may finish after SIGTERM.", min=0)]
 StalledSeconds = Annotated[
@@ -77,6 +78,7 @@ _LIMITS = (
     "max_list_characters",
     "max_body_bytes",
     "max_body_values",
+    "step_seconds",
     "request_seconds",
 )
 
@@ -114,6 +116,7 @@ def serve(
     max_body_values: MaxValues = 150_000,
     max_list_items: MaxItems = 1024,
     max_list_characters: MaxCharacters = 16 * 2**10,
+    step_seconds: StepSeconds = 120.0,
     request_seconds: RequestSeconds = None,
     drain_seconds: DrainSeconds = 30,
     stalled_seconds: StalledSeconds = None,

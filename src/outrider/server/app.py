@@ -21,7 +21,7 @@ from outrider import __version__
 from outrider.async_llm import AsyncStream
 from outrider.errors import InvalidParameterError, OutriderError
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer
-from outrider.server.calls import Call
+from outrider.server.calls import Call, request_id
 from outrider.server.conversation import check_template, conversation, form_of
 from outrider.server.errors import ApiError, api_error
 from outrider.server.jobs import Job
@@ -126,7 +126,7 @@ def _note(call: Call, error: BaseException) -> None:
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     found = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="no_such_route")
-    return answer(found.body, found.status, dict(error.headers or {}))
+    return answer(found.body, found.status, {**(error.headers or {}), "x-request-id": request_id(request)})
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------

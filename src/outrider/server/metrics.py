@@ -70,8 +70,8 @@ class ServerMetrics:
         for output in outputs:
             self._ended.labels(self._model, output.finish_reason).inc()
 
-    def text(self, state: EngineState) -> bytes:
-        """All of it in Prometheus' text format."""
+    def text(self, state: EngineState | None) -> bytes:
+        """All of it in Prometheus' text format; without a state, what is counted request by request."""
         self._engine.state = state
         return generate_latest(self._registry)
 

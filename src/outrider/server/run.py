@@ -82,7 +82,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service, self._drain_seconds = service, drain_seconds
         self._end: float | None = None
-        self._has_cut_off = False
+        self._has_cut_off = self._hangs = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -105,7 +105,16 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; whether uvicorn closes its sockets now. Before that nobody would be told why."""
+        self._watch()
         return await super().on_tick(counter) and self._is_drained()
+
+    def _watch(self) -> None:
+        """Log when the engine begins to hang, and when it goes on."""
+        hangs = self._service.status == "hanging"
+        if hangs != self._hangs:
+            self._hangs = hangs
+            event = "the engine hangs in a step" if hangs else "the engine goes on"
+            log(event, {}, logging.CRITICAL if hangs else logging.WARNING)
 
     def _is_drained(self) -> bool:
         service, now = self._service, monotonic()

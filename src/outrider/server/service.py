@@ -84,9 +84,11 @@ class Service:
 
     @property
     def status(self) -> str:
-        """ok, stopping, or dead where the engine's thread has ended."""
+        """ok, stopping, hanging where a step does not come to its end, or dead where the engine's thread has ended."""
         if not self.health.alive:
             return "dead"
+        if self.engine.llm.busy_seconds > self.settings.step_seconds:
+            return "hanging"
         return "stopping" if self.draining else "ok"
 
     def meter(self, tenant: str | None) -> Meter:
@@ -194,8 +196,8 @@ class Service:
         return books
 
     async def metrics_text(self) -> bytes:
-        """All metrics; waits for the end of the step that is under way."""
-        state = await asyncio.to_thread(self._state)
+        """All metrics; waits for the end of the step that is under way. An engine that hangs or is dead tells nothing."""
+        state = await asyncio.to_thread(self._state) if self.status in ("ok", "stopping") else None
         return self.metrics.text(state)
 
     def check_model(self, name: str | None) -> None:

@@ -20,6 +20,7 @@ class ServerSettings(Frozen):
         max_body_bytes: Of one request.
         max_body_values: Names and values in the body of one request; reading them takes time in which nothing else is read.
         max_structure_bytes: Of a JSON schema, regular expression or grammar.
+        step_seconds: An engine that has been at work on one step for so long hangs, and is of no use any more.
         request_seconds: After so long a request is ended with an error; None for no limit.
     """
 
@@ -32,4 +33,5 @@ class ServerSettings(Frozen):
     max_body_bytes: int = Field(4 * 2**20, ge=1, description="Use 1 or more.")
     max_body_values: int = Field(150_000, ge=1, description="Use 1 or more.")
     max_structure_bytes: int = Field(64 * 2**10, ge=1, description="Use 1 or more.")
+    step_seconds: float = Field(120.0, gt=0, description="Use a number of seconds above 0.")
     request_seconds: float | None = Field(None, gt=0, description="Use a number of seconds above 0, or None.")
