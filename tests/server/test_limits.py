@@ -114,6 +114,23 @@ def test_a_key_has_its_own_number_of_texts_and_its_own_rate(server: Server) -> N
         assert 25 <= int(response.headers["retry-after"]) <= 40, "some 21 tokens over, at 40 a minute"
 
 
+def test_what_tenants_use_is_counted(server: Server) -> None:
+    def count(name: str, *labels: str) -> float:
+        return server.metric(f"outrider:tenant_{name}", 'tenant="bob"', *labels)
+
+    texts, tokens, requests = count("texts"), count("tokens_total"), count("requests_total", 'status="200"')
+    found = server.post("/v1/completions", {"prompt": "x", "max_tokens": 7, "ignore_eos": True}, headers=BOB).json()
+    assert server.post("/v1/completions", {"prompt": "x", "top_p": 7}, headers=BOB).status_code == 400
+    assert server.post("/v1/completions", {"prompt": "x"}).status_code == 401
+    assert texts == count("texts") == 0
+    assert count("tokens_total") - tokens == found["usage"]["total_tokens"]
+    assert count("requests_total", 'status="200"') - requests == 1
+    assert count("requests_total", 'status="400"') >= 1
+    lines = server.get("/metrics").text.splitlines()
+    tenants = {line.partition('tenant="')[2].partition('"')[0] for line in lines if "tenant=" in line}
+    assert tenants <= {"ann", "bob", "one", "poor", "slow"}, "and not what a request says"
+
+
 def test_refused_requests_give_their_places_back(server: Server) -> None:
     for _ in range(5):
         assert server.post("/v1/completions", {"prompt": "x", "top_p": 7, "n": 2}, headers=ANN).status_code == 400

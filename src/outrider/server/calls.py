@@ -84,7 +84,7 @@ class Call:
         if self._ended:
             return
         self._ended = True
-        self._metrics.answered(self.path, status, self.seconds)
+        self._metrics.answered(self.path, status, self.seconds, self.tenant)
         first = {} if self._first is None else {"first_piece_seconds": round(self._first, 4)}
         facts = {"request_id": self.id, "tenant": self.tenant, "method": self.request.method, "path": self.path}
         outcome = {"status": status, "code": code, "seconds": round(self.seconds, 4), **first, **self._facts}

@@ -198,7 +198,7 @@ class Service:
     async def metrics_text(self) -> bytes:
         """All metrics; waits for the end of the step that is under way. An engine that hangs or is dead tells nothing."""
         state = await asyncio.to_thread(self._state) if self.status in ("ok", "stopping") else None
-        return self.metrics.text(state)
+        return self.metrics.text(state, self._meters)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError where a request names another model."""
