@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, Self, Unpack, cast
+from typing import Any, Self, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
 from outrider.arguments import Conversation, Prompt
 from outrider.engine.mail import Mailbox, News
+from outrider.engine.preparing import PreparingThreads
 from outrider.engine.sequence import Request
 from outrider.llm import LLM, CallOptions
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.validation import unknown_setting
+
+T = TypeVar("T")
 
 
 class AsyncLLM:
     """A model ready to write for coroutines. Whatever they ask for shares the engine's batches.
 
     Loading takes time and holds up the event loop: make it before the loop runs, or with asyncio.to_thread(AsyncLLM, ...).
-    Prompts are encoded, and structures compiled, in other threads.
+    Prompts are encoded, and structures compiled, in a few other threads, for which namespaces take turns.
 
     Args:
         model, settings: As of LLM; or `model` is an LLM, which goes on to serve its own callers too.
+
+    Attributes:
+        llm: The model.
+        preparing: The threads in which requests are prepared.
     """
 
     def __init__(self, model: Any | None = None, **settings: Any) -> None:
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
+        self.preparing = PreparingThreads()
         self._offices: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopOffice] = WeakKeyDictionary()
 
     async def __aenter__(self) -> Self:
@@ -38,6 +46,7 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """End what runs with a ClosedError, and free the weights and the KV memory."""
+        self.preparing.close()
         await asyncio.to_thread(self.llm.close)
 
     async def generate(
@@ -67,6 +76,15 @@ class AsyncLLM:
     ) -> AsyncStream:
         """Complete one conversation piece by piece; options are those of `generate`."""
         return AsyncStream(self, None, params, options, messages=messages, streaming=True)
+
+    async def prepared(self, namespace: str | None, call: Callable[[], T]) -> T:
+        """What a function answers, which is called in another thread when it is the turn of a namespace.
+
+        Raises:
+            ClosedError: The LLM was closed before that.
+            Exception: What the function raises.
+        """
+        return await asyncio.wrap_future(self.preparing.submit(namespace, call))
 
     async def _whole(self, stream: AsyncStream) -> RequestOutput:
         async with stream:
@@ -106,6 +124,7 @@ class AsyncStream:
             if name not in CallOptions.__annotations__:
                 raise unknown_setting("AsyncLLM", name, value, CallOptions.__annotations__)
         self._owner = owner
+        self._namespace = options.get("namespace")
         self._prepare = partial(owner.llm.prepare, prompt, params, messages=messages, streaming=streaming, **options)
         self._request: Request | None = None
         self._inbox: _AsyncInbox | None = None
@@ -124,7 +143,7 @@ class AsyncStream:
             OutriderError: It cannot be served.
         """
         if self._request is None:
-            prepared = await asyncio.to_thread(self._prepare)
+            prepared = await self._owner.prepared(self._namespace, self._prepare)
             self._inbox = _AsyncInbox(self._owner._office())
             refusals = await asyncio.wrap_future(self._owner.llm.admit([prepared], self._inbox))
             if refusals[0] is not None:

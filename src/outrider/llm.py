@@ -192,7 +192,7 @@ class LLM:
         runner = make_runner(
             loaded, config.attention_backend, cache, scheduling.max_num_seqs, batch_invariant=config.batch_invariant
         )
-        self.prompts = PromptEncoder(loaded.tokenizer, None if self._embedded else config.model)
+        self.prompts = PromptEncoder(loaded.tokenizer, None if self._embedded else config.model, loaded.max_model_len)
         self.default_params = _default_params(loaded)
         load_runner = DraftLoader(runner, config, cache, scheduling.max_num_seqs)
         proposers = ProposerSet(Target(runner), scheduling.max_num_batched_tokens, load_runner, method)
@@ -258,6 +258,11 @@ class LLM:
     def health(self) -> Health:
         """How the engine has fared since the start."""
         return self._thread.health
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the engine has been at work on one step, or one command, so far; 0 while it rests."""
+        return self._thread.busy_seconds
 
     @property
     def stats(self) -> EngineStats:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -13,17 +15,23 @@ Encoded = tuple[str | None, tuple[int, ...]]
 
 
 class PromptEncoder:
-    """Encodes what callers give. Some tokenizers serve one thread at a time, so it does one prompt at a time.
+    """Encodes what callers give. Tokenizers written in Python serve one thread at a time. Those of the tokenizers library
+    serve several, once the first call has settled that texts are neither cut nor padded.
 
     Args:
         tokenizer: Of the target; None where it has none, and then prompts are token ids.
         model: What to call the target in errors; None for the embedded one.
+        max_model_len: Tokens of the longest text that the target takes; None for no limit.
     """
 
-    def __init__(self, tokenizer: Any | None, model: str | None) -> None:
+    def __init__(self, tokenizer: Any | None, model: str | None, max_model_len: int | None = None) -> None:
         self.tokenizer = tokenizer
         self._model = model
-        self._lock = Lock()
+        self._max_model_len = max_model_len
+        self._lock: AbstractContextManager[Any] = Lock()
+        if tokenizer is not None and getattr(tokenizer, "is_fast", False):
+            tokenizer("", verbose=False)
+            self._lock = nullcontext()
 
     def encode(self, prompt: Any, *, add_special_tokens: bool = True) -> Encoded:
         """A prompt in any form.
@@ -33,11 +41,12 @@ class PromptEncoder:
             add_special_tokens: Whether a text gets the tokens that the tokenizer puts around texts.
 
         Raises:
-            InvalidPromptError: It is none, it is empty, or it cannot be encoded.
+            InvalidPromptError: It is none, it is empty, it is far too long, or it cannot be encoded.
         """
         content = read_prompt(prompt)
         if not isinstance(content, str):
             return None, content
+        self._check_length("prompt", len(content))
         with self._lock:
             return content, encode_text(self.tokenizer, content, add_special_tokens=add_special_tokens)
 
@@ -45,7 +54,7 @@ class PromptEncoder:
         """What a caller expects an output to be: a text, token ids, or None for nothing.
 
         Raises:
-            InvalidPromptError: It is none of these, or it cannot be encoded.
+            InvalidPromptError: It is none of these, it is far too long, or it cannot be encoded.
         """
         if prediction is None or prediction == "":
             return ()
@@ -54,6 +63,7 @@ class PromptEncoder:
                 return self.encode(prediction)[1]
             except InvalidPromptError as error:
                 raise InvalidPromptError("prediction", prediction, error.problem, error.remedy) from None
+        self._check_length("prediction", len(prediction))
         with self._lock:  # it goes on behind a prompt, so it has no token that begins a text
             return encode_text(self.tokenizer, prediction, field="prediction", add_special_tokens=False)
 
@@ -67,11 +77,12 @@ class PromptEncoder:
 
         Raises:
             InvalidParameterError: There is no tokenizer, or it has no chat template.
-            InvalidPromptError: The template refuses the messages, or they are none.
+            InvalidPromptError: The template refuses the messages, they are far too long, or they are none.
         """
         self.check_template()
         assert self.tokenizer is not None, "it has a template"
         conversation = read_conversation(messages)
+        self._check_length("messages", sum(map(_num_characters, conversation)))
         try:
             with self._lock:
                 encoded = self.tokenizer.apply_chat_template(
@@ -87,6 +98,24 @@ class PromptEncoder:
             raise InvalidPromptError("messages", conversation, problem, "Use role and content in each.") from error
         return None, tuple(encoded["input_ids"])
 
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1) if self.tokenizer is not None else 1
+
+    def _check_length(self, field: str, num_characters: int) -> None:
+        """Raise InvalidPromptError where a text is so long that it is not worth encoding: not if every token of it were the
+        longest that there is would it fit into the context."""
+        length = self._max_model_len
+        if length is None or num_characters <= length or num_characters <= length * self._longest_token:
+            return
+        raise InvalidPromptError(
+            field,
+            f"{num_characters:,} characters",
+            f"no room in the context of {length:,} tokens, of which the longest has {self._longest_token} characters",
+            f"Shorten it to {length * self._longest_token:,} characters or fewer.",
+        )
+
     def check_template(self) -> None:
         """Raise InvalidParameterError where conversations cannot be written as prompts."""
         if getattr(self.tokenizer, "chat_template", None) is not None:
@@ -98,3 +127,8 @@ class PromptEncoder:
             "it completes text and was not trained to converse",
             "Use generate with a plain prompt, or a model whose tokenizer has a chat template.",
         )
+
+
+def _num_characters(message: Any) -> int:
+    content = message.get("content")
+    return len(content) if isinstance(content, str) else 0

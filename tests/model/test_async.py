@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
@@ -55,6 +56,30 @@ def test_many_at_a_time_get_their_own_texts(llm: LLM, alone: dict[str, tuple[int
     steps = llm.stats.num_steps
     assert run(ask()) == [alone[PROMPTS[i // 4 % 4]] for i in range(32)]
     assert llm.stats.num_steps - steps < 32 * 10, "they share batches"
+
+
+def test_a_namespace_that_takes_long_to_prepare_holds_up_no_other(
+    llm: LLM, alone: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, over = llm.prepare, threading.Event()
+
+    def wait(*args: Any, **options: Any) -> Any:
+        if options.get("namespace") == "flood":
+            over.wait(60)
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(llm, "prepare", wait)
+
+    async def ask() -> list[tuple[int, ...]]:
+        server = AsyncLLM(llm)
+        flood = [asyncio.create_task(server.generate(PROMPTS[0], PARAMS, namespace="flood")) for _ in range(20)]
+        await asyncio.sleep(0)
+        quiet = [await server.generate(PROMPTS[0], PARAMS, namespace="quiet") for _ in range(3)]
+        assert not any(task.done() for task in flood)
+        over.set()
+        return [found.first.token_ids for found in [*quiet, *await asyncio.gather(*flood)]]
+
+    assert run(ask()) == [alone[PROMPTS[0]]] * 23
 
 
 def test_a_text_with_a_seed_is_the_same_streamed_or_not(llm: LLM) -> None:

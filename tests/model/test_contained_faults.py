@@ -97,6 +97,26 @@ def in_compaction(fault: Fault, patch: pytest.MonkeyPatch, llm: LLM) -> None:
     patch.setattr(ModelRunner, "compact", compact)
 
 
+def in_copies(fault: Fault, patch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """When samples part, each gets a copy of the block that all of them would write to."""
+    stock, engine = ModelRunner.copy_blocks, llm.engine
+    fault.num_passed = 3
+
+    def copy_blocks(self: ModelRunner, pairs: Any) -> None:
+        for _, destination in pairs:
+            for seq in engine.scheduler.running:
+                if destination in seq.kv.block_table:
+                    fault.about(seq.request)
+        stock(self, pairs)
+
+    patch.setattr(ModelRunner, "copy_blocks", copy_blocks)
+
+
+def in_forks(fault: Fault, patch: pytest.MonkeyPatch, llm: LLM) -> None:
+    fault.num_passed = 3
+    in_(Engine, "_fork", 1)(fault, patch, llm)
+
+
 def in_(owner: Any, name: str, place: int) -> Callable[..., None]:
     return lambda fault, patch, llm: patch.setattr(owner, name, fault.before(getattr(owner, name), place))
 
@@ -108,6 +128,13 @@ WHERE: dict[str, Callable[[Fault, pytest.MonkeyPatch, LLM], None]] = {
     "extension": in_(Engine, "_extend", 1),
     "trace": in_(rounds, "trace", 0),
     "compaction": in_compaction,
+    "copies": in_copies,
+    "forks": in_forks,
+    "segments": lambda fault, patch, llm: patch.setattr(
+        engine_module,
+        "_segment",
+        lambda item, *args, stock=engine_module._segment: (fault.about(item.seq.request), stock(item, *args))[1],
+    ),
     "piece": in_(engine_module, "piece", 0),
     "candidate": lambda fault, patch, llm: patch.setattr(
         engine_module,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -70,6 +72,29 @@ def test_a_command_that_comes_too_late_is_refused(llm: LLM, monkeypatch: pytest.
     monkeypatch.setattr(llm._thread, "check", lambda: None)  # as where it dies right behind the check
     with pytest.raises(EngineDiedError):
         llm._thread.call(lambda: None)
+
+
+def test_health_notices_an_engine_that_hangs(llm: LLM) -> None:
+    """It rests for as long as it likes; a step that takes too long is told while it lasts, and no longer."""
+    settings = ServerSettings(model_name="m", step_seconds=0.2)
+    service = Service(AsyncLLM(llm), settings, AllowedMethods(PLAIN), ApiKeys())
+    client = TestClient(make_app(service))
+    time.sleep(0.3)
+    assert (llm.busy_seconds, client.get("/health").status_code) == (0, 200)
+    go_on = threading.Event()
+    hangs = threading.Thread(target=lambda: llm.between_steps(lambda engine: go_on.wait(60)))
+    hangs.start()
+    while llm.busy_seconds < 0.2:
+        time.sleep(0.01)
+    for path in ("/health", "/ready"):
+        assert (client.get(path).status_code, client.get(path).json()["status"]) == (503, "hanging")
+    assert "outrider:http_requests" in client.get("/metrics").text, "although the engine does not answer"
+    go_on.set()
+    hangs.join()
+    while llm.busy_seconds:
+        time.sleep(0.01)
+    assert client.get("/health").json()["status"] == "ok"
+    assert "vllm:num_requests_running" in client.get("/metrics").text
 
 
 def test_health_notices(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,15 @@
 """`outrider serve` with planted faults, each to be had by a signal.
 
 SIGUSR1 lets the next verification raise, in the middle of a step. SIGUSR2 does the same and loses a block from the books,
-so that the engine must begin anew. With OUTRIDER_PLANTED a defect is there from the beginning.
+so that the engine must begin anew. With OUTRIDER_PLANTED a defect is there from the beginning. If it is
+"a tenant's requests take long to prepare", those of the tenant `flood` take until SIGHUP comes.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -18,6 +20,8 @@ from outrider.cli.main import main
 from outrider.engine.engine import Engine
 from outrider.propose.draft_model import DraftModelProposer
 from outrider.server.answers import CompletionAnswer
+from outrider.server.jobs import Job, JobMaker
+from outrider.server.schemas import Asked
 from outrider.server.service import Service
 
 _due: list[int] = []
@@ -75,6 +79,16 @@ def plant_defect(name: str) -> None:
         KVLease.free = lose  # type: ignore[method-assign]
     elif name == "the draft model keeps a text":
         DraftModelProposer.finish = lambda self, sequence: None  # type: ignore[method-assign]
+    elif name == "a tenant's requests take long to prepare":
+        make, over = JobMaker.make, threading.Event()
+        signal.signal(signal.SIGHUP, lambda number, frame: over.set())
+
+        def wait(maker: JobMaker, asked: Asked, namespace: str | None) -> Job:
+            if namespace == "flood":
+                over.wait()
+            return make(maker, asked, namespace)
+
+        JobMaker.make = wait  # type: ignore[method-assign]
     elif name == "the newest comes first":
         from outrider.engine.scheduler import Scheduler
 

@@ -189,20 +189,59 @@ def test_after_sigterm_texts_are_finished_and_new_ones_refused(texts: list[tuple
         assert [line for line in server.lines if line.get("level") in ("warning", "error")] == []
 
 
-def test_what_is_cut_off_at_the_end_leaves_nothing_behind() -> None:
-    async def ask(server: Server) -> list[Any]:
-        endless = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "n": 2}
+def test_what_is_cut_off_at_the_end_is_told_why_and_leaves_nothing_behind() -> None:
+    endless = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "n": 2}
+    whole = json.dumps(endless).encode()
+
+    async def ask(server: Server) -> tuple[list[Told], list[tuple[int, Any, str]]]:
         told = [Told() for _ in range(4)]
-        tasks = [asyncio.create_task(stream(server.url, endless, each)) for each in told]
-        tasks.append(asyncio.create_task(post(server.url, json.dumps(endless).encode())))  # type: ignore[arg-type]
+        streams = [asyncio.create_task(stream(server.url, endless, each)) for each in told]
+        answers = [asyncio.create_task(named(server.url, body)) for body in (whole, whole, whole[:9])]
         await asyncio.gather(*(each.begun.wait() for each in told[:2]))
         server.process.send_signal(signal.SIGTERM)
-        return list(await asyncio.gather(*tasks, return_exceptions=True))
+        return list(await asyncio.gather(*streams)), list(await asyncio.gather(*answers))
 
-    with running("--drain-seconds", "0", "--max-num-seqs", "4") as server:
-        assert len(asyncio.run(ask(server))) == 5
+    async def named(url: str, body: bytes) -> tuple[int, Any, str]:
+        """The status, the JSON and the request's id of an answer to a body, which may be cut short."""
+        async with Connection(url) as connection:
+            answer = await connection.ask("/v1/completions", body, size=len(whole))
+            return answer.status, json.loads(await answer.body()), answer.headers["x-request-id"]
+
+    with running("--drain-seconds", "1", "--max-num-seqs", "4", "--kv-cache-tokens", "65536") as server:
+        streams, answers = asyncio.run(ask(server))
         assert server.process.wait(60) == 0
-        assert [line["books"] for line in server.ended() if line["event"] == "ended"] == ["agree"]
+        lines = server.ended()
+        for told in streams:
+            assert told.error is not None
+            assert told.done or told.status == 503, "an event with the error, then [DONE]; those that wait get a status"
+        for error in [*(told.error for told in streams), *(body["error"] for _, body, _ in answers)]:
+            assert (error["type"], error["code"]) == ("service_unavailable_error", "drain_timeout")
+        assert [status for status, _, _ in answers] == [503] * 3
+        logged = [line for line in lines if line["event"] == "request"]
+        assert {(line["status"], line["code"]) for line in logged} == {(503, "drain_timeout")}
+        assert {name for _, _, name in answers} < {line["request_id"] for line in logged}
+        assert [line["level"] for line in lines if line["event"] == "the time to finish is over"] == ["warning"]
+        assert not [line for line in lines if line.get("level", "error") == "error" or "traceback" in line]
+        assert [line["books"] for line in lines if line["event"] == "ended"] == ["agree"]
+
+
+def test_a_reader_that_has_stopped_does_not_hold_up_the_end() -> None:
+    large = {"prompt": "x", "stream": True, "max_tokens": 400, "ignore_eos": True, "logprobs": 20, "n": 4, "trace": True}
+
+    async def ask(server: Server) -> None:
+        async with Connection(server.url, receive_bytes=4096) as connection:
+            await connection.ask("/v1/completions", json.dumps(large).encode())
+            while server.metric("vllm:generation_tokens_total") < 1600 or server.metric("vllm:num_requests_running"):
+                await asyncio.sleep(0.2)
+            server.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(server.process.wait, 60) == 0
+
+    with running("--drain-seconds", "1") as server:
+        asyncio.run(ask(server))
+        lines = server.ended()
+        assert [line["code"] for line in lines if line["event"] == "request"] == ["drain_timeout"]
+        assert not [line for line in lines if line.get("level", "error") == "error" or "traceback" in line]
+        assert [line["books"] for line in lines if line["event"] == "ended"] == ["agree"]
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------
@@ -284,6 +323,27 @@ def test_valid_bodies_are_valid(server: Server) -> None:
     for path, body in VALID:
         if path != "/v1/chat/completions":  # the model cannot converse
             assert asyncio.run(post(server.url, json.dumps(body).encode(), path))[0] == 200, body
+
+
+def test_what_costs_much_work_is_refused_by_name(server: Server) -> None:
+    """What of it the limits let through is the business of tests/server/test_sizes.py."""
+    words = {"bad_words": [f"word {number}" for number in range(5000)]}
+    biases = {"logit_bias": {str(token): 1 for token in range(2000)}}
+    for fields, name in ((words, "bad_words"), (biases, "logit_bias"), ({"stop": "x" * 20_000}, "stop")):
+        status, found = asyncio.run(post(server.url, json.dumps({"prompt": "x", **fields}).encode()))
+        assert (status, found["error"]["param"], found["error"]["code"]) == (400, name, "invalid_value")
+    long = "x" * 190_000
+    for path, body, name in (
+        ("/v1/completions", {"prompt": long}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "prediction": {"type": "content", "content": long}}, "prediction"),
+        ("/tokenize", {"prompt": long}, "prompt"),
+    ):
+        status, found = asyncio.run(post(server.url, json.dumps(body).encode(), path))
+        assert (status, found["error"]["param"]) == (400, name)
+        assert "190,000 characters" in found["error"]["message"]
+    many = b'{"prompt": [' + b"1," * 90_000 + b"1]}"
+    status, found = asyncio.run(post(server.url, many, "/tokenize"))
+    assert (status, found["error"]["param"]) == (400, "prompt"), "few enough to be read"
 
 
 def _nested(depth: int) -> dict[str, Any]:

@@ -114,6 +114,23 @@ def test_a_key_has_its_own_number_of_texts_and_its_own_rate(server: Server) -> N
         assert 25 <= int(response.headers["retry-after"]) <= 40, "some 21 tokens over, at 40 a minute"
 
 
+def test_what_tenants_use_is_counted(server: Server) -> None:
+    def count(name: str, *labels: str) -> float:
+        return server.metric(f"outrider:tenant_{name}", 'tenant="bob"', *labels)
+
+    texts, tokens, requests = count("texts"), count("tokens_total"), count("requests_total", 'status="200"')
+    found = server.post("/v1/completions", {"prompt": "x", "max_tokens": 7, "ignore_eos": True}, headers=BOB).json()
+    assert server.post("/v1/completions", {"prompt": "x", "top_p": 7}, headers=BOB).status_code == 400
+    assert server.post("/v1/completions", {"prompt": "x"}).status_code == 401
+    assert texts == count("texts") == 0
+    assert count("tokens_total") - tokens == found["usage"]["total_tokens"]
+    assert count("requests_total", 'status="200"') - requests == 1
+    assert count("requests_total", 'status="400"') >= 1
+    lines = server.get("/metrics").text.splitlines()
+    tenants = {line.partition('tenant="')[2].partition('"')[0] for line in lines if "tenant=" in line}
+    assert tenants <= {"ann", "bob", "one", "poor", "slow"}, "and not what a request says"
+
+
 def test_refused_requests_give_their_places_back(server: Server) -> None:
     for _ in range(5):
         assert server.post("/v1/completions", {"prompt": "x", "top_p": 7, "n": 2}, headers=ANN).status_code == 400
@@ -180,7 +197,7 @@ def test_sigterm_lets_requests_finish() -> None:
 
 
 def test_what_does_not_finish_in_time_is_ended() -> None:
-    with running("--drain-seconds", "0", "--request-seconds", "0.3") as server:
+    with running("--request-seconds", "0.3") as server:
         found = server.post("/v1/completions", ENDLESS)
         assert (found.status_code, found.json()["error"]["code"]) == (503, "timeout")
         with httpx.stream("POST", f"{server.url}/v1/completions", json={**ENDLESS, "stream": True}) as response:
@@ -188,10 +205,8 @@ def test_what_does_not_finish_in_time_is_ended() -> None:
         assert '"code":"timeout"' in lines[-2]
         assert lines[-1] == "data: [DONE]"
         assert server.rests()
-        endless = httpx.Client(timeout=60)
-        with endless, endless.stream("POST", f"{server.url}/v1/completions", json={**ENDLESS, "stream": True}):
-            server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(60) == 0
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
 
 
 def _address(server: Server) -> tuple[str, int]:
@@ -203,6 +218,31 @@ def _raw(server: Server, head: str) -> bytes:
     with socket.create_connection(_address(server), 30) as plain:
         plain.sendall(head.encode() + b"\r\n\r\n")
         return plain.recv(65536)
+
+
+def test_a_flood_in_preparing_does_not_starve_another_tenant() -> None:
+    flood, quiet = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
+    body = {"prompt": "x", "max_tokens": 2}
+
+    async def ask(server: Server) -> list[int]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            calls = [client.post(f"{server.url}/v1/completions", json=body, headers=flood) for _ in range(20)]
+            tasks = [asyncio.create_task(call) for call in calls]
+            while (await client.get(f"{server.url}/ready")).status_code != 429:  # until all have their places
+                await asyncio.sleep(0.01)
+            streamed = {**body, "stream": True, "stop": ["y"]}
+            for path, asked in (("/v1/completions", body), ("/v1/completions", streamed), ("/tokenize", {"prompt": "x"})):
+                found = await client.post(f"{server.url}{path}", json=asked, headers=quiet)
+                assert found.status_code == 200, found.text
+            assert not any(task.done() for task in tasks), "none of the flood is prepared yet"
+            server.process.send_signal(signal.SIGHUP)
+            return [(await task).status_code for task in tasks]
+
+    keys = {"OUTRIDER_API_KEYS": "flood:first,quiet:second", "OUTRIDER_PLANTED": "a tenant's requests take long to prepare"}
+    limits = ("--max-num-seqs", "4", "--max-queue", "16")
+    with running(*limits, module="tests.server.broken_server", **keys) as server:
+        assert asyncio.run(ask(server)) == [200] * 20
+        assert server.rests()
 
 
 def test_what_is_sent_is_not_held_back() -> None:

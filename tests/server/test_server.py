@@ -462,6 +462,9 @@ def test_routes_that_there_are_not(server: Server) -> None:
     assert server.get("/v1/nothing").json()["error"]["code"] == "no_such_route"
     response = server.get("/v1/completions")
     assert (response.status_code, response.json()["error"]["type"]) == (405, "invalid_request_error")
+    assert len(response.headers["x-request-id"]) == 24
+    named = server.get("/v1/nothing", headers={"x-request-id": "mine"})
+    assert (named.status_code, named.headers["x-request-id"]) == (404, "mine")
 
 
 def test_a_fault_after_the_first_token_is_an_event(server: Server) -> None:

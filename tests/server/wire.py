@@ -45,11 +45,11 @@ class Connection:
         """Break the connection off at once."""
         self._writer.transport.abort()
 
-    async def ask(self, path: str, body: bytes | None = None, **headers: str) -> Answer:
-        """Send a request; returns when the head of the answer is there."""
+    async def ask(self, path: str, body: bytes | None = None, *, size: int | None = None, **headers: str) -> Answer:
+        """Send a request; returns when the head of the answer is there. `size` is what it says of its body's."""
         lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", "host: x"]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
-        lines += [] if body is None else [f"content-length: {len(body)}"]
+        lines += [] if body is None else [f"content-length: {len(body) if size is None else size}"]
         self._writer.write("\r\n".join([*lines, "", ""]).encode("latin-1") + (body or b""))
         await self._writer.drain()
         head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")

@@ -163,7 +163,7 @@ def test_a_tenant_is_forgotten_once_others_have_had_as_much() -> None:
         tenants.welcome(passing, {"always"})
         tenants.charge(passing, 1)
         tenants.charge(build(1, namespace="always"), 5)
-    assert len(tenants._had) <= 3
+    assert len(tenants._turns._had) <= 3
 
 
 def test_lower_numbers_go_first_within_a_tenant_and_not_before_others() -> None:

@@ -46,6 +46,10 @@ PrefixCaching = Annotated[bool, typer.Option(help="Share the KV of equal beginni
 MaxQueue = Annotated[int, typer.Option(help="Texts of a tenant that may wait beside these; further ones get 429.")]
 MaxN = Annotated[int, typer.Option(help="Texts of one request.")]
 MaxBody = Annotated[int, typer.Option(help="Of one request.")]
+MaxValues = Annotated[int, typer.Option(help="Names and values in the body of one request.")]
+MaxItems = Annotated[int, typer.Option(help="Entries of logit_bias, of bad_words, or of a list of token ids.")]
+MaxCharacters = Annotated[int, typer.Option(help="Characters of all stop strings, or of all bad_words.")]
+StepSeconds = Annotated[float, typer.Option(help="An engine whose step takes longer hangs: /health says so.")]
 RequestSeconds = Annotated[float | None, typer.Option(help="A request that takes longer is ended.")]
 DrainSeconds = Annotated[int, typer.Option(help="How long requests may finish after SIGTERM.", min=0)]
 StalledSeconds = Annotated[
@@ -67,7 +71,16 @@ _LOADING = (
     "kv_cache_tokens",
     "prefix_caching",
 )
-_LIMITS = ("max_queue", "max_n", "max_body_bytes", "request_seconds")
+_LIMITS = (
+    "max_queue",
+    "max_n",
+    "max_list_items",
+    "max_list_characters",
+    "max_body_bytes",
+    "max_body_values",
+    "step_seconds",
+    "request_seconds",
+)
 
 
 def serve(
@@ -100,6 +113,10 @@ def serve(
     max_queue: MaxQueue = 256,
     max_n: MaxN = 16,
     max_body_bytes: MaxBody = 4 * 2**20,
+    max_body_values: MaxValues = 150_000,
+    max_list_items: MaxItems = 1024,
+    max_list_characters: MaxCharacters = 16 * 2**10,
+    step_seconds: StepSeconds = 120.0,
     request_seconds: RequestSeconds = None,
     drain_seconds: DrainSeconds = 30,
     stalled_seconds: StalledSeconds = None,

@@ -54,10 +54,10 @@ def bad_word_ids(params: SamplingParams, tokenizer: Any | None) -> tuple[tuple[i
     if params.bad_words and tokenizer is None:
         raise ContradictionError("bad_words", params.bad_words, "the model has no tokenizer", "Use bad_words_ids.")
     words = dict.fromkeys(params.bad_words_ids)
-    for word in params.bad_words:
-        for text in (word, " " + word.lstrip()):
-            assert tokenizer is not None
-            words[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+    if params.bad_words:
+        assert tokenizer is not None
+        texts = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
+        words |= dict.fromkeys(map(tuple, tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]))
     return tuple(word for word in words if word)
 
 

@@ -246,7 +246,7 @@ class Engine:
             return
         try:
             with self.stats.timed("propose"):
-                self.runner.copy_blocks(plan.copies)  # first of all: a proposer may read the target's KV
+                self._copy_blocks(plan)  # first of all: a proposer may read the target's KV
                 self.runner.begun.clear()
                 drafts = self._propose(plan)
             self._score_idle()
@@ -263,6 +263,18 @@ class Engine:
         except BaseException as error:
             self._abandon([item.seq for item in plan.items], error)
             raise
+
+    def _copy_blocks(self, plan: Schedule) -> None:
+        """All together; where that raises, one by one, so that it is known whom it concerns. Who fails leaves the plan."""
+        try:
+            self.runner.copy_blocks(plan.copies)
+        except Exception:
+            for source, destination in plan.copies:
+                for item in plan.items:
+                    if destination in item.seq.kv.block_table:  # nobody else has a block that is written to
+                        with self._contained(item.seq, "copying its blocks"):
+                            self.runner.copy_blocks([(source, destination)])
+            plan.items = [item for item in plan.items if item.seq.request.error is None]
 
     def _observe_pace(self, plan: Schedule, drafts: list[StepDraft], judged: dict[int, _Judged]) -> None:
         """Let trees that adapt know how fast texts grow; a step with a prompt in it tells nothing of that."""
@@ -379,9 +391,10 @@ class Engine:
         for parent in list(self.scheduler.running):
             if _may_fork(parent):
                 parent.forked = True
-                for child in parent.request.sequences[1:]:
-                    if child.status is not Status.FINISHED:
-                        self._fork(parent, child)
+                with self._contained(parent, "forking its samples"):
+                    for child in parent.request.sequences[1:]:
+                        if child.status is not Status.FINISHED:
+                            self._fork(parent, child)
 
     def _fork(self, parent: Sequence, child: Sequence) -> None:
         self.scheduler.start_fork(parent, child)
@@ -456,9 +469,23 @@ class Engine:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
+    def _segments(self, plan: Schedule, drafts: list[StepDraft]) -> list[Segment]:
+        """The rows of all whose rows can be laid out. The others fail, and leave the plan and the drafts."""
+        found: dict[int, Segment] = {}
+        for place, (item, step) in enumerate(zip(plan.items, drafts, strict=True)):
+            with self._contained(item.seq, "laying out its rows"):
+                found[place] = _segment(item, step)
+        kept = [place for place in found if plan.items[place].seq.request.error is None]
+        if len(kept) < len(drafts):
+            plan.items = [plan.items[place] for place in kept]
+            drafts[:] = [drafts[place] for place in kept]
+        return [found[place] for place in kept]
+
     def _forward(self, plan: Schedule, drafts: list[StepDraft]) -> ForwardOutput | None:
         """The one target pass of the step; None where it raised, and then the scheduled requests have failed."""
-        segments = [_segment(item, step) for item, step in zip(plan.items, drafts, strict=True)]
+        segments = self._segments(plan, drafts)
+        if not segments:
+            return None
         try:
             kvs = [item.seq.view.kv for item in plan.items]
             out = self._target_pass.forward(segments, kvs, observation.aux_layers(plan.items))

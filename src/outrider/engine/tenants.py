@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from outrider.engine.sequence import Sequence
-
-#: Whose a request is: its namespace. Requests without one are one tenant together.
-Tenant = str | None
+from outrider.engine.turns import Tenant, Turns
 
 
 class Tenants:
     """Counts the tokens that were computed for each tenant, and says who has had least.
 
-    These are virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"). A token of a prompt
-    that has to be computed and a token of the output count one each, divided by the tenant's weight. A tenant that comes to
-    a busy engine starts where the one stands that has had least, so that nobody saves up turns while he is away.
-
-    Attributes:
-        weights: Of tenants whose share is not the usual one, which is 1. A tenant of weight 2 gets twice the tokens.
+    A token of a prompt that has to be computed and a token of the output count one each, divided by the tenant's weight.
     """
 
     def __init__(self) -> None:
-        self.weights: dict[Tenant, float] = {}
-        self._had: defaultdict[Tenant, float] = defaultdict(float)
+        self._turns = Turns()
+
+    @property
+    def weights(self) -> dict[Tenant, float]:
+        """Of tenants whose share is not the usual one; see Turns."""
+        return self._turns.weights
+
+    @weights.setter
+    def weights(self, weights: dict[Tenant, float]) -> None:
+        self._turns.weights = weights
 
     def had(self, seq: Sequence) -> float:
         """Tokens that the tenant of a sequence has had, divided by its weight."""
-        return self._had[seq.request.namespace]
+        return self._turns.had(seq.request.namespace)
 
     def charge(self, seq: Sequence, num_tokens: int) -> None:
         """So many tokens were computed for the tenant of a sequence."""
-        tenant = seq.request.namespace
-        self._had[tenant] += num_tokens / self._weight(tenant)
+        self._turns.charge(seq.request.namespace, num_tokens)
 
     def charge_prompt(self, seq: Sequence, stop: int) -> None:
         """The tokens of a sequence are computed up to this position: those of its prompt count, and once."""
@@ -44,16 +44,7 @@ class Tenants:
 
     def welcome(self, seq: Sequence, present: Collection[Tenant]) -> None:
         """A sequence comes, while those tenants have others that wait or run."""
-        tenant = seq.request.namespace
-        if tenant in present:
-            return
-        if not present:
-            self._had.clear()  # nobody has waited for anybody
-            return
-        floor = min(self._had[other] for other in present)
-        behind = {other: had for other, had in self._had.items() if had > floor or other in present}
-        self._had = defaultdict(float, behind)  # all others would start from the floor too
-        self._had[tenant] = max(self._had[tenant], floor)
+        self._turns.welcome(seq.request.namespace, present)
 
     def richest(self, running: Iterable[Sequence]) -> Sequence | None:
         """The newest sequence of the tenant that has most seats for its weight; among equals the newest of all."""
@@ -88,7 +79,4 @@ class Tenants:
         return seats
 
     def _share(self, seats: Counter[Tenant], tenant: Tenant) -> float:
-        return seats[tenant] / self._weight(tenant)
-
-    def _weight(self, tenant: Tenant) -> float:
-        return self.weights.get(tenant, 1.0)
+        return seats[tenant] / self._turns.weight(tenant)

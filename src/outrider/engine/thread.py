@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
+from time import monotonic
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -81,6 +82,13 @@ class Health:
     switched_off: tuple[str, ...] = ()
 
 
+class _Pulse:
+    """Since when the thread has been at work on one command or step, by the clock of `monotonic`; None while it rests."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+
+
 class EngineThread:
     """The engine and its thread, which ends with `close`, with the last reference, or with the process.
 
@@ -97,7 +105,8 @@ class EngineThread:
         self._num_failures = 0
         self.health = Health()
         self._process = os.getpid()
-        arguments = (self._commands, ref(self), torch.get_num_threads())
+        self._pulse = _Pulse()
+        arguments = (self._commands, ref(self), self._pulse, torch.get_num_threads())
         self._thread = threading.Thread(target=_work, args=arguments, name="outrider-engine", daemon=True)
         self._thread.start()
         _alive[self._thread] = self._commands
@@ -125,6 +134,12 @@ class EngineThread:
         if self._engine is None:
             raise ClosedError
         return self._engine
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the command or the step under way has taken so far; 0 at rest. In an engine that hangs it only grows."""
+        since = self._pulse.since
+        return 0.0 if since is None else monotonic() - since
 
     def check(self) -> None:
         """Raise where there is no engine any more, or not in this process.
@@ -345,12 +360,13 @@ def _release(request: Request) -> None:
     request.error = None  # nor the frames in which it arose
 
 
-def _work(commands: _Commands, owner: ref[EngineThread], num_threads: int) -> None:
+def _work(commands: _Commands, owner: ref[EngineThread], pulse: _Pulse, num_threads: int) -> None:
     """The thread's life, and its death: nobody may wait for a thread that is no more."""
     torch.set_num_threads(num_threads)
     try:
-        _serve(commands, owner)
+        _serve(commands, owner, pulse)
     except BaseException as error:
+        pulse.since = None
         thread = owner()
         letters = [] if thread is None else thread.die(error)
         del thread
@@ -366,17 +382,20 @@ def _refuse_all(commands: _Commands) -> None:
             command.outcome.set_exception(EngineDiedError())
 
 
-def _serve(commands: _Commands, owner: ref[EngineThread]) -> None:
+def _serve(commands: _Commands, owner: ref[EngineThread], pulse: _Pulse) -> None:
     """Carry out commands and step. While it rests it holds nothing of the engine, which may go with its last reference."""
     busy = False
     while True:
         while not busy or not commands.empty():
+            pulse.since = None
             command = commands.get()
             if command is None:
                 return
+            pulse.since = monotonic()
             command.carry_out()
             del command
             busy = True
+        pulse.since = monotonic()
         thread = owner()
         if thread is None:
             busy = False

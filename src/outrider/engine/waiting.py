@@ -7,7 +7,8 @@ from collections.abc import Iterator, Set
 from itertools import count
 
 from outrider.engine.sequence import Sequence
-from outrider.engine.tenants import Tenant, Tenants
+from outrider.engine.tenants import Tenants
+from outrider.engine.turns import Tenant
 
 
 class WaitingLine:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,7 +21,7 @@ from outrider import __version__
 from outrider.async_llm import AsyncStream
 from outrider.errors import InvalidParameterError, OutriderError
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer
-from outrider.server.calls import Call
+from outrider.server.calls import Call, request_id
 from outrider.server.conversation import check_template, conversation, form_of
 from outrider.server.errors import ApiError, api_error
 from outrider.server.jobs import Job
@@ -89,7 +90,8 @@ def route(service: Service, path: str, handler: Handler, method: str = "GET", *,
         try:
             if not open_to_all:
                 call.identify(service.keys)
-            response = await handler(service, call)
+            async with service.deadlines.until():
+                response = await handler(service, call)
         except (Exception, asyncio.CancelledError) as error:
             response = _refusal(call, error)
         response.headers["x-request-id"] = call.id
@@ -124,7 +126,7 @@ def _note(call: Call, error: BaseException) -> None:
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     found = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="no_such_route")
-    return answer(found.body, found.status, dict(error.headers or {}))
+    return answer(found.body, found.status, {**(error.headers or {}), "x-request-id": request_id(request)})
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
@@ -132,13 +134,13 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 async def completions(service: Service, call: Call) -> Response:
     """/v1/completions"""
-    asked = CompletionRequest.read(await call.body(service.settings.max_body_bytes))
+    asked = await service.read(CompletionRequest, call)
     return await _write(service, call, asked, lambda job: CompletionAnswer(job, service.settings.model_name))
 
 
 async def chat_completions(service: Service, call: Call) -> Response:
     """/v1/chat/completions"""
-    asked = ChatRequest.read(await call.body(service.settings.max_body_bytes))
+    asked = await service.read(ChatRequest, call)
     form = form_of(asked, service.engine.llm.prompts)
     return await _write(service, call, asked, lambda job: ChatAnswer(job, service.settings.model_name, form))
 
@@ -196,7 +198,8 @@ def _check_streaming(asked: Asked) -> None:
 async def _read(service: Service, call: Call, shaped: Answer, streams: list[AsyncStream]) -> AsyncGenerator[bytes, None]:
     """The events of an answer, and what is counted of them."""
     failures: list[BaseException] = []
-    async with aclosing(events(shaped, streams, service.settings.request_seconds, failures.append)) as found:
+    parts = events(shaped, streams, service.deadlines, service.settings.request_seconds, failures.append)
+    async with aclosing(parts) as found:
         async for part in found:
             call.began()
             yield part
@@ -235,35 +238,39 @@ class _Events(StreamingResponse):
 
 async def tokenize(service: Service, call: Call) -> Response:
     """/tokenize: the tokens of a prompt or a conversation."""
-    asked = TokenizeRequest.read(await call.body(service.settings.max_body_bytes))
+    asked = await service.read(TokenizeRequest, call)
     service.check_model(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "prompt: give either a prompt or messages", param="prompt", code="invalid_value")
-    tokens = await asyncio.to_thread(_tokens, service, asked)
-    return answer({"count": len(tokens), "max_model_len": service.facts.max_model_len, "tokens": tokens})
+    return await service.engine.prepared(call.tenant, partial(_tokens, service, asked))
 
 
-def _tokens(service: Service, asked: TokenizeRequest) -> tuple[int, ...]:
+def _tokens(service: Service, asked: TokenizeRequest) -> Response:
     prompts = service.engine.llm.prompts
     if asked.messages is not None:
         check_template(prompts)
-        return prompts.encode_conversation(conversation(asked.messages))[1]
-    return prompts.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)[1]
+        tokens = prompts.encode_conversation(conversation(asked.messages))[1]
+    else:
+        tokens = prompts.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)[1]
+    return answer({"count": len(tokens), "max_model_len": service.facts.max_model_len, "tokens": tokens})
 
 
 async def detokenize(service: Service, call: Call) -> Response:
     """/detokenize: the text of tokens."""
-    asked = DetokenizeRequest.read(await call.body(service.settings.max_body_bytes))
+    asked = await service.read(DetokenizeRequest, call)
     service.check_model(asked.model)
-    tokenizer = service.engine.llm.prompts.tokenizer
+    return await service.engine.prepared(call.tenant, partial(_text, service, asked))
+
+
+def _text(service: Service, asked: DetokenizeRequest) -> Response:
+    tokenizer, size = service.engine.llm.prompts.tokenizer, service.facts.vocab_size
     if tokenizer is None:
         raise ApiError(400, "tokens: the model has no tokenizer", param="tokens", code="unsupported")
-    size = service.facts.vocab_size
     outside = next((token for token in asked.tokens if not 0 <= token < size), None)
     if outside is not None:
         problem = "token id outside the vocabulary"
         raise InvalidParameterError("tokens", outside, problem, f"Use ids from 0 to {size - 1}.")
-    return answer({"prompt": await asyncio.to_thread(tokenizer.decode, asked.tokens)})
+    return answer({"prompt": tokenizer.decode(asked.tokens)})
 
 
 # -- the server itself -------------------------------------------------------------------------------------------------

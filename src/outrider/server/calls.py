@@ -29,8 +29,7 @@ class Call:
     """
 
     def __init__(self, request: Request, path: str, metrics: ServerMetrics) -> None:
-        given = request.headers.get("x-request-id", "")
-        self.id = given if _ID.fullmatch(given) else secrets.token_hex(12)
+        self.id = request_id(request)
         self.request = request
         self.path = path
         self.tenant: str | None = None
@@ -85,11 +84,17 @@ class Call:
         if self._ended:
             return
         self._ended = True
-        self._metrics.answered(self.path, status, self.seconds)
+        self._metrics.answered(self.path, status, self.seconds, self.tenant)
         first = {} if self._first is None else {"first_piece_seconds": round(self._first, 4)}
         facts = {"request_id": self.id, "tenant": self.tenant, "method": self.request.method, "path": self.path}
         outcome = {"status": status, "code": code, "seconds": round(self.seconds, 4), **first, **self._facts}
         log("request", {**facts, **outcome})
+
+
+def request_id(request: Request) -> str:
+    """What to call a request: as it says itself, where that is a name, or by chance."""
+    given = request.headers.get("x-request-id", "")
+    return given if _ID.fullmatch(given) else secrets.token_hex(12)
 
 
 def bearer(request: Request) -> str:

@@ -13,6 +13,7 @@ from outrider.server.allowed import AllowedMethods
 from outrider.server.conversation import encode, forced_calls, only_call_ends_with
 from outrider.server.schemas import Asked, ChatRequest, CompletionRequest
 from outrider.server.settings import ServerSettings
+from outrider.server.sizes import check_lists
 from outrider.server.translate import check_size, sampling
 
 
@@ -120,8 +121,9 @@ class JobMaker:
         """The number of texts that a request asks for; known before its prompts are encoded.
 
         Raises:
-            InvalidParameterError: There are too many, or none.
+            InvalidParameterError: There are too many, or none, or a list of the request is too large.
         """
+        check_lists(asked, self.settings)
         num_prompts = len(asked.prompts) if isinstance(asked, CompletionRequest) else 1
         num_samples = 1 if asked.n is None else asked.n
         num_texts = num_prompts * num_samples

@@ -44,11 +44,15 @@ class Meter:
         limits: What it may use.
         max_texts: Texts at a time that the server takes of any tenant.
         clock: Tells the time in seconds.
+
+    Attributes:
+        num_texts: Texts that are written or wait.
+        num_tokens: Tokens that it was charged for since the start.
     """
 
     def __init__(self, limits: TenantLimits, max_texts: int, clock: Callable[[], float] = monotonic) -> None:
         self._limits, self._max_texts, self._clock = limits, max_texts, clock
-        self.num_texts = 0
+        self.num_texts = self.num_tokens = 0
         self._ends: deque[tuple[float, float]] = deque(maxlen=_MEMORY)  # when a text ended, and how long it had its place
         self._balance = float(limits.tokens_per_minute or 0)
         self._balance_at = clock()
@@ -84,6 +88,7 @@ class Meter:
 
     def use(self, num_tokens: int) -> None:
         """So many tokens were read or written for the tenant. What goes over the limit is paid off by waiting."""
+        self.num_tokens += num_tokens
         if self._limits.tokens_per_minute is not None:
             self._balance = self._balance_now() - num_tokens
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from outrider.engine.engine import Engine
 from outrider.engine.thread import Health
 from outrider.params import CompletionOutput
+from outrider.server.limits import Meter
 from outrider.stats import RequestStats
 
 #: The form in which Prometheus reads them.
@@ -43,6 +44,8 @@ class ServerMetrics:
         self._model = model
         self._engine = _EngineCollector(model)
         self._registry.register(self._engine)
+        self._tenants = _TenantCollector(model)
+        self._registry.register(self._tenants)
         ProcessCollector(registry=self._registry)
         self._ended = self._counter("vllm:request_success", "Texts that have ended, by reason.", "finished_reason")
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that have ended.")
@@ -53,9 +56,13 @@ class ServerMetrics:
             "outrider:stream_first_piece_seconds", "From a streamed request to its first piece of text.", _FIRST_TOKEN
         )
         self._requests = self._counter("outrider:http_requests", "Requests by path and status.", "path", "status")
+        text = "Requests with an API key, by its tenant and by status."
+        self._tenant_requests = self._counter("outrider:tenant_requests", text, "tenant", "status")
 
-    def answered(self, path: str, status: int, seconds: float) -> None:
-        """A request has ended, one way or another."""
+    def answered(self, path: str, status: int, seconds: float, tenant: str | None) -> None:
+        """A request has ended, one way or another. Tenants are those of the keys, so that they are never too many."""
+        if tenant is not None:
+            self._tenant_requests.labels(self._model, tenant, str(status)).inc()
         self._requests.labels(self._model, path, str(status)).inc()
         if status == 200:
             self._seconds.labels(self._model).observe(seconds)
@@ -70,9 +77,15 @@ class ServerMetrics:
         for output in outputs:
             self._ended.labels(self._model, output.finish_reason).inc()
 
-    def text(self, state: EngineState) -> bytes:
-        """All of it in Prometheus' text format."""
+    def text(self, state: EngineState | None, meters: Mapping[str | None, Meter]) -> bytes:
+        """All of it in Prometheus' text format.
+
+        Args:
+            state: Of the engine; None where it does not answer.
+            meters: What each tenant uses.
+        """
         self._engine.state = state
+        self._tenants.meters = {tenant: meter for tenant, meter in meters.items() if tenant is not None}
         return generate_latest(self._registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -129,6 +142,24 @@ class EngineState:
             num_users=engine.proposers.num_users,
             health=health,
         )
+
+
+class _TenantCollector(Collector):
+    """What tenants use, as metrics; nothing where there are no API keys."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.meters: dict[str, Meter] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("model_name", "tenant")
+        texts = GaugeMetricFamily("outrider:tenant_texts", "Texts that are written or wait, by tenant.", labels=labels)
+        tokens = CounterMetricFamily("outrider:tenant_tokens", "Tokens that tenants were charged for.", labels=labels)
+        for tenant, meter in self.meters.items():
+            texts.add_metric((self._model, tenant), meter.num_texts)
+            tokens.add_metric((self._model, tenant), meter.num_tokens)
+        yield texts
+        yield tokens
 
 
 class _EngineCollector(Collector):

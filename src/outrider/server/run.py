@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import signal
 import socket
 import ssl
@@ -17,6 +19,9 @@ from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.server.app import make_app
 from outrider.server.logs import log
 from outrider.server.service import Service
+
+#: How long clients may take to read what they are told at the end.
+_PARTING_SECONDS = 5
 
 
 def listen(host: str, port: int, stalled_seconds: int) -> socket.socket:
@@ -73,7 +78,7 @@ def serve(service: Service, place: socket.socket, *, drain_seconds: int, **tls: 
     Args:
         service: What to serve.
         place: Where.
-        drain_seconds: How long requests may take to finish at the end; then they are ended.
+        drain_seconds: How long requests may take to finish at the end; then they are ended with an error.
         tls: Options of uvicorn that begin with ssl_.
     """
     config = uvicorn.Config(
@@ -103,6 +108,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service, self._drain_seconds = service, drain_seconds
         self._end: float | None = None
+        self._has_cut_off = self._hangs = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -112,17 +118,45 @@ class _Server(uvicorn.Server):
             url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
             log("listening", {"url": url, "model": self._service.settings.model_name})
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for the answers that are still sent. Whoever does not take his answer is cut off before uvicorn would cancel
+        it, and call that a fault."""
+        wait = max(0.0, (self._end or 0.0) + _PARTING_SECONDS - monotonic())
+        self.config.timeout_graceful_shutdown = ceil(wait + _PARTING_SECONDS)
+        parting = asyncio.get_running_loop().call_later(wait, self._cut_connections)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            parting.cancel()
+
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; whether uvicorn closes its sockets now. Before that nobody would be told why."""
+        self._watch()
         return await super().on_tick(counter) and self._is_drained()
+
+    def _watch(self) -> None:
+        """Log when the engine begins to hang, and when it goes on."""
+        hangs = self._service.status == "hanging"
+        if hangs != self._hangs:
+            self._hangs = hangs
+            event = "the engine hangs in a step" if hangs else "the engine goes on"
+            log(event, {}, logging.CRITICAL if hangs else logging.WARNING)
 
     def _is_drained(self) -> bool:
         service, now = self._service, monotonic()
         if self._end is None:
             service.draining, self._end = True, now + self._drain_seconds
             log("ending", {"texts": service.num_texts})
-        self.config.timeout_graceful_shutdown = max(0, ceil(self._end - now))  # for whom uvicorn waits after this
-        return self.force_exit or not service.num_texts or now >= self._end
+        if now >= self._end and not self._has_cut_off:
+            self._has_cut_off = True
+            if service.is_busy:
+                log("the time to finish is over", {"texts": service.num_texts}, logging.WARNING)
+            service.deadlines.end_all()
+        return self.force_exit or not service.is_busy or now >= self._end + _PARTING_SECONDS
+
+    def _cut_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

@@ -7,23 +7,31 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from outrider.async_llm import AsyncLLM, AsyncStream
 from outrider.engine.engine import Engine
 from outrider.engine.thread import Health
 from outrider.params import RequestOutput
 from outrider.server.allowed import AllowedMethods
+from outrider.server.calls import Call
+from outrider.server.deadlines import Deadlines
 from outrider.server.errors import ApiError, api_error
 from outrider.server.jobs import Job, JobMaker
 from outrider.server.keys import ApiKeys
 from outrider.server.limits import Meter
 from outrider.server.logs import log
 from outrider.server.metrics import EngineState, ServerMetrics
-from outrider.server.schemas import Asked
+from outrider.server.schemas import Asked, Shape
 from outrider.server.settings import ServerSettings
+from outrider.server.sizes import check_values
 from outrider.server.translate import field_names
 
+S = TypeVar("S", bound=Shape)
+
+#: Bytes of a body that is read at once, which takes a few milliseconds.
+_READ_AT_ONCE = 64 * 2**10
 #: How long it may take to clear away what was cut off at the end.
 _CLEARING_SECONDS = 5.0
 
@@ -64,8 +72,9 @@ class Service:
         self.facts = ModelFacts(length, min(length, capacity), config.max_num_seqs, runner.loaded.vocab_size)
         self.jobs = JobMaker(llm.prompts, llm.default_params, self.facts.longest, allowed, settings)
         self.metrics = ServerMetrics(settings.model_name)
+        self.deadlines = Deadlines()
         self.draining = False
-        llm.engine.scheduler.tenants.weights = keys.weights
+        llm.engine.scheduler.tenants.weights = engine.preparing.turns.weights = keys.weights
         self._meters: dict[str | None, Meter] = {}
 
     @property
@@ -75,9 +84,11 @@ class Service:
 
     @property
     def status(self) -> str:
-        """ok, stopping, or dead where the engine's thread has ended."""
+        """ok, stopping, hanging where a step does not come to its end, or dead where the engine's thread has ended."""
         if not self.health.alive:
             return "dead"
+        if self.engine.llm.busy_seconds > self.settings.step_seconds:
+            return "hanging"
         return "stopping" if self.draining else "ok"
 
     def meter(self, tenant: str | None) -> Meter:
@@ -98,6 +109,11 @@ class Service:
         return sum(meter.num_texts for meter in self._meters.values())
 
     @property
+    def is_busy(self) -> bool:
+        """Whether anybody is being answered."""
+        return self.num_texts > 0 or self.deadlines.num_open > 0
+
+    @property
     def is_full(self) -> bool:
         """Whether as many texts wait as the queue of one tenant holds."""
         return self.num_texts >= self._max_texts
@@ -106,6 +122,18 @@ class Service:
     def _max_texts(self) -> int:
         return self.facts.max_num_seqs + self.settings.max_queue
 
+    async def read(self, kind: type[S], call: Call) -> S:
+        """What the body of a request says. A large body is read in another thread, when it is the tenant's turn.
+
+        Raises:
+            ApiError, InputError: It is too large, or it cannot be read.
+        """
+        body = await call.body(self.settings.max_body_bytes)
+        check_values(body, self.settings.max_body_values)
+        if len(body) <= _READ_AT_ONCE:
+            return kind.read(body)
+        return await self.engine.prepared(call.tenant, partial(kind.read, body))
+
     async def job(self, asked: Asked, tenant: str | None) -> Job:
         """What a request asks for, ready for the engine.
 
@@ -113,7 +141,7 @@ class Service:
             ApiError: It cannot be served.
         """
         try:
-            return await asyncio.to_thread(self.jobs.make, asked, tenant)
+            return await self.engine.prepared(tenant, partial(self.jobs.make, asked, tenant))
         except Exception as error:
             raise api_error(error, field_names(asked)) from error
 
@@ -168,9 +196,9 @@ class Service:
         return books
 
     async def metrics_text(self) -> bytes:
-        """All metrics; waits for the end of the step that is under way."""
-        state = await asyncio.to_thread(self._state)
-        return self.metrics.text(state)
+        """All metrics; waits for the end of the step that is under way. An engine that hangs or is dead tells nothing."""
+        state = await asyncio.to_thread(self._state) if self.status in ("ok", "stopping") else None
+        return self.metrics.text(state, self._meters)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError where a request names another model."""

@@ -13,6 +13,7 @@ from starlette.types import Message
 from outrider.async_llm import AsyncStream
 from outrider.params import StreamPiece
 from outrider.server.answers import Answer
+from outrider.server.deadlines import Deadlines
 from outrider.server.errors import ApiError, api_error
 
 T = TypeVar("T")
@@ -30,20 +31,25 @@ def event(body: Any) -> bytes:
 
 
 async def events(
-    answer: Answer, streams: Sequence[AsyncStream], seconds: float | None, failed: Callable[[BaseException], None]
+    answer: Answer,
+    streams: Sequence[AsyncStream],
+    deadlines: Deadlines,
+    seconds: float | None,
+    failed: Callable[[BaseException], None],
 ) -> AsyncGenerator[bytes, None]:
     """The events of an answer.
 
     Args:
         answer: What is told of each piece.
         streams: One for each prompt, admitted already.
+        deadlines: Those of the server.
         seconds: How long the pieces may take; None for no limit.
         failed: Is told of an error that came too late for a status; the client is told by an event.
     """
     try:
         for chunk in answer.opening():
             yield event(chunk)
-        async with aclosing(within(seconds, pieces(streams))) as found:
+        async with aclosing(within(deadlines, seconds, pieces(streams))) as found:
             async for place, piece in found:
                 told = answer.chunk(place, piece)
                 if told is not None:
@@ -56,18 +62,19 @@ async def events(
     yield DONE
 
 
-async def within(seconds: float | None, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+async def within(deadlines: Deadlines, seconds: float | None, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
     """The items of another generator, as long as they come in time.
 
     The time runs while an item is waited for and while it is used, and only the wait is broken off.
 
     Raises:
         TimeoutError: It is over.
+        ApiError: The server has to end.
     """
     end = None if seconds is None else asyncio.get_running_loop().time() + seconds
     async with aclosing(items):
         while True:
-            async with asyncio.timeout_at(end):
+            async with deadlines.until(end):
                 item = await anext(items, None)
             if item is None:
                 return

@@ -49,9 +49,6 @@ def sampling(asked: Asked, defaults: SamplingParams, room: int, settings: Server
         InputError: A value is out of range, or settings contradict each other.
     """
     given = {name: getattr(asked, name) for name in _SAME if getattr(asked, name) is not None}
-    if isinstance(given.get("stop"), list) and len(given["stop"]) > settings.max_stops:
-        problem = f"{len(given['stop'])} stop strings"
-        raise InvalidParameterError("stop", given["stop"], problem, f"Use {settings.max_stops} or fewer.")
     if given.get("stop") in ("", []):
         del given["stop"]  # clients that mean none
     found = structure(asked, settings)

@@ -41,7 +41,10 @@ class Processing:
         self._token_ids = token_ids
         self._num_prompt_tokens = num_prompt_tokens
         self._end_token_ids = tuple(end_token_ids) if sampling.min_tokens else ()
-        self._bad_words = tuple(bad_words)
+        self._bad_words: dict[Path, list[int]] = {}  # by their beginning, the tokens that complete one
+        for *beginning, last in bad_words:
+            self._bad_words.setdefault(tuple(beginning), []).append(last)
+        self._lengths = sorted({len(beginning) for beginning in self._bad_words})
         self._grammar = grammar
 
     @property
@@ -159,9 +162,9 @@ class Processing:
         """Last tokens of the bad words whose beginning stands right before this row."""
         if not self._bad_words:
             return []
-        longest = max(len(word) for word in self._bad_words) - 1
-        before = (*self._token_ids[max(0, len(self._token_ids) - longest) :], *path)
-        return [word[-1] for word in self._bad_words if before[len(before) - len(word) + 1 :] == word[:-1]]
+        before = (*self._token_ids[max(0, len(self._token_ids) - self._lengths[-1]) :], *path)
+        tails = (before[len(before) - length :] for length in self._lengths if length <= len(before))
+        return [last for tail in tails for last in self._bad_words.get(tail, ())]
 
 
 def _name(processor: object) -> str:
