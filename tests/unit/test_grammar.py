@@ -146,6 +146,18 @@ def test_the_largest_structures_are_followed(compiler: GrammarCompiler, calls: l
     assert allowed.any()
 
 
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ('start: "a ::= b"', "a ::= b"),
+        ('start: %json {"const": "x ::= y"}', '"x ::= y"'),
+        ('# a grammar\nroot ::= "a" rest\n rest-2 ::= "c"\nrest ::= "b" rest-2', "abc"),
+    ],
+)
+def test_gbnf_is_known_by_its_rules(compiler: GrammarCompiler, written: str, text: str) -> None:
+    assert _takes(compiler.start(StructuredOutputs(grammar=written)), compiler._tokenizer, text)
+
+
 @pytest.mark.parametrize("written", ["root ::= root", r"start: /[^\s\S]/"])
 def test_a_structure_that_no_text_has_is_refused_in_a_line(compiler: GrammarCompiler, written: str) -> None:
     with pytest.raises(InvalidParameterError, match="no text can have it") as caught:

@@ -90,6 +90,9 @@ class Engine:
         runner: The target.
         config: Limits of a step.
         proposers: Who may draft.
+
+    Attributes:
+        grammars: Compiles structures, in any thread.
     """
 
     def __init__(self, runner: ModelRunner, config: SchedulerConfig, proposers: ProposerSet) -> None:
@@ -109,7 +112,7 @@ class Engine:
         self.use_noise(KeyedNoise())
         self._target_pass = TargetPass(runner)
         loaded = runner.loaded
-        self._grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+        self.grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
         self._decode = lru_cache(65_536)(partial(_decode_token, loaded.tokenizer))  # a method would keep the engine alive
         self._ids = count()
         self._seq_ids = count()
@@ -166,7 +169,7 @@ class Engine:
         )
         request.outbox = [] if streaming else None
         structure = params.structured_outputs
-        grammar = None if structure is None else self._grammars.start(structure)
+        grammar = None if structure is None else self.grammars.start(structure)
         request.sequences = [self._sequence(request, index, grammar) for index in range(params.n)]
         return request
 

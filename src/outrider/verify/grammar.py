@@ -8,6 +8,7 @@ short, or it ends its own text.
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -46,6 +47,8 @@ _TOO_MUCH = (
     "recursion limit",
     "precomputation failed",
 )
+#: How a rule begins in GBNF. Lark may have the same signs in a text or in a schema, but not behind a name that starts a line.
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]*[ \t]*::=", re.MULTILINE)
 #: And where nothing more may follow, although the structure is not complete.
 _DEAD_END = "NoExtension"
 
@@ -282,7 +285,7 @@ def _source(structure: StructuredOutputs, written: str, library: Any) -> str:
         return str(library.LLMatcher.grammar_from_regex(written))
     if structure.choice:
         return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in structure.choice)
-    if "::=" not in written:
+    if _GBNF_RULE.search(written) is None:
         return str(library.LLMatcher.grammar_from_lark(written))
     from llguidance.gbnf_to_lark import any_to_lark
 
