@@ -69,7 +69,7 @@ class StructuredOutputs(Frozen):
         json_object: Any JSON object.
         regex: A regular expression that the whole output matches.
         choice: The output is one of these strings.
-        grammar: A context-free grammar: Lark, or the EBNF dialect of llama.cpp (GBNF, recognised by its `::=`).
+        grammar: A context-free grammar: Lark, or the EBNF dialect of llama.cpp (GBNF, which has rules `name ::= ...`).
 
     Raises:
         ContradictionError: None or several are given.

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from transformers import AutoTokenizer
 
 from outrider.llm import default_model
-from outrider.server.tools import ToolForm, ToolListener, calls_grammar
+from outrider.server.tools import MAX_CALLS, ToolForm, ToolListener, calls_grammar
 from tests.server.running import TEMPLATE, Server, running
 
 NAME = "outrider-embedded"
@@ -116,7 +116,7 @@ def test_an_automatic_call_is_the_only_one_where_that_is_asked_for(client: opena
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tool_choice": "required", "tools": None}, "tool_choice"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"tool_choice": "required", "tools": [tool("f", {"type": "no such type"})]}, "tools"),
+        ({"tool_choice": "required", "tools": [tool("f", {"type": "no such type"})]}, "tools.0.function.parameters"),
         ({"tool_choice": "required", "tools": [tool("f", {"description": "x" * 70_000})]}, "tools"),
     ],
 )
@@ -125,6 +125,54 @@ def test_choices_that_there_are_not(server: Server, fields: Any, param: str) -> 
     response = server.post("/v1/chat/completions", body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param, response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("schema", [{"type": "no such type"}, {"type": "integer", "multipleOf": 10**9 + 7}])
+def test_a_schema_that_is_wrong_is_told_by_its_tool(server: Server, schema: Any, stream: bool) -> None:
+    body: Any = {"messages": [{"role": "user", "content": "x"}], "tools": [*TOOLS, tool("fly", schema)], "stream": stream}
+    response = server.post("/v1/chat/completions", {**body, "tool_choice": "required"})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == "tools.2.function.parameters"
+    assert error["message"].startswith("tools.2.function.parameters=")
+    assert "the schema of the tool 'fly'" in error["message"]
+    assert "start:" not in error["message"]
+    assert "%json" not in error["message"]
+    named = {"type": "function", "function": {"name": "stop"}}
+    assert server.post("/v1/chat/completions", {**body, "tool_choice": named, "max_tokens": 4}).status_code == 200
+
+
+def test_signs_of_another_grammar_in_a_schema_are_text(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "description": "root ::= x", "properties": {"a ::= b": {"const": "c ::= d"}}}
+    schema |= {"required": ["a ::= b"], "additionalProperties": False}
+    fields: Any = {"tools": [tool("f", schema)], "tool_choice": "required", "parallel_tool_calls": False}
+    assert called(client, **fields) == [("f", {"a ::= b": "c ::= d"})]
+
+
+def test_a_text_of_calls_ends_after_a_whole_call(client: openai.OpenAI) -> None:
+    """A bias towards what separates two calls brings as many as there may be."""
+    tokenizer = AutoTokenizer.from_pretrained(default_model("target"))
+    fields: Any = {"tool_choice": "required", "logit_bias": {str(tokenizer.encode("\n")[0]): 50}}
+    named: Any = {"tools": TOOLS[1:], "max_tokens": 900}
+    assert len(called(client, **fields, **named)) == MAX_CALLS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut_off_is_not_told(client: openai.OpenAI, stream: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(default_model("target"))
+    asked: Any = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "tools": TOOLS[1:], "seed": 3}
+    asked |= {"tool_choice": "required", "logit_bias": {str(tokenizer.encode("\n")[0]): 50}, "max_tokens": 60}
+    if stream:
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+        assert not any(chunk.delta.content for chunk in chunks)
+        calls, end = sum(len(chunk.delta.tool_calls or []) for chunk in chunks), chunks[-1].finish_reason
+    else:
+        choice = client.chat.completions.create(**asked).choices[0]
+        assert choice.message.content is None
+        calls, end = len(choice.message.tool_calls or []), choice.finish_reason
+    assert end == "length"
+    assert 1 <= calls < MAX_CALLS
 
 
 # -- prompts that come back --------------------------------------------------------------------------------------------

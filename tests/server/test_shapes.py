@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedParameterError
-from outrider.params import Logprob
+from outrider.errors import ContradictionError, InputError, InvalidParameterError, UnsupportedParameterError
+from outrider.params import Logprob, StructuredOutputs
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 from outrider.server.allowed import AllowedMethods
+from outrider.server.conversation import blamed_tool
 from outrider.server.errors import api_error
 from outrider.server.logprobs import CompletionLogprobs, chat_logprobs
+from outrider.server.refusals import IN_CHATS, IN_COMPLETIONS, Refusal
+from outrider.server.schemas import ChatRequest, CompletionRequest
 from outrider.server.tools import ToolForm, ToolListener, tool_form
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -23,9 +26,9 @@ LLAMA = '{"name": "add", "parameters": {"a": 1}}'
 ADD = ("add", '{"a": 1}')
 
 
-def heard(form: ToolForm, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
+def heard(form: ToolForm, *pieces: str, only_calls: bool = False) -> tuple[str, list[tuple[str, str]]]:
     """The text for the reader, and the calls as (name, arguments)."""
-    listener = ToolListener(form)
+    listener = ToolListener(form, only_calls=only_calls)
     found = [*(listener.hear(piece) for piece in pieces), listener.finish()]
     calls = [call for each in found for call in each.calls]
     assert [call["index"] for call in calls] == list(range(len(calls)))
@@ -59,6 +62,22 @@ def heard(form: ToolForm, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
 def test_calls_are_taken_out_of_the_text(form: ToolForm, text: str, content: str, calls: list[Any]) -> None:
     assert heard(form, text) == (content, calls)
     assert heard(form, *text) == (content, calls), "character by character"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "calls"),
+    [
+        ("hermes", f"{HERMES}\n{HERMES[:20]}", [ADD]),
+        ("hermes", f"{HERMES}\n", [ADD]),
+        ("hermes", HERMES[:5], []),
+        ("llama", f"{LLAMA}; {LLAMA[:20]}", [ADD]),
+        ("llama", f"{LLAMA}; ", [ADD]),
+        ("llama", LLAMA[:5], []),
+    ],
+)
+def test_of_a_text_of_calls_only_the_whole_ones_are_told(form: ToolForm, text: str, calls: list[Any]) -> None:
+    assert heard(form, text, only_calls=True) == ("", calls)
+    assert heard(form, *text, only_calls=True) == ("", calls), "character by character"
 
 
 @given(st.lists(st.sampled_from(["<", "<tool_call>", "</tool_call>", '{"name": "f"}', "x", " "]), max_size=8), st.data())
@@ -111,3 +130,115 @@ def test_what_was_ruled_out_is_a_number_too() -> None:
     assert lists.shape([None, entry], "xy")["text_offset"] == [4, 6]
     assert lists.shape([entry])["text_offset"] == [7]
     assert lists.shape([entry])["top_logprobs"] == [{"b": -1.0, "a": -0.5}]
+
+
+# -- what requests may hold ---------------------------------------------------------------------------------------------
+
+_USER = {"role": "user", "content": "x"}
+
+
+def refusal(kind: type[CompletionRequest] | type[ChatRequest], **fields: Any) -> InputError:
+    body = {"prompt": "x", **fields} if kind is CompletionRequest else {"messages": [_USER], **fields}
+    with pytest.raises(InputError) as caught:
+        kind.read(json.dumps(body).encode())
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "remedy"),
+    [
+        (CompletionRequest, "prompt_logprobs", 1, "Use echo=true with logprobs."),
+        (ChatRequest, "prompt_logprobs", 1, "Use /v1/completions with echo=true and logprobs."),
+        (CompletionRequest, "max_completion_tokens", 5, "Use max_tokens."),
+        (CompletionRequest, "guided_decoding", {"regex": "a"}, "Use structured_outputs with json, regex, choice"),
+        (CompletionRequest, "guided_decoding_backend", "xgrammar", "Leave it out."),
+        (ChatRequest, "guided_whitespace_pattern", " ?", "x-guidance"),
+        (ChatRequest, "logprobs_mode", "processed_logprobs", "Leave it out."),
+        (CompletionRequest, "logprob_token_ids", [1], "Use logprobs"),
+        (CompletionRequest, "truncate_prompt_tokens", 5, "/tokenize"),
+        (CompletionRequest, "prompt_embeds", "x", "Use prompt."),
+        (CompletionRequest, "request_id", "x", "x-request-id"),
+        (ChatRequest, "include_reasoning", False, "Leave it out."),
+        (ChatRequest, "chat_template", "x", "--chat-template FILE"),
+        (ChatRequest, "reasoning_effort", "low", "Use chat_template_kwargs."),
+        (ChatRequest, "continue_final_message", True, "Use /v1/completions"),
+        (ChatRequest, "prompt", "x", "Use messages"),
+        (CompletionRequest, "messages", [], "Use /v1/chat/completions."),
+        (CompletionRequest, "top_logprobs", 3, "Use logprobs with a number."),
+        (CompletionRequest, "n_predict", 3, "Use max_tokens."),
+        (CompletionRequest, "vllm_xargs", {"a": 1}, "Leave it out."),
+    ],
+)
+def test_a_field_of_another_server_is_refused_with_what_to_do_instead(
+    kind: Any, name: str, value: Any, remedy: str
+) -> None:
+    error = refusal(kind, **{name: value})
+    assert isinstance(error, UnsupportedParameterError)
+    assert error.field == name
+    assert remedy in error.remedy
+    assert "no such setting" not in str(error)
+
+
+@pytest.mark.parametrize(("kind", "refusals"), [(CompletionRequest, IN_COMPLETIONS), (ChatRequest, IN_CHATS)])
+def test_values_that_ask_for_nothing_are_taken(kind: Any, refusals: dict[str, Refusal]) -> None:
+    known = {"prompt": "x"} if kind is CompletionRequest else {"messages": [_USER]}
+    neutral = {name: refusal.neutral[0] for name, refusal in refusals.items() if refusal.neutral}
+    kind.read(json.dumps({**known, **neutral, **dict.fromkeys(refusals.keys() - neutral)}).encode())
+    assert not refusals.keys() & kind.model_fields.keys(), "a field that is taken"
+    for name, found in refusals.items():
+        text = str(UnsupportedParameterError(name, 1, found.reason, found.remedy))
+        assert found.remedy.endswith((".", "schema.")), text
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "said"),
+    [
+        ({"messages": [{**_USER, "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "text only"),
+        ({"messages": [{**_USER, "content": 5}]}, "messages.0.content", "a valid string or a valid array"),
+        ({"messages": [{**_USER, "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "field required"),
+        ({"prediction": "text"}, "prediction", '{"type": "content", "content": "..."}'),
+        ({"speculation": 3}, "speculation", 'a valid string or an object. Use "off", the name of a method, or an object'),
+        ({"stop": ["a", 3]}, "stop.1", "a valid string. Use a text or a list of texts"),
+        ({"tool_choice": 3}, "tool_choice", '"required"'),
+        ({"logit_bias": {"5": "x"}}, "logit_bias.5", "a valid number"),
+    ],
+)  # fmt: skip
+def test_a_value_of_a_wrong_kind_is_told_what_it_may_be(fields: dict[str, Any], field: str, said: str) -> None:
+    error = refusal(ChatRequest, **fields)
+    assert error.field == field
+    assert said in str(error)
+
+
+@pytest.mark.parametrize(
+    ("asked", "field", "said"),
+    [
+        ({"num_draft_tokens": 0}, "speculation.num_draft_tokens", '"speculation": "off" turns drafting off'),
+        ({"tree": [3, 0]}, "speculation.tree", "like [3, 2, 1]"),
+        ({"tree": [2, 2]}, "speculation.tree", "with a method that drafts trees"),
+        ({"rule": "best"}, "speculation.rule", "Use auto, walk, token, block or coupled."),
+        ({"method": 3}, "speculation.method", "Requests to this server may name: off, ngram, prediction."),
+        ("suffix", "speculation", "Requests to this server may name: off, ngram, prediction."),
+    ],
+)
+def test_errors_in_speculation_have_the_names_and_the_forms_of_the_request(asked: Any, field: str, said: str) -> None:
+    allowed = AllowedMethods(SpeculationConfig.of("ngram"))
+    with pytest.raises(InputError) as caught:
+        allowed.of(asked, predicted=False)
+    error = api_error(caught.value)
+    assert error.param == field
+    assert error.message.startswith(f"{field}=")
+    assert said in error.message
+    assert "(3, 2" not in error.message
+    assert "method='none'" not in error.message
+
+
+def test_tools_that_are_refused_together_are_told_by_their_names() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("walk", "fly")]
+    asked = ChatRequest.read(json.dumps({"messages": [_USER], "tools": tools, "tool_choice": "required"}).encode())
+    whole = InvalidParameterError("structured_outputs", "start: call", "it is too much for an automaton", "Use less.")
+    compiled: list[StructuredOutputs] = []
+    error = blamed_tool(asked, whole, compiled.append)
+    assert len(compiled) == 2
+    assert (error.field, error.value) == ("tools", "walk, fly")
+    assert "it is too much for an automaton" in str(error)
+    assert "start:" not in str(error)

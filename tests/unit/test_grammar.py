@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import time
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from outrider.errors import InvalidParameterError
@@ -12,6 +15,7 @@ from outrider.llm import default_model
 from outrider.params import StructuredOutputs
 from outrider.verify import grammar
 from outrider.verify.grammar import GrammarCompiler
+from outrider.verify.multiples import num_remainders
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -91,7 +95,7 @@ def test_a_malformed_structure_is_refused_with_its_reason(compiler: GrammarCompi
     error = caught.value
     assert error.field == "structured_outputs"
     assert error.value == next(iter(MALFORMED[name].values()))
-    assert "malformed" in error.problem
+    assert "malformed" in error.problem or "too much" in error.problem
     assert error.remedy
     assert len(str(error)) < 500
     assert "\n" not in str(error)
@@ -127,8 +131,9 @@ def test_a_structure_that_is_too_large_is_refused_before_the_library_sees_it(
     "given",
     [
         {"choice": [f"option {i}" for i in range(grammar.MAX_CHOICES)]},
-        {"choice": ["a" * grammar.MAX_CHARACTERS]},
-        {"regex": "a" * grammar.MAX_CHARACTERS},
+        {"choice": [f"{i:04}" + "a" * 96 for i in range(grammar.MAX_CHARACTERS // 100)]},
+        {"choice": ["a" * 64 * 1024]},
+        {"regex": "a" * 64 * 1024},
         {"json_schema": {"enum": [f"option {i}" for i in range(grammar.MAX_CHOICES)]}},
     ],
     ids=lambda given: next(iter(given)),
@@ -141,9 +146,201 @@ def test_the_largest_structures_are_followed(compiler: GrammarCompiler, calls: l
     assert allowed.any()
 
 
-def test_a_structure_that_no_text_has_says_so_in_a_line(compiler: GrammarCompiler) -> None:
-    state = compiler.start(StructuredOutputs(grammar="root ::= root"))
-    with pytest.raises(grammar.GrammarError) as caught:
-        state.allowed((), 4096)
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ('start: "a ::= b"', "a ::= b"),
+        ('start: %json {"const": "x ::= y"}', '"x ::= y"'),
+        ('# a grammar\nroot ::= "a" rest\n rest-2 ::= "c"\nrest ::= "b" rest-2', "abc"),
+    ],
+)
+def test_gbnf_is_known_by_its_rules(compiler: GrammarCompiler, written: str, text: str) -> None:
+    assert _takes(compiler.start(StructuredOutputs(grammar=written)), compiler._tokenizer, text)
+
+
+@pytest.mark.parametrize("written", ["root ::= root", r"start: /[^\s\S]/"])
+def test_a_structure_that_no_text_has_is_refused_in_a_line(compiler: GrammarCompiler, written: str) -> None:
+    with pytest.raises(InvalidParameterError, match="no text can have it") as caught:
+        compiler.start(StructuredOutputs(grammar=written))
     assert "\n" not in str(caught.value)
-    assert 0 < len(str(caught.value)) < 300
+
+
+# -- what is small to write, and much work ------------------------------------------------------------------------------
+
+_MANY = "((((a{100}){100}){100}){100})"
+_PRIME = 4_294_967_291
+
+TOO_MUCH: dict[str, dict[str, Any]] = {
+    "regex, repeated repetitions": {"regex": _MANY},
+    "regex, a billion": {"regex": "a{1000000000}"},
+    "Lark, repeated repetitions": {"grammar": f"start: /{_MANY}/"},
+    "GBNF, repeated repetitions": {"grammar": "root ::= [a]{1000000}"},
+    "choice, a long literal": {"choice": ["a" * grammar.MAX_CHARACTERS]},
+    "schema, pattern": {"json_schema": {"type": "string", "pattern": f"^{_MANY}$"}},
+    "schema, a pattern that is long in any case": {
+        "json_schema": {"type": "string", "minLength": 100_000, "pattern": "^(ab|.)*$"}
+    },
+    "schema, multiples": {"json_schema": {"type": "integer", "multipleOf": _PRIME}},
+    "schema, multiples as text": {"json_schema": json.dumps({"properties": {"a": {"multipleOf": _PRIME}}})},
+    "schema, small parts": {"json_schema": {"type": "number", "multipleOf": 0.123456789}},
+    "schema, common multiples": {"json_schema": {"multipleOf": 997, "allOf": [{"multipleOf": 991}, {"multipleOf": 983}]}},
+    "Lark, multiples": {"grammar": 'start: "x" %json {"type": "integer", "multipleOf": 4294967291} "y"'},
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_what_explodes_is_refused_at_once(compiler: GrammarCompiler, name: str) -> None:
+    """The processor's own time is bounded, whoever else uses the machine."""
+    before = time.thread_time()
+    with pytest.raises(InvalidParameterError, match="too much for an automaton") as caught:
+        compiler.start(StructuredOutputs(**TOO_MUCH[name]))
+    assert time.thread_time() - before < 1
+    assert caught.value.field == "structured_outputs"
+    assert caught.value.remedy.startswith("Use ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "num"),
+    [
+        ({"type": "integer"}, 1),
+        ({"multipleOf": 5}, 5),
+        ({"multipleOf": 0.01}, 1),
+        ({"multipleOf": 0.25}, 25),
+        ({"multipleOf": 1e3}, 1000),
+        ({"multipleOf": True, "properties": {"multipleOf": {"multipleOf": 3}}}, 3),
+        ({"properties": {"a": {"multipleOf": 7}, "b": {"items": {"multipleOf": 11}}}}, 11),
+        ({"properties": {"a": {"multipleOf": 7}, "b": {"anyOf": [{"multipleOf": 11}]}}}, 77),
+        ({"allOf": [{"multipleOf": 0.4}, {"multipleOf": 1.5}]}, 60),
+        ({"multipleOf": -3}, 1),
+    ],
+)
+def test_remainders_are_those_of_the_common_multiple_where_schemas_are_combined(schema: dict[str, Any], num: int) -> None:
+    assert num_remainders(json.dumps(schema)) == num
+    assert num_remainders(f"start: a b\na: %json {{}}\nb: %json {json.dumps(schema)}") == num
+
+
+# -- what is done when ---------------------------------------------------------------------------------------------------
+
+
+class Spent:
+    """A matcher that computes no mask."""
+
+    def compute_bitmask(self) -> bytes:
+        raise AssertionError("the mask was computed in a step")
+
+
+def _forced(state: grammar.GrammarState) -> int:
+    allowed = state.allowed((), 4096)
+    assert allowed is not None
+    return int(allowed.nonzero()[0])
+
+
+@pytest.mark.parametrize("structure", [{"regex": "[ab]{5}"}, {"json_object": True}, {"choice": ["yes", "no"]}])
+def test_a_text_starts_with_its_first_mask(compiler: GrammarCompiler, structure: dict[str, Any]) -> None:
+    state = compiler.start(StructuredOutputs(**structure))
+    want = compiler.start(StructuredOutputs(**structure)).allowed((), 4096)
+    other = state.copy()
+    for each in (state, other):
+        each._matcher = Spent()
+        found = each.allowed((), 4096)
+        assert found is not None
+        assert want is not None
+        assert torch.equal(found, want)
+
+
+def test_samples_of_a_request_compile_once_and_go_their_own_ways(compiler: GrammarCompiler, calls: list[str]) -> None:
+    first = compiler.start(StructuredOutputs(regex="x(a|y)"))
+    second = first.copy()
+    assert calls == ["library"]
+    x, y, a = (compiler._tokenizer.encode(text)[0] for text in "xya")
+    first.advance(x)
+    first.advance(a)
+    second.advance(x)
+    allowed = second.allowed((), 4096)
+    assert allowed is not None
+    assert sorted(allowed.nonzero().flatten().tolist()) == sorted([a, y])
+
+
+def _advance(state: grammar.GrammarState, num_tokens: int) -> None:
+    for _ in range(num_tokens):
+        state.advance(_forced(state))
+
+
+def test_what_explodes_later_ends_then_and_soon(compiler: GrammarCompiler) -> None:
+    state = compiler.start(StructuredOutputs(regex=f"[bc]{_MANY}"))
+    state.advance(compiler._tokenizer.encode("b")[0])
+    with pytest.raises(grammar.GrammarError, match="too much for its automaton"):
+        _advance(state, 10)
+
+
+@pytest.mark.parametrize(("num_characters", "fits"), [(15_000, True), (30_000, False)])
+def test_a_step_has_a_limit_of_its_own(compiler: GrammarCompiler, num_characters: int, fits: bool) -> None:
+    """The automaton looks ahead as far as a literal goes, which takes a step's time."""
+    state = compiler.start(StructuredOutputs(regex="[bc]" + "a" * num_characters))
+    assert state.allowed((), 4096) is not None  # spends what a step may, and no more
+    state.advance(compiler._tokenizer.encode("b")[0])
+    if fits:
+        _advance(state, 3)
+    else:
+        with pytest.raises(grammar.GrammarError, match="too much for its automaton"):
+            _advance(state, 3)
+
+
+def test_a_choice_of_many_is_followed_to_its_end(compiler: GrammarCompiler) -> None:
+    choices = [f"{i * 7919 % 10_007} option" for i in range(grammar.MAX_CHOICES)]
+    start = compiler.start(StructuredOutputs(choice=choices))
+    for written in choices[:3] + choices[-3:]:
+        state = start.copy()
+        for token in compiler._tokenizer.encode(written, add_special_tokens=False):
+            state.advance(token)
+        allowed = state.allowed((), 4096)
+        assert allowed is not None
+        assert allowed.nonzero().flatten().tolist() == [compiler._tokenizer.eos_token_id]
+
+
+def test_a_choice_that_begins_another_may_end_or_go_on(compiler: GrammarCompiler) -> None:
+    state = compiler.start(StructuredOutputs(choice=["a", "ab"]))
+    encode = compiler._tokenizer.encode
+    state.advance(encode("a")[0])
+    allowed = state.allowed((), 4096)
+    assert allowed is not None
+    assert allowed.nonzero().flatten().tolist() == sorted([compiler._tokenizer.eos_token_id, encode("b")[0]])
+
+
+# -- white space --------------------------------------------------------------------------------------------------------
+
+_VALUE = {"a": [1, {"b": [None, "  x"]}], "c": {}}
+
+
+def _takes(state: grammar.GrammarState, tokenizer: Any, text: str) -> bool:
+    try:
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            state.advance(token)
+    except grammar.GrammarError:
+        return False
+    allowed = state.allowed((), 4096)
+    return allowed is not None and bool(allowed[tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize(
+    "structure", [{"json_object": True}, {"json_schema": {"type": "object"}}], ids=["object", "schema"]
+)
+def test_white_space_in_json_is_what_people_write_and_has_an_end(
+    compiler: GrammarCompiler, structure: dict[str, Any]
+) -> None:
+    start, tokenizer = compiler.start(StructuredOutputs(**structure)), compiler._tokenizer
+    texts = [json.dumps(_VALUE, indent=indent) for indent in (None, 0, 2, 4, 8, "\t")]
+    texts += [json.dumps(_VALUE, separators=pair) for pair in ((",", ":"), (" , ", " : "))]
+    for text in (*texts, texts[2].replace("\n", "\r\n")):
+        assert _takes(start.copy(), tokenizer, text), text
+    for blanks in (" " * 5, "\n\n", "\n" + " " * 65, " \n", "\t" * 5):
+        assert not _takes(start.copy(), tokenizer, '{"a":' + blanks + "1}"), blanks
+        assert not _takes(start.copy(), tokenizer, "{" + blanks + "}"), blanks
+
+
+def test_a_schema_may_say_otherwise(compiler: GrammarCompiler) -> None:
+    own = {"type": "object", "x-guidance": {"whitespace_flexible": False}}
+    start, tokenizer = compiler.start(StructuredOutputs(json_schema=own)), compiler._tokenizer
+    assert _takes(start.copy(), tokenizer, '{"a":1}')
+    assert not _takes(start.copy(), tokenizer, '{"a": 1}')

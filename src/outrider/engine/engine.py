@@ -57,7 +57,7 @@ from outrider.propose.pace import Pace
 from outrider.propose.speculation import SpeculationConfig
 from outrider.stats import RequestStats
 from outrider.trace import CoinToss
-from outrider.verify.grammar import GrammarCompiler, GrammarError
+from outrider.verify.grammar import GrammarCompiler, GrammarError, GrammarState
 from outrider.verify.logits import target_probs
 from outrider.verify.noise import KeyedNoise, NoiseSource
 from outrider.verify.verifier import Candidate, CandidateKeys, Verdict, Verifier, rule_for
@@ -90,6 +90,9 @@ class Engine:
         runner: The target.
         config: Limits of a step.
         proposers: Who may draft.
+
+    Attributes:
+        grammars: Compiles structures, in any thread.
     """
 
     def __init__(self, runner: ModelRunner, config: SchedulerConfig, proposers: ProposerSet) -> None:
@@ -109,7 +112,7 @@ class Engine:
         self.use_noise(KeyedNoise())
         self._target_pass = TargetPass(runner)
         loaded = runner.loaded
-        self._grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+        self.grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
         self._decode = lru_cache(65_536)(partial(_decode_token, loaded.tokenizer))  # a method would keep the engine alive
         self._ids = count()
         self._seq_ids = count()
@@ -138,7 +141,8 @@ class Engine:
         priority: int = 0,
         traced: bool = False,
     ) -> Request:
-        """Check a request, and do what takes time and does not need the engine at rest: its structure is compiled here.
+        """Check a request, and do what takes time and does not need the engine at rest: its structure is compiled, and the
+        mask of its first token computed, here.
 
         Any thread may call this, at any time.
 
@@ -164,7 +168,9 @@ class Engine:
             traced=traced,
         )
         request.outbox = [] if streaming else None
-        request.sequences = [self._sequence(request, index) for index in range(params.n)]
+        structure = params.structured_outputs
+        grammar = None if structure is None else self.grammars.start(structure)
+        request.sequences = [self._sequence(request, index, grammar) for index in range(params.n)]
         return request
 
     def admit(self, request: Request) -> None:
@@ -190,11 +196,10 @@ class Engine:
         self.admit(request)
         return request
 
-    def _sequence(self, request: Request, index: int) -> Sequence:
-        loaded, params = self.runner.loaded, request.params
-        structure = params.structured_outputs
-        grammar = None if structure is None else self._grammars.start(structure)
-        text = TextStream(loaded.tokenizer, params.stop)
+    def _sequence(self, request: Request, index: int, start: GrammarState | None) -> Sequence:
+        loaded = self.runner.loaded
+        grammar = start if start is None or index == 0 else start.copy()
+        text = TextStream(loaded.tokenizer, request.params.stop)
         kv = KVLease(self.runner.blocks, request.namespace, loaded.long_rope_after)
         return Sequence(
             next(self._seq_ids), request, index, text, loaded.max_model_len, kv, grammar, loaded.long_rope_after
@@ -571,6 +576,8 @@ class Engine:
                 changed, stuck[place] = seq.view.processing.apply(logits[rows], [(), *candidate.draft.paths])
                 processed = logits.clone() if processed is logits else processed  # the raw ones are still reported
                 processed[rows] = changed
+            except GrammarError as error:
+                self._fail(seq.request, ProcessingError, str(error), cause=error)
             except Exception as error:
                 self._fail(seq.request, ProcessingError, f"processing its logits raised {error!r}", cause=error)
         return processed, stuck

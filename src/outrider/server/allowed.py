@@ -1,16 +1,23 @@
-"""Which methods may a request name? Those that the server was started with, by name: a request must not load a file."""
+"""Which methods may a request name? Those that the server offers, by name: a request must not load a file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.errors import ContradictionError, InputError, InvalidParameterError
 from outrider.propose.prediction import Prediction
 from outrider.propose.speculation import PLAIN, SpeculationConfig
+from outrider.propose.tree import MAX_ROWS
 
 #: What a request may change. A method's own settings would make another proposer, with memory of its own.
 CHANGEABLE = ("num_draft_tokens", "tree", "rule", "draft_sampling")
+#: What would be right, where SpeculationConfig says it in Python.
+_IN_JSON = {
+    "num_draft_tokens": f'Use 1 to {MAX_ROWS}; "speculation": "off" turns drafting off.',
+    "tree": f'Use children by depth, like [3, 2, 1], up to {MAX_ROWS} nodes, "best_first" or "sequoia", '
+    "with a method that drafts trees.",
+}
 
 
 class AllowedMethods:
@@ -50,6 +57,7 @@ class AllowedMethods:
             InputError: The method is none of the server's, or a setting may not be changed.
         """
         settings = {"method": asked} if isinstance(asked, str) else dict(asked or {})
+        field = "speculation" if isinstance(asked, str) else "speculation.method"
         name = settings.pop("method", Prediction.name if predicted else self.usual.name)
         if predicted and name != Prediction.name:
             problem = "the text that the request predicts is drafted by the method prediction"
@@ -58,12 +66,23 @@ class AllowedMethods:
             if setting not in CHANGEABLE:
                 remedy = f"A request may change {', '.join(CHANGEABLE)}."
                 raise InvalidParameterError(f"speculation.{setting}", value, "not a setting of a request", remedy)
-        return self._named(name).replace(**settings) if settings else self._named(name)
+        config = self._named(name, field)
+        return _changed(config, settings) if settings else config
 
-    def _named(self, name: object) -> SpeculationConfig:
+    def _named(self, name: object, field: str) -> SpeculationConfig:
         if name in ("off", "none"):
             return PLAIN
         if not isinstance(name, str) or name not in self._by_name:
-            remedy = f"This server was started with: {', '.join(self.names)}."
-            raise InvalidParameterError("speculation", name, "no method of this server", remedy)
+            remedy = f"Requests to this server may name: {', '.join(self.names)}."
+            raise InvalidParameterError(field, name, "no method of this server", remedy)
         return self._by_name[name]
+
+
+def _changed(config: SpeculationConfig, settings: Mapping[str, Any]) -> SpeculationConfig:
+    """The settings with some of a request's own, whose errors have the names and the forms of a request."""
+    try:
+        return config.replace(**settings)
+    except InputError as error:
+        value = settings.get(error.field, error.value)
+        remedy = _IN_JSON.get(error.field, error.remedy)
+        raise type(error)(f"speculation.{error.field}", value, error.problem, remedy) from None

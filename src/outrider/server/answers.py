@@ -11,6 +11,7 @@ from typing import Any
 
 from outrider.params import CompletionOutput, PositionLogprobs, RequestOutput, StreamPiece, TokenOrigin
 from outrider.server import usage
+from outrider.server.conversation import forces_calls
 from outrider.server.jobs import Job, Prompt
 from outrider.server.logprobs import CompletionLogprobs, chat_logprobs
 from outrider.server.schemas import ChatRequest, CompletionRequest
@@ -225,7 +226,10 @@ class ChatAnswer(Answer):
         """The text for the reader, and the calls, in more of a choice's text."""
         if self._form is None:
             return text, []
-        listener = self._listeners.setdefault(number, ToolListener(self._form))
+        if number not in self._listeners:
+            assert isinstance(self.job.asked, ChatRequest)
+            self._listeners[number] = ToolListener(self._form, only_calls=forces_calls(self.job.asked))
+        listener = self._listeners[number]
         found = [listener.hear(text), *([listener.finish()] if last else [])]
         return "".join(heard.content for heard in found), [call for heard in found for call in heard.calls]
 

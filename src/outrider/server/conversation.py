@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
 from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
+from outrider.params import StructuredOutputs
 from outrider.prompts import PromptEncoder
 from outrider.server.schemas import ChatRequest, Message
 from outrider.server.tools import CLOSE, ToolForm, calls_grammar, tool_form
+
+Compile = Callable[[StructuredOutputs], object]
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:
@@ -51,24 +55,53 @@ def form_of(asked: ChatRequest, prompts: PromptEncoder) -> ToolForm | None:
     return tool_form(_template_of(prompts).chat_template) if wanted_tools(asked) else None
 
 
+def forces_calls(asked: ChatRequest) -> bool:
+    """Whether the answer has to be nothing but calls."""
+    return wanted_tools(asked) and asked.tool_choice not in (None, "auto")
+
+
 def forced_calls(asked: ChatRequest, prompts: PromptEncoder) -> str | None:
     """The grammar of the calls that the answer has to be; None where the model decides whether it calls a tool.
 
     Raises:
         InputError: The choice of a tool is none of those there are.
     """
-    form, choice = form_of(asked, prompts), asked.tool_choice
-    if form is None or choice in (None, "auto"):
+    form = form_of(asked, prompts)
+    if form is None or not forces_calls(asked):
         return None
-    schemas = {tool.function.name: tool.function.parameters for tool in asked.tools or ()}
-    if choice != "required":
-        name = _named(choice)
-        if name not in schemas:
-            remedy = f"Use auto, none, required, or one of the tools: {', '.join(sorted(schemas))}."
-            raise InvalidParameterError("tool_choice", choice, "no such choice", remedy)
-        schemas = {name: schemas[name]}
-    several = choice == "required" and asked.parallel_tool_calls is not False
-    return calls_grammar(form, schemas, several=several)
+    several = asked.tool_choice == "required" and asked.parallel_tool_calls is not False
+    return calls_grammar(form, {name: schema for name, (_, schema) in _choices(asked).items()}, several=several)
+
+
+def blamed_tool(asked: ChatRequest, error: InvalidParameterError, compile_structure: Compile) -> InvalidParameterError:
+    """What a request is told where the grammar of its calls is refused: which tool it is about, in the request's own words.
+
+    Args:
+        asked: A request that forces calls.
+        error: Why their grammar was refused.
+        compile_structure: Raises InvalidParameterError where a structure by itself is refused.
+    """
+    choices = _choices(asked)
+    for name, (place, schema) in choices.items():
+        try:
+            compile_structure(StructuredOutputs(json_schema=schema or {"type": "object"}))
+        except InvalidParameterError as found:
+            field = f"tools.{place}.function.parameters"
+            return InvalidParameterError(field, schema, f"the schema of the tool {name!r}: {found.problem}", found.remedy)
+    names, remedy = ", ".join(choices), "Give fewer tools, or smaller schemas."
+    return InvalidParameterError("tools", names, f"their schemas together are refused: {error.problem}", remedy)
+
+
+def _choices(asked: ChatRequest) -> dict[str, tuple[int, dict[str, Any] | None]]:
+    """The tools that may be called: the place of each, and the schema of its arguments."""
+    found = {tool.function.name: (place, tool.function.parameters) for place, tool in enumerate(asked.tools or ())}
+    if asked.tool_choice == "required":
+        return found
+    name = _named(asked.tool_choice)
+    if name not in found:
+        remedy = f"Use auto, none, required, or one of the tools: {', '.join(sorted(found))}."
+        raise InvalidParameterError("tool_choice", asked.tool_choice, "no such choice", remedy)
+    return {name: found[name]}
 
 
 def only_call_ends_with(asked: ChatRequest, prompts: PromptEncoder) -> str | None:

@@ -3,59 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails
 
-from outrider.errors import InvalidParameterError, UnsupportedParameterError
+from outrider.errors import InputError, InvalidParameterError, UnsupportedParameterError
 from outrider.server.errors import ApiError
+from outrider.server.refusals import IN_CHATS, IN_COMPLETIONS, Refusal
 from outrider.validation import unknown_setting
-
-_HERE = "this server writes text only"
-_SEARCH = "it searches over whole texts instead of drawing from the model's probabilities"
-_OLD_TOOLS = "its newer name is tools"
-_AT_START = "the server's own is used, which it is started with"
-_NOTHING = "this server keeps nothing of a request"
-
-#: Fields of OpenAI and vLLM that are not supported: values that ask for nothing, and why others are refused.
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "best_of": ((1,), _SEARCH),
-    "use_beam_search": ((False,), _SEARCH),
-    "length_penalty": ((1.0,), _SEARCH),
-    "early_stopping": ((False,), _SEARCH),
-    "skip_special_tokens": ((True,), "texts never show special tokens"),
-    "spaces_between_special_tokens": ((True,), "texts never show special tokens"),
-    "include_stop_str_in_output": ((False,), "a stop string is never part of the text"),
-    "truncate_prompt_tokens": ((), "prompts are taken whole"),
-    "logits_processors": (([],), "a request cannot bring code"),
-    "cache_salt": ((), "each API key has a prefix cache of its own"),
-    "kv_transfer_params": ((), "there is one server"),
-    "guided_decoding_backend": ((), "there is one library for structures"),
-    "guided_whitespace_pattern": ((), "the schema says it"),
-    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
-    "store": ((False,), _NOTHING),
-    "metadata": (({},), _NOTHING),
-    "service_tier": (("auto", "default"), "there is one tier"),
-}
-_REFUSED_IN_CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
-    "audio": ((), _HERE),
-    "modalities": ((["text"],), _HERE),
-    "functions": ((), _OLD_TOOLS),
-    "function_call": (("none",), _OLD_TOOLS),
-    "reasoning_effort": ((), "use chat_template_kwargs for what the chat template knows"),
-    "verbosity": ((), "it is a setting of OpenAI's own models"),
-    "web_search_options": ((), "this server searches nothing"),
-    "moderation": ((), "it is a service of OpenAI"),
-    "prompt_cache_key": ((), "each API key has a prefix cache of its own"),
-    "prompt_cache_retention": ((), "each API key has a prefix cache of its own"),
-    "echo": ((False,), "a conversation is not repeated"),
-    "add_generation_prompt": ((True,), "the model's turn always comes next"),
-    "continue_final_message": ((False,), "the model's turn always comes next"),
-    "chat_template": ((), _AT_START),
-    "documents": ((), "put them into the messages"),
-    "mm_processor_kwargs": ((), _HERE),
-}
 
 
 def _fail_fast(schema: Any) -> None:
@@ -74,7 +30,7 @@ class Shape(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    refused: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
+    refused: ClassVar[dict[str, Refusal]] = {}
 
     @classmethod
     def read(cls, body: bytes) -> Self:
@@ -87,10 +43,9 @@ class Shape(BaseModel):
         """
         values = _object(body)
         for name in [name for name in values if name in cls.refused]:
-            neutral, reason = cls.refused[name]
-            value = values.pop(name)
-            if value is not None and value not in neutral:
-                raise UnsupportedParameterError(name, value, reason, "Leave it out.")
+            refusal, value = cls.refused[name], values.pop(name)
+            if value is not None and value not in refusal.neutral:
+                raise UnsupportedParameterError(name, value, refusal.reason, refusal.remedy)
         given = {name: value for name, value in values.items() if value is not None}
         try:
             return cls.model_validate(given)
@@ -116,22 +71,50 @@ def _object(body: bytes) -> dict[str, Any]:
     return values
 
 
-#: What pydantic writes into the path of an error where a field may have values of several kinds.
-_KINDS = ("list", "dict", "str", "int", "float")
+#: What pydantic writes into the path of an error where a field may have values of several kinds, or has a check of its own.
+_KINDS = ("list", "dict", "str", "int", "float", "function-before")
 
 
 def _first_problem(kind: type[Shape], error: Exception) -> Exception:
     if not isinstance(error, ValidationError):
         return ApiError(400, f"the body cannot be read ({error})", code="invalid_json")
-    detail = error.errors()[0]
-    path = [str(part) for part in detail["loc"] if str(part).partition("[")[0] not in _KINDS]
+    details = error.errors()
+    detail = max((each for each in details if each["loc"][:1] == details[0]["loc"][:1]), key=lambda each: len(_path(each)))
+    path = _path(detail)
+    raised = detail.get("ctx", {}).get("error")
+    if isinstance(raised, InputError):
+        return type(raised)(".".join((*path, raised.field)), raised.value, raised.problem, raised.remedy)
     if detail["type"] == "extra_forbidden" and len(path) == 1:
         return unknown_setting("A request", path[0], detail["input"], kind.model_fields)
     if detail["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON ({detail['msg']})", code="invalid_json")
-    field = ".".join(path)
-    problem = detail["msg"][0].lower() + detail["msg"][1:]
-    return InvalidParameterError(field, detail["input"], problem, "See docs/serving.md for what it may be.")
+    described = kind.model_fields.get(path[0]) if path else None
+    remedy = (described.description if described else None) or "See docs/serving.md for what it may be."
+    problem = _joined([each["msg"] for each in details if _path(each) == path])
+    return InvalidParameterError(".".join(path), detail["input"], problem, remedy)
+
+
+def _path(detail: ErrorDetails) -> list[str]:
+    """Where an error is, without the kinds of value that a field may have."""
+    return [str(part) for part in detail["loc"] if str(part).partition("[")[0] not in _KINDS]
+
+
+def _joined(messages: list[str]) -> str:
+    """What is wrong with one value, where a field may have several kinds of it."""
+    begin = "Input should be "
+    if all(message.startswith(begin) for message in messages):
+        return "input should be " + " or ".join(dict.fromkeys(message.removeprefix(begin) for message in messages))
+    return messages[0][0].lower() + messages[0][1:]
+
+
+def _text_only(content: object) -> object:
+    """The content of a message, unless a part of it is an image, a sound or a file."""
+    for place, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            remedy = 'Use parts like {"type": "text", "text": "..."} only.'
+            raise UnsupportedParameterError(f"{place}.type", kind, "this server reads text only", remedy)
+    return content
 
 
 class StreamOptions(Shape):
@@ -198,9 +181,14 @@ class Asked(Shape):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    response_format: ResponseFormat | None = None
-    prediction: PredictionShape | None = None
+    stop: str | list[str] | None = Field(None, description="Use a text or a list of texts.")
+    response_format: ResponseFormat | None = Field(
+        None,
+        description='Use {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": {...}, ...}}.',
+    )
+    prediction: PredictionShape | None = Field(
+        None, description='Use {"type": "content", "content": "..."} with the text that is expected.'
+    )
     user: str | None = None
     # vLLM's
     top_k: int | None = None
@@ -220,7 +208,9 @@ class Asked(Shape):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     # ours
-    speculation: str | dict[str, Any] | None = None
+    speculation: str | dict[str, Any] | None = Field(
+        None, description='Use "off", the name of a method, or an object like {"method": "suffix", "num_draft_tokens": 8}.'
+    )
     trace: bool | None = None
 
     @property
@@ -238,12 +228,11 @@ class Asked(Shape):
 class CompletionRequest(Asked):
     """The body of /v1/completions."""
 
-    refused: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
-        **_REFUSED,
-        "suffix": (("",), "the model writes on at the end only"),
-    }
+    refused: ClassVar[dict[str, Refusal]] = IN_COMPLETIONS
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        description="Use a text, a list of token ids, or a list of texts or of lists of token ids."
+    )
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -274,7 +263,7 @@ class Message(Shape):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(_text_only)] = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -303,14 +292,18 @@ class Tool(Shape):
 class ChatRequest(Asked):
     """The body of /v1/chat/completions."""
 
-    refused: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {**_REFUSED, **_REFUSED_IN_CHAT}
+    refused: ClassVar[dict[str, Refusal]] = IN_CHATS
 
-    messages: list[Message]
+    messages: list[Message] = Field(description='Use a list of messages like {"role": "user", "content": "..."}.')
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(
+        None, description='Use a list like [{"type": "function", "function": {"name": ..., "parameters": {...}}}].'
+    )
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description='Use "auto", "none", "required", or {"type": "function", "function": {"name": ...}}.'
+    )
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     safety_identifier: str | None = None

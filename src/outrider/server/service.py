@@ -13,9 +13,11 @@ from typing import Any, TypeVar
 from outrider.async_llm import AsyncLLM, AsyncStream
 from outrider.engine.engine import Engine
 from outrider.engine.thread import Health
+from outrider.errors import InvalidParameterError
 from outrider.params import RequestOutput
 from outrider.server.allowed import AllowedMethods
 from outrider.server.calls import Call
+from outrider.server.conversation import blamed_tool, forces_calls
 from outrider.server.deadlines import Deadlines
 from outrider.server.errors import ApiError, api_error
 from outrider.server.jobs import Job, JobMaker
@@ -23,7 +25,7 @@ from outrider.server.keys import ApiKeys
 from outrider.server.limits import Meter
 from outrider.server.logs import log
 from outrider.server.metrics import EngineState, ServerMetrics
-from outrider.server.schemas import Asked, Shape
+from outrider.server.schemas import Asked, ChatRequest, Shape
 from outrider.server.settings import ServerSettings
 from outrider.server.sizes import check_values
 from outrider.server.translate import field_names
@@ -154,7 +156,7 @@ class Service:
         try:
             return list(await asyncio.gather(*tasks))
         except Exception as error:
-            raise api_error(error, field_names(job.asked)) from error
+            raise await self._refusal(job, error) from error
         finally:
             for task in tasks:
                 task.cancel()
@@ -174,9 +176,18 @@ class Service:
         except BaseException as error:
             await close(streams)
             if isinstance(error, Exception):
-                raise api_error(error, field_names(job.asked)) from error
+                raise await self._refusal(job, error) from error
             raise
         return streams
+
+    async def _refusal(self, job: Job, error: Exception) -> ApiError:
+        """The answer to an error, in the words of the request."""
+        asked, grammars = job.asked, self.engine.llm.engine.grammars
+        if not isinstance(error, InvalidParameterError) or error.field != "structured_outputs":
+            return api_error(error, field_names(asked))
+        if isinstance(asked, ChatRequest) and forces_calls(asked):
+            error = await self.engine.prepared(job.namespace, partial(blamed_tool, asked, error, grammars.start))
+        return api_error(error, field_names(asked))
 
     async def end(self) -> str:
         """Let the engine go, once the last texts have. What is told, and logged, is whether they have left anything behind:

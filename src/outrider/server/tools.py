@@ -14,6 +14,8 @@ from outrider.errors import UnsupportedParameterError
 #: Llama: the whole text is {"name": ..., "parameters": {...}}, or several of them with ";" between them.
 ToolForm = Literal["hermes", "llama"]
 
+#: Calls that a text may have where some are required. A text would otherwise go on with calls until its length is reached.
+MAX_CALLS = 16
 _OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _LLAMA_TAG = "<|python_tag|>"
 #: White space as json.dumps writes it, and as models were shown it; otherwise a model may write spaces for ever.
@@ -42,13 +44,13 @@ def calls_grammar(form: ToolForm, schemas: Mapping[str, dict[str, Any] | None], 
     Args:
         form: How the model writes calls.
         schemas: What the arguments of each function look like; None for any object.
-        several: Whether there may be more than one call.
+        several: Whether there may be more than one call, and up to MAX_CALLS.
     """
     before, between, after, separator = {
         "hermes": (f'{_OPEN}\n{{"name": ', ', "arguments": ', f"}}\n{CLOSE}", "\n"),
         "llama": ('{"name": ', ', "parameters": ', "}", "; "),
     }[form]
-    rules = [f"start: call ({json.dumps(separator)} call)*" if several else "start: call"]
+    rules = [f"start: call ({json.dumps(separator)} call){{0,{MAX_CALLS - 1}}}" if several else "start: call"]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(schemas))))
     for number, (name, schema) in enumerate(schemas.items()):
         head = json.dumps(before + json.dumps(name) + between)
@@ -75,10 +77,12 @@ class ToolListener:
 
     Args:
         form: How the model writes calls.
+        only_calls: Whether the text is nothing but calls. Then a call that was cut off is not told.
     """
 
-    def __init__(self, form: ToolForm) -> None:
+    def __init__(self, form: ToolForm, *, only_calls: bool = False) -> None:
         self._form = form
+        self._only_calls = only_calls
         self._is_text = False  # nothing in the rest of it is a call
         self._held = ""
         self.num_calls = 0
@@ -94,11 +98,11 @@ class ToolListener:
         """There is no more text."""
         held, self._held = self._held, ""
         if self._form == "llama":
-            calls = _llama_calls(held)
+            calls = _llama_calls(held, cut_off=self._only_calls)
         else:  # the text may end where the call does
             call = _call(held.removeprefix(_OPEN), "arguments") if held.startswith(_OPEN) else None
             calls = [] if call is None else [call]
-        return Heard(calls=self._numbered(calls)) if calls else Heard(held)
+        return Heard(calls=self._numbered(calls)) if calls or self._only_calls else Heard(held)
 
     def _hear_hermes(self) -> Heard:
         content, calls = "", list[dict[str, Any]]()
@@ -160,10 +164,11 @@ def _function(found: Any, arguments: str) -> dict[str, Any] | None:
     return {"function": {"name": found["name"], "arguments": written}}
 
 
-def _llama_calls(text: str) -> list[dict[str, Any]]:
-    """The calls that make up a whole text; none where anything in it is no call."""
-    calls = list(_json_objects(text.strip().removeprefix(_LLAMA_TAG)))
-    found = [_function(call, "parameters") for call in calls]
+def _llama_calls(text: str, *, cut_off: bool) -> list[dict[str, Any]]:
+    """The calls that make up a whole text; none where anything in it is no call, but for a last one that may be cut off."""
+    found = [_function(call, "parameters") for call in _json_objects(text.strip().removeprefix(_LLAMA_TAG))]
+    if cut_off and found and found[-1] is None:
+        found.pop()
     return [] if None in found else [call for call in found if call is not None]
 
 

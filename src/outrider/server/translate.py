@@ -8,6 +8,7 @@ from typing import Any
 
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.params import SamplingParams, StructuredOutputs
+from outrider.server.allowed import CHANGEABLE
 from outrider.server.schemas import Asked, ChatRequest, CompletionRequest
 from outrider.server.settings import ServerSettings
 
@@ -84,7 +85,7 @@ def check_size(name: str, structure: Any, settings: ServerSettings) -> None:
 
 def field_names(asked: Asked) -> dict[str, str]:
     """What this request calls fields that have other names inside."""
-    found = {"prompt_token_ids": "prompt"}
+    found = {"prompt_token_ids": "prompt", **{name: f"speculation.{name}" for name in CHANGEABLE}}
     for name in ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
         if getattr(asked, name) is not None:
             found |= dict.fromkeys(("structured_outputs", "json_schema", "regex", "choice", "grammar"), name)
