@@ -171,8 +171,7 @@ class Curve:
         return self._weights[place] * max(0.0, 1.0 - (self._step - self._seen[place]) / _STALE_AFTER)
 
     def _ratio(self, place: int) -> float:
-        weight = self._fresh(place)
-        return self._far * (weight * self._near[place] + _FAR_WEIGHT * self._around(place)) / (weight + _FAR_WEIGHT)
+        return self._far * (self._careful(place) if self._fresh(place) > 0.0 else self._around(place))
 
     def _around(self, place: int) -> float:
         """The correction of the nearest numbers of rows that were seen lately, on a line between two of them."""
