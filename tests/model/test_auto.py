@@ -20,6 +20,7 @@ from outrider.propose.auto import Auto
 from outrider.propose.base import Proposer
 from outrider.propose.method import Method
 from outrider.prove.tiny import save_tiny_llama
+from outrider.server.metrics import EngineState, ServerMetrics
 
 #: Rows cost nothing, so that whatever stands pays.
 FREE = CostTable(dict.fromkeys((1, 2, 4, 8, 16, 32, 64, 128), 1.0), 0.0, {"draft_model": {1: 0.01, 64: 0.01}})
@@ -73,6 +74,19 @@ def test_nothing_is_drafted_before_the_first_token_and_every_round_says_why(pair
         assert any(each.token_ids for each in others)
         assert all(each.reason for each in others)
         assert sum(llm.stats.chosen.values()) == len(others)
+
+
+def test_choices_and_their_reasons_are_counted(pair: tuple[str, str]) -> None:
+    with governed(pair) as llm:
+        llm.generate([COPY], SamplingParams(max_tokens=40, seed=1))
+        text = ServerMetrics("m").text(llm.between_steps(lambda engine: EngineState.of(engine, llm.health))).decode()
+        chosen, reasons = llm.stats.chosen, llm.stats.reasons
+    for (method, length), count in chosen.items():
+        assert f'outrider:choices_total{{method="{method}",model_name="m",num_draft_tokens="{length}"}} {count}.0' in text
+    for reason, count in reasons.items():
+        assert f'outrider:choice_reasons_total{{model_name="m",reason="{reason}"}} {count}.0' in text
+    assert reasons["pays"] > 0
+    assert sum(reasons.values()) == sum(chosen.values())
 
 
 def test_other_requests_of_the_batch_draft_as_they_ask(pair: tuple[str, str]) -> None:

@@ -270,6 +270,7 @@ class Engine:
         """Let the engine's choice of methods know what became of it."""
         for decision in self.governing.decisions.values():
             self.stats.chosen[decision.method or "none", decision.num_draft_tokens] += 1
+            self.stats.reasons[decision.why] += 1
         seconds = self.stats.step_seconds
         host = seconds["schedule"] + seconds["verify"] + seconds["commit"]
         self.governing.observe(plan.items, drafts, accepted, StepTimes(seconds["propose"], seconds["forward"], host))

@@ -82,11 +82,14 @@ class Decision:
         method: Who drafts; None decodes plainly.
         num_draft_tokens: Most that it may draft.
         reason: In words.
+        why: The same in one word, to count by: a draft "pays", or is "longer" to measure it; "plain" is to be measured; a
+            draft would be a "loss"; "fixed" is what had no choice.
     """
 
     method: str | None
     num_draft_tokens: int
     reason: str
+    why: str = "pays"
 
 
 @dataclass(frozen=True)
@@ -263,16 +266,16 @@ class Governor:
 
     def _decision(self, each: Running, *, measuring: bool) -> Decision:
         if each.longest <= 0 or not each.methods:
-            return Decision(None, 0, each.why_plain or "nothing could draft")
+            return Decision(None, 0, each.why_plain or "nothing could draft", "fixed")
         if measuring:
-            return Decision(None, 0, "plain, to measure it")
+            return Decision(None, 0, "plain, to measure it", "plain")
         method, rows = self._plan.rows.get(each.request, (None, 0))
         if method is None:
-            return Decision(None, 0, "plain, since no draft is expected to pay")
+            return Decision(None, 0, "plain, since no draft is expected to pay", "loss")
         most, reason = min(each.longest, self.candidates[method].longest), self._plan_reason
         if self._since_longer[each.request] >= self._longer_every - 1 and rows < most:
             self._since_longer[each.request] = -1
-            return Decision(method, rows + 1, f"{reason}, one token longer to measure it")
+            return Decision(method, rows + 1, f"{reason}, one token longer to measure it", "longer")
         return Decision(method, min(rows, most), reason)
 
     # -- scoring idle methods --------------------------------------------------------------------------------------------
