@@ -10,13 +10,17 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.engine import calibration
+from outrider.engine import calibration, governing
 from outrider.errors import InvalidParameterError
 from outrider.govern.costs import CostTable, StepTimes, StepWork
+from outrider.govern.governor import Governor
+from outrider.model.row_costs import measure_context, measure_passes
+from outrider.propose import draft_model
 from outrider.propose.auto import Auto
 from outrider.propose.base import Proposer
 from outrider.propose.method import Method
 from outrider.prove.tiny import save_tiny_llama
+from outrider.server.metrics import EngineState, ServerMetrics
 
 #: Rows cost nothing, so that whatever stands pays.
 FREE = CostTable(dict.fromkeys((1, 2, 4, 8, 16, 32, 64, 128), 1.0), 0.0, {"draft_model": {1: 0.01, 64: 0.01}})
@@ -70,6 +74,19 @@ def test_nothing_is_drafted_before_the_first_token_and_every_round_says_why(pair
         assert any(each.token_ids for each in others)
         assert all(each.reason for each in others)
         assert sum(llm.stats.chosen.values()) == len(others)
+
+
+def test_choices_and_their_reasons_are_counted(pair: tuple[str, str]) -> None:
+    with governed(pair) as llm:
+        llm.generate([COPY], SamplingParams(max_tokens=40, seed=1))
+        text = ServerMetrics("m").text(llm.between_steps(lambda engine: EngineState.of(engine, llm.health))).decode()
+        chosen, reasons = llm.stats.chosen, llm.stats.reasons
+    for (method, length), count in chosen.items():
+        assert f'outrider:choices_total{{method="{method}",model_name="m",num_draft_tokens="{length}"}} {count}.0' in text
+    for reason, count in reasons.items():
+        assert f'outrider:choice_reasons_total{{model_name="m",reason="{reason}"}} {count}.0' in text
+    assert reasons["pays"] > 0
+    assert sum(reasons.values()) == sum(chosen.values())
 
 
 def test_other_requests_of_the_batch_draft_as_they_ask(pair: tuple[str, str]) -> None:
@@ -143,6 +160,65 @@ def test_a_method_that_cannot_be_used_is_refused_at_once(pair: tuple[str, str]) 
         LLM(pair[0], dtype="float64", speculation=auto({"method": "draft_model", "model": "/no/such/folder"}))
 
 
+#: A second row costs so much that nobody drafts, and models read at next to no cost.
+STEEP = CostTable({1: 1.0, 2: 50.0, 64: 50.0}, 0.0, {"draft_model": {1: 1e-5, 64: 1e-5}})
+
+
+def test_no_row_of_a_draft_is_computed_before_the_first_token(pair: tuple[str, str]) -> None:
+    settings = auto({"method": "draft_model", "model": pair[1]})
+    with LLM(pair[0], dtype="float64", speculation=settings) as llm:
+        llm.engine.governing.script(FREE, steady)
+        proposer = llm.proposers.get(settings.method.methods[0].method)
+        before = proposer.runner.num_passes
+        llm.generate([COPY], SamplingParams(max_tokens=1, seed=1))
+        assert llm.stats.num_rows == len(COPY)
+        assert proposer.runner.num_passes == before
+        llm.generate([COPY], SamplingParams(max_tokens=8, seed=1))
+        assert proposer.runner.num_passes > before
+
+
+@pytest.mark.parametrize("rows", [4, 128])
+def test_an_idle_model_reads_in_parts_and_is_scored_where_the_text_is_new(
+    rows: int, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is the target, so that every token of a greedy text would have stood."""
+    for module in (draft_model, governing):
+        monkeypatch.setattr(module, "CATCH_UP_ROWS", rows)
+    found: list[list[float]] = []
+    stock = Governor.observe_overlaps
+
+    def spy(self: Governor, request: int, method: str, overlaps: list[float]) -> None:
+        found.append(overlaps)
+        stock(self, request, method, overlaps)
+
+    monkeypatch.setattr(Governor, "observe_overlaps", spy)
+    with LLM(pair[0], dtype="float64", speculation=auto({"method": "draft_model", "model": pair[0]})) as llm:
+        llm.engine.governing.script(STEEP, steady)
+        (output,) = llm.generate([COPY * 2], SamplingParams(max_tokens=60, temperature=0.0))
+    assert output.stats.num_drafts == 0
+    scores = [score for overlaps in found for score in overlaps]
+    assert len(scores) >= 25
+    assert scores == [1.0] * len(scores)
+
+
+def test_what_was_learnt_is_kept_for_a_few_sets_of_methods(pair: tuple[str, str]) -> None:
+    with LLM(pair[0], dtype="float64", speculation="none") as llm:
+        for longest in range(1, 30):
+            settings = auto({"method": "suffix", "num_draft_tokens": longest})
+            llm.generate([COPY], SamplingParams(max_tokens=3, seed=1), speculation=settings)
+        assert len(llm.engine.governing._governed) == governing._MOST_SETTINGS
+        assert llm.engine.governing._governed[-1].settings == settings.method
+        llm.engine.check_rest()
+
+
+def test_a_context_that_makes_passes_longer_is_measured(pair: tuple[str, str]) -> None:
+    with LLM(pair[0], dtype="float64", speculation="none") as llm:
+        runner = llm.engine.runner
+        measured = measure_context(runner, measure_passes(runner))
+        assert 0.0 <= measured < 1e-3
+        assert measure_context(runner, {1: 100.0, 64: 100.0}) == 0.0  # it would take too long
+
+
 # -- calibration -------------------------------------------------------------------------------------------------------
 
 
@@ -164,10 +240,21 @@ def test_costs_are_measured_once_and_kept(pair: tuple[str, str], folder: Path, m
     assert table["passes"].keys() == table["drafts"]["draft_model"].keys()
     assert all(seconds > 0.0 for seconds in table["passes"].values())
     monkeypatch.setattr(calibration, "measure_passes", lambda runner: pytest.fail("measured again"))
+    monkeypatch.setattr(calibration, "measure_context", lambda runner, passes: pytest.fail("measured again"))
     loaded(pair)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"table": {}}', '{"table": {"passes": {"1": -1}}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"table": {}}',
+        '{"table": {"passes": {"1": 1}, "context_seconds": -1, "drafts": {}}}',
+        '{"table": {"passes": {"1": -1}}}',
+    ],
+)
 def test_a_file_that_is_no_table_is_measured_anew(
     text: str, pair: tuple[str, str], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.engine import committing, rounds, verification
 from outrider.engine import engine as engine_module
-from outrider.engine import rounds
+from outrider.engine.committing import Committing
 from outrider.engine.engine import Engine
 from outrider.engine.sequence import Sequence
 from outrider.engine.tree_builders import TreeBuilders
@@ -123,23 +124,23 @@ def in_(owner: Any, name: str, place: int) -> Callable[..., None]:
 
 WHERE: dict[str, Callable[[Fault, pytest.MonkeyPatch, LLM], None]] = {
     "verification": in_verification,
-    "log probabilities": in_(engine_module, "score", 0),
-    "prompt": in_(engine_module, "score_prompt", 0),
-    "extension": in_(Engine, "_extend", 1),
+    "log probabilities": in_(verification, "score", 0),
+    "prompt": in_(committing, "score_prompt", 0),
+    "extension": in_(Committing, "_extend", 1),
     "trace": in_(rounds, "trace", 0),
     "compaction": in_compaction,
     "copies": in_copies,
     "forks": in_forks,
     "segments": lambda fault, patch, llm: patch.setattr(
         engine_module,
-        "_segment",
-        lambda item, *args, stock=engine_module._segment: (fault.about(item.seq.request), stock(item, *args))[1],
+        "segment_of",
+        lambda item, *args, stock=engine_module.segment_of: (fault.about(item.seq.request), stock(item, *args))[1],
     ),
-    "piece": in_(engine_module, "piece", 0),
+    "piece": in_(committing, "piece", 0),
     "candidate": lambda fault, patch, llm: patch.setattr(
-        engine_module,
+        verification,
         "_candidate",
-        lambda item, *args, stock=engine_module._candidate: (fault.about(item.seq.request), stock(item, *args))[1],
+        lambda item, *args, stock=verification._candidate: (fault.about(item.seq.request), stock(item, *args))[1],
     ),
 }
 
@@ -176,7 +177,7 @@ def test_only_the_requests_concerned_end(
     assert any("raised" in record.message for record in caplog.records)
 
 
-@pytest.mark.parametrize("owner", [TreeBuilders, engine_module], ids=["pace", "teach"])
+@pytest.mark.parametrize("owner", [TreeBuilders, committing], ids=["pace", "teach"])
 def test_what_only_drafts_need_costs_no_text(llm: LLM, monkeypatch: pytest.MonkeyPatch, owner: Any) -> None:
     """Trees that adapt learn from every step."""
     speculation = {"method": "draft_model", "tree": "best_first", "num_draft_tokens": 4}

@@ -14,6 +14,7 @@ import pytest
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.cache.lease import KVLease
+from outrider.engine.committing import Committing
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Schedule, Scheduler
 from outrider.engine.sequence import Sequence, Status
@@ -59,7 +60,7 @@ def interrupting(method: Callable[..., Any], when: Callable[..., bool]) -> Calla
     return interrupted
 
 
-@pytest.mark.parametrize(("owner", "method"), [(Engine, "_extend"), (KVLease, "publish"), (Engine, "_retire")])
+@pytest.mark.parametrize(("owner", "method"), [(Committing, "_extend"), (KVLease, "publish"), (Engine, "_retire")])
 def test_an_interrupt_while_a_finishing_step_commits_loses_no_seat(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
 ) -> None:
@@ -154,17 +155,17 @@ def test_books_that_do_not_agree_after_a_fault_are_begun_anew(llm: LLM, monkeypa
     want = [out.token_ids for out in llm.generate(PROMPTS, SHORT)]
     before = llm.health.num_rebuilds
     left = [True]
-    stock = Engine._commit
+    stock = Committing.commit
 
-    def breaking(self: Engine, *args: Any) -> None:
+    def breaking(self: Committing, *args: Any) -> None:
         stock(self, *args)
         if left.pop():
             left.append(False)
-            self.runner.blocks._ref_count[0] += 1
+            self._runner.blocks._ref_count[0] += 1
             raise ValueError("planted")
         left.append(False)
 
-    monkeypatch.setattr(Engine, "_commit", breaking)
+    monkeypatch.setattr(Committing, "commit", breaking)
     outputs = llm.generate(PROMPTS, SHORT)
     assert all(isinstance(out.error, StepAbortedError) for out in outputs[:2])  # two run at a time
     assert llm.health.num_rebuilds == before + 1

@@ -253,7 +253,7 @@ MUTANTS = (
     Mutant(
         "parameters applied to the target's first row only",
         11,
-        "engine/engine.py",
+        "engine/verification.py",
         "            processed[rows] = changed\n",
         "            processed[rows.start] = changed[0]\n",
         "law_penalties",
@@ -334,7 +334,7 @@ MUTANTS = (
     Mutant(
         "text goes on after a stop inside the draft",
         12,
-        "engine/engine.py",
+        "engine/committing.py",
         "        for node in verdict.path:\n            if seq.status is Status.RUNNING:\n",
         "        for node in verdict.path:\n            if True:\n",
         "stop_inside_draft",
@@ -342,7 +342,7 @@ MUTANTS = (
     Mutant(
         "bonus token kept after a stop inside the draft",
         12,
-        "engine/engine.py",
+        "engine/committing.py",
         "        if seq.status is Status.RUNNING:\n            seq.append(verdict.token_id",
         "        if True:\n            seq.append(verdict.token_id",
         "stop_inside_draft",
@@ -358,8 +358,8 @@ MUTANTS = (
     Mutant(
         "accepted tree rows left where they were",
         16,
-        "engine/engine.py",
-        "self.runner.compact(seq.kv.block_table, start, [0, *(node + 1 for node in verdict.path)])",
+        "engine/committing.py",
+        "self._runner.compact(seq.kv.block_table, start, [0, *(node + 1 for node in verdict.path)])",
         "pass",
         "tree_text",
     ),

@@ -17,7 +17,7 @@ from typing import Any
 
 from outrider.cache.lease import KVLease
 from outrider.cli.main import main
-from outrider.engine.engine import Engine
+from outrider.engine.verification import Verification
 from outrider.propose.draft_model import DraftModelProposer
 from outrider.server.answers import CompletionAnswer
 from outrider.server.jobs import Job, JobMaker
@@ -33,15 +33,15 @@ def plant_faults() -> None:
     def arm(number: int, frame: FrameType | None) -> None:
         _due.append(number)
 
-    def verify(engine: Engine, plan: Any, drafts: Any, out: Any) -> Any:
+    def verify(self: Verification, plan: Any, drafts: Any, out: Any) -> Any:
         if _due:
             if _due.pop() == signal.SIGUSR2:
                 plan.items[0].seq.kv.block_table.pop()
             raise RuntimeError("a planted fault")
-        return sound(engine, plan, drafts, out)
+        return sound(self, plan, drafts, out)
 
-    sound = Engine._verify
-    Engine._verify = verify  # type: ignore[method-assign]
+    sound = Verification.verify
+    Verification.verify = verify  # type: ignore[method-assign]
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, arm)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
+from typing import Any
 
 from outrider.govern.costs import CostTable, DraftWork, StepTimes, StepWork
 from outrider.govern.governor import Candidate, Decision, Governor, Running
@@ -29,6 +30,9 @@ def always(chance: float) -> Script:
 
 ALWAYS = always(1.0)
 
+#: Tokens that an idle model reads in a step at most.
+READ_AT_ONCE = 128
+
 
 @dataclass
 class Method:
@@ -39,12 +43,14 @@ class Method:
         stands: Chance that its token stands.
         exists: Chance that it has anything to say.
         lookup: Whether it has no model of its own.
+        fades: By which factor each further token of one draft stands less often than the one before it.
     """
 
     level: float
     stands: Script
     exists: Script = ALWAYS
     lookup: bool = False
+    fades: float = 1.0
 
 
 @dataclass
@@ -66,6 +72,9 @@ class World:
         noise: Standard deviation of the times, as a share.
         drift: Factor of all times by step.
         seed: Of all luck.
+        ends: Tokens of a text by its index, where texts end and others take their places.
+        calibrated: What a calibration found of passes, where that is not what they cost.
+        costs_at: What passes cost by step, where that changes.
     """
 
     methods: Mapping[str, Method]
@@ -73,27 +82,31 @@ class World:
     noise: float = 0.05
     drift: Callable[[int], float] = lambda step: 1.0
     seed: int = 0
+    ends: Callable[[int], int] = lambda text: 10**9
+    calibrated: Mapping[int, float] | None = None
+    costs_at: Callable[[int], Mapping[int, float]] | None = None
 
     def luck(self, *key: object) -> float:
         digest = blake2b(repr((self.seed, *key)).encode(), digest_size=8).digest()
         return int.from_bytes(digest) / 2**64
 
-    def seconds(self, rows: int) -> float:
-        sizes = sorted(self.passes)
+    def seconds(self, rows: int, step: int = 0) -> float:
+        passes = self.passes if self.costs_at is None else self.costs_at(step)
+        sizes = sorted(passes)
         for low, high in pairwise(sizes):
             if rows <= high:
                 share = max(0.0, (rows - low) / (high - low))
-                return self.passes[low] + share * (self.passes[high] - self.passes[low])
-        return self.passes[sizes[-1]] * rows / sizes[-1]
+                return passes[low] + share * (passes[high] - passes[low])
+        return passes[sizes[-1]] * rows / sizes[-1]
 
     def draft(self, name: str, text: int, position: int, asked: int) -> tuple[int, int]:
         """Tokens that a method offers, and how many of them stand."""
         method = self.methods[name]
         if self.luck("exists", name, text, position) >= method.exists(text, position):
             return 0, 0
-        stood = 0
-        while stood < asked and self.luck(name, text, position + stood) < method.stands(text, position + stood):
-            stood += 1
+        stood, share = 0, 1.0
+        while stood < asked and self.luck(name, text, position + stood) < share * method.stands(text, position + stood):
+            stood, share = stood + 1, share * method.fades
         return asked, stood
 
     def propose_seconds(self, name: str, texts: int, levels: int) -> float:
@@ -111,7 +124,7 @@ class World:
             for name, method in self.methods.items()
             if not method.lookup
         }
-        return CostTable(dict(self.passes), 0.0, drafts)
+        return CostTable(dict(self.calibrated or self.passes), 0.0, drafts)
 
 
 @dataclass
@@ -166,25 +179,30 @@ Policy = Governor | tuple[str, int] | None
 Load = Callable[[int], int]
 
 
-def run(world: World, policy: Policy, *, steps: int = 0, tokens: int = 0, load: Load = lambda step: 1) -> Log:
-    """Write for so many steps, or until each of a fixed number of texts has so many tokens."""
-    log, texts, count = Log(), list[TextState](), 0
+def run(
+    world: World, policy: Policy, *, steps: int = 0, tokens: int = 0, texts: int = 0, load: Load = lambda step: 1
+) -> Log:
+    """Write for so many steps, or until each of a fixed number of texts has so many tokens, or until so many texts, one
+    after another, have come to their ends."""
+    log, present, count, step = Log(), list[TextState](), 0, 0
     rng = random.Random(world.seed)
-    step = 0
-    while step < steps if steps else (step == 0 or any(text.position < tokens for text in texts)):
-        alive = [text for text in texts if not tokens or text.position < tokens]
-        while len(alive) < load(step) and (steps or not step):
-            texts.append(TextState(count))
-            alive.append(texts[-1])
+    fixed = load(0) if tokens else texts
+    while step < steps if steps else (count < fixed or present):
+        while len(present) < load(step) and (not fixed or count < fixed):
+            present.append(TextState(count))
             if isinstance(policy, Governor):
                 policy.begin(count)
             count += 1
-        alive = alive[: load(step)] if steps else alive
+        alive = present[: load(step)]
         tokens_before, seconds_before = log.tokens, log.seconds
         _step(world, policy, alive, log, step, rng)
         known = log.by_load.get(len(alive), (0, 0.0))
         took = (known[0] + log.tokens - tokens_before, known[1] + log.seconds - seconds_before)
         log.by_load[len(alive)] = took
+        for text in [text for text in alive if text.position >= (tokens or world.ends(text.index))]:
+            present.remove(text)
+            if isinstance(policy, Governor):
+                policy.finish(text.index)
         step += 1
     return log
 
@@ -221,7 +239,7 @@ def _step(world: World, policy: Policy, texts: list[TextState], log: Log, step: 
         fates[text.index] = (offered, stood)
     factor = world.drift(step) * max(0.5, rng.gauss(1.0, world.noise))
     propose = factor * (propose + sum(world.propose_seconds(name, drafted[name], levels[name]) for name in drafted))
-    times = StepTimes(propose, factor * world.seconds(rows), factor * 0.02)
+    times = StepTimes(propose, factor * world.seconds(rows, step), factor * 0.02)
     work = StepWork(rows, len(texts), 0, tuple(DraftWork(n, drafted[n], levels[n], late) for n in drafted))
     log.seconds += times.total
     log.on.append(sum(d.method is not None for d in decisions.values()) / len(texts))
@@ -254,11 +272,13 @@ def _shadow(world: World, governor: Governor, texts: list[TextState], log: Log, 
             offered, stood = world.draft(shadow.method, text.index, text.position, 16)
             governor.observe_draft(text.index, shadow.method, 16, offered, stood, rejected=stood < offered, shadow=True)
         else:
-            seconds = factor * world.read_seconds(shadow.method, lag)
-            where = range(text.position - lag, text.position)
+            read = min(lag, READ_AT_ONCE)
+            seconds = factor * world.read_seconds(shadow.method, read)
+            first = text.position - lag
+            where = range(max(first, text.position - READ_AT_ONCE), first + read)
             hits = [world.luck(shadow.method, text.index, p) < method.stands(text.index, p) for p in where]
             governor.observe_overlaps(text.index, shadow.method, [float(hit) for hit in hits])
-            text.lags[shadow.method] = 0
+            text.lags[shadow.method] = lag - read
         governor.observe_shadow_seconds(shadow.method, 1, seconds)
         log.seconds += seconds
         log.shadow_seconds += seconds
@@ -269,11 +289,9 @@ def governor_of(world: World) -> Governor:
     return Governor([Candidate(n, 16, m.lookup) for n, m in world.methods.items()], world.table())
 
 
-def best_fixed(world: World, *, tokens: int = 0, steps: int = 0, load: Load = lambda step: 1) -> tuple[Policy, float]:
+def best_fixed(world: World, **how: Any) -> tuple[Policy, float]:
     """The fixed choice of least time for a token in hindsight, and this time."""
     policies: list[Policy] = [None, *((name, length) for name in world.methods for length in (1, 2, 3, 5, 8, 12))]
-    times = [
-        (run(world, policy, tokens=tokens, steps=steps, load=load).pace, place) for place, policy in enumerate(policies)
-    ]
+    times = [(run(world, policy, **how).pace, place) for place, policy in enumerate(policies)]
     seconds, place = min(times)
     return policies[place], seconds

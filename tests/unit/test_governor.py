@@ -203,7 +203,7 @@ def test_a_request_that_may_not_draft_says_why() -> None:
     chosen = governor_of(World({"draft": drafting(always(0.9))}))
     chosen.begin(0)
     why = "its rows depend on the batch"
-    assert chosen.decide([Running(0, 5, 0, (), why_plain=why)])[0] == governor.Decision(None, 0, why)
+    assert chosen.decide([Running(0, 5, 0, (), why_plain=why)])[0] == governor.Decision(None, 0, why, "fixed")
     assert chosen.chosen == {("none", 0): 1}
 
 

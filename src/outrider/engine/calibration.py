@@ -16,7 +16,7 @@ import torch
 
 from outrider import __version__
 from outrider.govern.costs import CostTable
-from outrider.model.row_costs import measure_passes
+from outrider.model.row_costs import measure_context, measure_passes
 from outrider.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,9 @@ def calibrate(target: ModelRunner, drafts: Mapping[str, ModelRunner]) -> CostTab
     path = Path(folder) / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]}.json"
     known = _read(path)
     if known is None:
-        known = CostTable(measure_passes(target), 0.0, {name: measure_passes(runner) for name, runner in drafts.items()})
+        passes = measure_passes(target)
+        models = {name: measure_passes(runner) for name, runner in drafts.items()}
+        known = CostTable(passes, measure_context(target, passes), models)
         _write(path, facts, known)
     return known
 
@@ -74,9 +76,10 @@ def _read(path: Path) -> CostTable | None:
     """The table of a file; None where there is none, or something else."""
     try:
         table = json.loads(path.read_text("utf-8"))["table"]
-        found = CostTable(
-            _points(table["passes"]), float(table["context_seconds"]), {n: _points(p) for n, p in table["drafts"].items()}
-        )
+        models = {name: _points(points) for name, points in table["drafts"].items()}
+        found = CostTable(_points(table["passes"]), float(table["context_seconds"]), models)
+        if not 0.0 <= found.context_seconds < float("inf"):
+            raise ValueError("a context makes no pass shorter")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -24,6 +24,9 @@ from outrider.verify.noise import NoiseSource
 #: A method that has failed so often for a sequence is not chosen for it any more.
 _MOST_FAULTS = 3
 
+#: Sets of methods for which it is remembered what was learnt; those unused for longest are forgotten.
+_MOST_SETTINGS = 8
+
 #: Why nothing is drafted for a text that has not begun.
 _FIRST = "plain, until the first token is written"
 
@@ -155,8 +158,9 @@ class Governing:
         self._of, self._pending, self._probs, self.decisions = {}, {}, {}, {}
 
     def _find(self, settings: Auto) -> _Governed:
-        for found in self._governed:
+        for place, found in enumerate(self._governed):
             if found.settings == settings:
+                self._governed.append(self._governed.pop(place))  # the most recently used come last
                 return found
         members: dict[str, SpeculationConfig] = {}
         for config in settings.methods:
@@ -164,6 +168,9 @@ class Governing:
                 name = config.name if config.name not in members else f"{config.name} {len(members) + 1}"
                 members[name] = config
         found = _Governed(settings, members, self._governor(members))
+        idle = [each for each in self._governed if all(each is not used for used in self._of.values())]
+        for each in idle[: max(0, len(self._governed) + 1 - _MOST_SETTINGS)]:
+            self._governed.remove(each)
         self._governed.append(found)
         return found
 
@@ -175,7 +182,7 @@ class Governing:
         ]
         proposers = {name: self._proposers.get(c.method) for name, c in members.items() if c.method is not None}
         table = self._calibrate(proposers) if self._scripted is None else self._scripted
-        return Governor(candidates, table, self._max_rows, self._holds)
+        return Governor(candidates, table, self._max_rows, self._holds, CATCH_UP_ROWS)
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class EngineStats:
         finished: Counts of the sequences that ended.
         by_method: The same by the name of the method that their requests asked for.
         chosen: Where the engine chooses who drafts: rounds by method and number of draft tokens; ("none", 0) is plain.
+        reasons: The same rounds by the word that says why (`Decision.why`).
     """
 
     num_steps: int = 0
@@ -40,6 +41,7 @@ class EngineStats:
     finished: RequestStats = field(default_factory=RequestStats)
     by_method: dict[str, RequestStats] = field(default_factory=dict)
     chosen: Counter[tuple[str, int]] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

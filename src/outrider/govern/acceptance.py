@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from math import sqrt
+from math import prod, sqrt
 
 #: Positions that are counted apart; deeper ones count as the last of these.
 POSITIONS = 12
@@ -177,6 +177,15 @@ class Outlook:
 
     stands: list[float]
     exists: list[float]
+
+    def exists_at(self, place: int) -> float:
+        """Chance that there is a token at this position."""
+        return self.exists[min(place, len(self.exists) - 1)]
+
+    def reach(self, place: int) -> float:
+        """Chance that the text comes through the token at this position, where there is one."""
+        last = len(self.stands) - 1
+        return prod(self.stands[: place + 1]) * self.stands[last] ** max(0, place - last)
 
 
 class AcceptanceModel:

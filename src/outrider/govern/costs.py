@@ -21,6 +21,9 @@ _FAR_WEIGHT = 2.0
 _STALE_AFTER = 400.0
 #: One observation changes nothing by more than this factor, since a machine may pause for any reason.
 _MOST = 3.0
+#: An observation that differs by more than this share is odd; so many of them in a row are believed, instead of all before,
+#: where these were so many that the number of rows seemed to be known.
+_ODD, _BELIEVED, _KNOWN = 0.2, 3, 8.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,8 @@ class StepTimes:
 class Curve:
     """Seconds by a number of rows: a calibrated curve, and corrections that follow what is observed.
 
+    A number of rows that was not seen lately is corrected as its neighbours are.
+
     Args:
         points: Seconds by number of rows; one point at least.
     """
@@ -105,6 +110,8 @@ class Curve:
         self._near = [1.0] * len(self.sizes)
         self._weights = [0.0] * len(self.sizes)
         self._seen = [0] * len(self.sizes)
+        self._odd = [0] * len(self.sizes)
+        self._ratios: list[float] | None = None
         self._far, self._far_weight, self._step = 1.0, 0.0, 0
 
     def base(self, rows: float) -> float:
@@ -120,21 +127,38 @@ class Curve:
 
     def seconds(self, rows: float) -> float:
         """As calibrated and corrected."""
-        return self.base(rows) * self._ratio(self._place(rows))
+        return self.base(rows) * self.ratio(rows)
 
-    def observe(self, rows: int, expected: float, seconds: float) -> None:
-        """A pass of so many rows took so long, where `expected` was calibrated."""
+    def ratio(self, rows: float) -> float:
+        """By which passes of so many rows differ from what was calibrated."""
+        if self._ratios is None:
+            self._ratios = [self._ratio(place) for place in range(len(self.sizes))]
+        return self._ratios[self._place(rows)]
+
+    def observe(self, rows: int, expected: float, seconds: float) -> bool:
+        """A pass of so many rows took so long, where `expected` was calibrated. Returns whether about so many rows seem to
+        cost something else than before."""
         self._step += 1
-        ratio = seconds / max(expected, 1e-9)
-        known = self._ratio(self._place(rows))
+        place, ratio = self._place(rows), seconds / max(expected, 1e-9)
+        known = self._ratio(place)
         if self._far_weight >= 1.0:
             ratio = min(max(ratio, known / _MOST), known * _MOST)
+        self._odd[place] = self._odd[place] + 1 if abs(ratio / known - 1.0) > _ODD else 0
+        changed = self._odd[place] >= _BELIEVED and self._weights[place] >= _KNOWN
+        if changed:
+            self._weights[place], self._odd[place] = 1.0, 0
         self._far_weight = min(self._far_weight + 1.0, _FAR_MEMORY)
         self._far += (ratio - self._far) / self._far_weight
-        place = self._place(rows)
         self._weights[place] = min(self._fresh(place) + 1.0, _NEAR_MEMORY)
         self._seen[place] = self._step
         self._near[place] += (ratio / self._far - self._near[place]) / self._weights[place]
+        self._ratios = None
+        return changed
+
+    def is_odd(self, rows: int) -> bool:
+        """Whether about so many rows seemed to be known, and the latest observation was odd: another one is wanted."""
+        place = self._place(rows)
+        return self._odd[place] > 0 and self._weights[place] >= _KNOWN
 
     def last_seen(self, rows: int) -> int:
         """Observations since one of about so many rows, or since the first of all."""
@@ -147,8 +171,21 @@ class Curve:
         return self._weights[place] * max(0.0, 1.0 - (self._step - self._seen[place]) / _STALE_AFTER)
 
     def _ratio(self, place: int) -> float:
+        return self._far * (self._careful(place) if self._fresh(place) > 0.0 else self._around(place))
+
+    def _around(self, place: int) -> float:
+        """The correction of the nearest numbers of rows that were seen lately, on a line between two of them."""
+        below = next((p for p in range(place - 1, -1, -1) if self._fresh(p) > 0.0), None)
+        above = next((p for p in range(place + 1, len(self.sizes)) if self._fresh(p) > 0.0), None)
+        if below is None or above is None:
+            found = below if above is None else above
+            return 1.0 if found is None else self._careful(found)
+        share = (self.sizes[place] - self.sizes[below]) / (self.sizes[above] - self.sizes[below])
+        return (1.0 - share) * self._careful(below) + share * self._careful(above)
+
+    def _careful(self, place: int) -> float:
         weight = self._fresh(place)
-        return self._far * (weight * self._near[place] + _FAR_WEIGHT) / (weight + _FAR_WEIGHT)
+        return (weight * self._near[place] + _FAR_WEIGHT) / (weight + _FAR_WEIGHT)
 
 
 #: Sizes for which what the host adds is learnt apart.
@@ -175,7 +212,8 @@ class CostModel:
 
     def step_seconds(self, rows: float, context: int) -> float:
         """Time of a step without its drafts."""
-        return self.passes.seconds(rows) + context * self._context_seconds + self.host.seconds(rows)
+        behind = self.passes.base(rows) + context * self._context_seconds
+        return behind * self.passes.ratio(rows) + self.host.seconds(rows)
 
     def draft_seconds(self, method: str, texts: int, levels: int) -> float:
         """Time in which a method drafts so many tokens for each of so many texts."""
@@ -187,10 +225,11 @@ class CostModel:
         """Time in which a method's own model reads so many tokens."""
         return 0.0 if method in self._lookups or rows <= 0 else self._curve(method).seconds(rows)
 
-    def observe(self, work: StepWork, times: StepTimes) -> None:
-        """Learn from a step in which nothing but decoding was done."""
+    def observe(self, work: StepWork, times: StepTimes) -> bool:
+        """Learn from a step in which nothing but decoding was done. Returns whether such passes seem to cost something else
+        than before."""
         expected = self.passes.base(work.rows) + work.context * self._context_seconds
-        self.passes.observe(work.rows, expected, times.forward)
+        changed = self.passes.observe(work.rows, expected, times.forward)
         self.host.observe(work.rows, self.host.base(work.rows), times.host)
         if (
             len(work.drafts) == 1 and not work.drafts[0].rows and work.drafts[0].texts
@@ -199,6 +238,7 @@ class CostModel:
             curve = self._curve(draft.method)
             levels = 1 if draft.method in self._lookups else max(draft.levels, 1)
             curve.observe(draft.texts, curve.base(draft.texts) * levels, times.propose)
+        return changed
 
     def _curve(self, method: str) -> Curve:
         if method not in self._drafts:

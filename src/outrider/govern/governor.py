@@ -21,12 +21,14 @@ _BEGINS, _GOES_ON, _BEATS_PLAN = 1.05, 1.02, 1.03
 #: After so many steps without one, a step decodes plainly so that its time is known; sooner where drafting is expected to
 #: be faster by less than this factor.
 _PLAIN_EVERY, _PLAIN_SOON, _CLOSE = 200, 24, 1.12
-#: Every so many drafts one is longer by a token, so that it is known what longer ones would bring.
-_LONGER_EVERY = 12
-#: Share of the time that idle methods may take to show what they would be worth.
-_SHADOW_SHARE = 0.008
+#: Every so many drafts at most one is longer by a token, so that it is known what longer ones would bring, and the share of
+#: the time that this may take.
+_LONGER_EVERY, _LONGER_SHARE = 12, 0.008
+#: Share of the time in which idle methods may show what they would be worth. Lookups and models have half of it each where
+#: there are both, so that lookups, of which each is cheap, leave something for models that have much to read.
+_SHADOW_SHARE = 0.009
 #: Unspent time of that kind is kept up to so many steps' worth.
-_SAVED_STEPS = 4.0
+_SAVED_STEPS = 16.0
 #: Tokens that should be new before a method with a model of its own reads them to be scored.
 SHADOW_TOKENS = 12
 #: Changes between drafting and not within so many steps that count as going to and fro, and for how long experience of
@@ -80,11 +82,14 @@ class Decision:
         method: Who drafts; None decodes plainly.
         num_draft_tokens: Most that it may draft.
         reason: In words.
+        why: The same in one word, to count by: a draft "pays", or is "longer" to measure it; "plain" is to be measured; a
+            draft would be a "loss"; "fixed" is what had no choice.
     """
 
     method: str | None
     num_draft_tokens: int
     reason: str
+    why: str = "pays"
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,25 @@ class Shadow:
     method: str
 
 
+@dataclass(frozen=True)
+class _Idle:
+    """A method that might be scored on a text.
+
+    Attributes:
+        request: Whose text.
+        method: Which.
+        waited: Steps since it was last scored there, or since the text began.
+        cost: Seconds that it would take.
+        lookup: Whether it needs no model of its own.
+    """
+
+    request: int
+    method: str
+    waited: int
+    cost: float
+    lookup: bool
+
+
 class Governor:
     """Decides step by step.
 
@@ -109,26 +133,38 @@ class Governor:
         table: What a calibration found of costs.
         max_rows: Draft rows that a step may hold, all requests together.
         holds: Steps for which a plan holds while nothing seems to have changed.
+        read_at_once: Tokens that a method's own model reads in a step at most.
 
     Attributes:
         chosen: How often each method was chosen at each length; ("none", 0) stands for plain decoding.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], table: CostTable, max_rows: int = 512, holds: int = HOLDS) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        table: CostTable,
+        max_rows: int = 512,
+        holds: int = HOLDS,
+        read_at_once: int = 128,
+    ) -> None:
         self._holds = holds
+        self._read_at_once = read_at_once
         self.candidates = {each.name: each for each in candidates}
         self.costs = CostModel(table, [each.name for each in candidates if each.lookup])
         self.acceptance = AcceptanceModel({each.name: each.prior for each in candidates})
         self.chosen: Counter[tuple[str, int]] = Counter()
         self._max_rows = max_rows
         self._plan, self._plan_reason, self._gain = Plan(), "", 1.0
-        self._drafts: Counter[int] = Counter()
+        self._since_longer: Counter[int] = Counter()
+        self._longer_every = _LONGER_EVERY
         self._batch: tuple[int, ...] = ()
         self._age, self._step, self._changed = 0, 0, True
         self._flips: deque[int] = deque(maxlen=_FLIPS)
         self._steady_until, self._steady_steps = 0, _STEADY_STEPS
         self._was_on: bool | None = None
-        self._saved = 0.0
+        self._plain_due = False
+        self._saved = dict.fromkeys((each.lookup for each in candidates), 0.0)  # of lookups, and of models
+        self._begun: dict[int, int] = {}
         self._tried: dict[tuple[int, str], int] = {}
         self._shadow_seconds: dict[str, float] = {}
 
@@ -137,11 +173,13 @@ class Governor:
     def begin(self, request: int, tenant: Hashable = None) -> None:
         """A request begins."""
         self.acceptance.begin(request, tenant)
+        self._begun[request] = self._step
 
     def finish(self, request: int) -> None:
         """A request has ended."""
         self.acceptance.finish(request)
-        self._drafts.pop(request, None)
+        self._since_longer.pop(request, None)
+        self._begun.pop(request, None)
         for key in [key for key in self._tried if key[0] == request]:
             del self._tried[key]
 
@@ -181,7 +219,20 @@ class Governor:
         self._plan = best
         self._gain = best.rate / plain.rate
         self._plan_reason = f"{self._gain:.2f}x of plain decoding expected"
+        self._longer_every = self._pause_between_longer(len(running))
         self._notice_flip(len(free))
+
+    def _pause_between_longer(self, num_texts: int) -> int:
+        """Drafts between two that are longer by a token, by what such a token costs beyond what it is expected to bring: it
+        may be the next stair."""
+        extra = 0.0
+        before = num_texts + sum(rows for _, rows in self._plan.rows.values())
+        row = self.costs.step_seconds(before + 1, 0) - self.costs.step_seconds(before, 0)
+        for request, (method, rows) in self._plan.rows.items():
+            outlook = self.acceptance.outlook(request, method)
+            level = self.costs.draft_seconds(method, 1, rows + 1) - self.costs.draft_seconds(method, 1, rows)
+            extra += level + outlook.exists_at(rows) * (row - outlook.reach(rows) / self._plan.rate)
+        return max(_LONGER_EVERY, round(extra / (_LONGER_SHARE * self._plan.seconds)))
 
     def _options(self, each: Running, *, steady: bool) -> dict[str, Option]:
         options = {}
@@ -205,20 +256,26 @@ class Governor:
             self._steady_steps = _STEADY_STEPS
 
     def _is_time_for_plain(self, num_texts: int) -> bool:
+        if not self._plan.rows:
+            return False
         every = _PLAIN_SOON if self._gain < _CLOSE else _PLAIN_EVERY
-        return bool(self._plan.rows) and self.costs.passes.last_seen(num_texts) > every
+        since = self.costs.passes.last_seen(num_texts)
+        due = since > every or (self._plain_due and since) or (self.costs.passes.is_odd(num_texts) and since > 2)
+        self._plain_due = False
+        return bool(due)
 
     def _decision(self, each: Running, *, measuring: bool) -> Decision:
         if each.longest <= 0 or not each.methods:
-            return Decision(None, 0, each.why_plain or "nothing could draft")
+            return Decision(None, 0, each.why_plain or "nothing could draft", "fixed")
         if measuring:
-            return Decision(None, 0, "plain, to measure it")
+            return Decision(None, 0, "plain, to measure it", "plain")
         method, rows = self._plan.rows.get(each.request, (None, 0))
         if method is None:
-            return Decision(None, 0, "plain, since no draft is expected to pay")
+            return Decision(None, 0, "plain, since no draft is expected to pay", "loss")
         most, reason = min(each.longest, self.candidates[method].longest), self._plan_reason
-        if self._drafts[each.request] % _LONGER_EVERY == _LONGER_EVERY - 1 and rows < most:
-            return Decision(method, rows + 1, f"{reason}, one token longer to measure it")
+        if self._since_longer[each.request] >= self._longer_every - 1 and rows < most:
+            self._since_longer[each.request] = -1
+            return Decision(method, rows + 1, f"{reason}, one token longer to measure it", "longer")
         return Decision(method, min(rows, most), reason)
 
     # -- scoring idle methods --------------------------------------------------------------------------------------------
@@ -226,29 +283,39 @@ class Governor:
     def shadows(self, running: Sequence[Running]) -> list[Shadow]:
         """Idle methods to score in this step, on texts where they were not scored for longest, within their share of the
         time."""
-        found, saved = [], self._saved
-        for last, each, name in self._idle(running):
-            lookup, lag = self.candidates[name].lookup, each.lags.get(name, 0)
-            cost = self._shadow_cost(name, lag)
-            if cost <= saved and last < self._step and (lookup or lag >= SHADOW_TOKENS):
-                saved -= cost
-                self._tried[each.request, name] = self._step
-                found.append(Shadow(each.request, name))
+        idle = self._idle(running)
+        lookups = sorted((each for each in idle if each.lookup), key=_longest_ago)
+        models = sorted((each for each in idle if not each.lookup), key=_least_for_its_wait)
+        found = self._affordable(lookups, self._saved.get(True, 0.0))
+        found += self._affordable(models[:1], self._saved.get(False, 0.0))  # it is saved for the one whose turn it is
+        for shadow in found:
+            self._tried[shadow.request, shadow.method] = self._step
         return found
 
-    def _idle(self, running: Sequence[Running]) -> list[tuple[int, Running, str]]:
-        """When it was last scored, request and name of each method that the plan leaves idle; longest ago first."""
-        found = [
-            (self._tried.get((each.request, name), -1), each, name)
-            for each in running
-            for name in each.methods
-            if each.longest > 0 and self._plan.rows.get(each.request, (None, 0))[0] != name
-        ]
-        return sorted(found, key=lambda idle: (idle[0], idle[1].request))
+    def _idle(self, running: Sequence[Running]) -> list[_Idle]:
+        """The methods that the plan leaves idle, and that have something to be scored on."""
+        found = []
+        for each in running:
+            used = self._plan.rows.get(each.request, (None, 0))[0]
+            for name in each.methods if each.longest > 0 else ():
+                lookup, lag = self.candidates[name].lookup, each.lags.get(name, 0)
+                last = self._tried.get((each.request, name), self._begun[each.request])
+                if name != used and (last < self._step if lookup else lag >= SHADOW_TOKENS):
+                    cost = self._shadow_cost(name, lag)
+                    found.append(_Idle(each.request, name, self._step - last, cost, lookup=lookup))
+        return found
+
+    def _affordable(self, idle: Sequence[_Idle], saved: float) -> list[Shadow]:
+        found = []
+        for each in idle:
+            if each.cost <= saved:
+                saved -= each.cost
+                found.append(Shadow(each.request, each.method))
+        return found
 
     def _shadow_cost(self, method: str, lag: int) -> float:
         if not self.candidates[method].lookup:
-            return self.costs.catch_up_seconds(method, lag)
+            return self.costs.catch_up_seconds(method, min(lag, self._read_at_once))
         return self._shadow_seconds.get(method, self.costs.draft_seconds(method, 1, 1))
 
     # -- learning ------------------------------------------------------------------------------------------------------
@@ -267,7 +334,7 @@ class Governor:
             rejected: Whether the target wrote another token in place of the next one.
             shadow: Whether it was never made, so that the text gained nothing by it.
         """
-        self._drafts[request] += offered > 0 and not shadow
+        self._since_longer[request] += offered > 0 and not shadow
         if self.candidates[method].lookup or not offered:
             self.acceptance.observe_offer(request, method, asked, offered)
         scores = [1.0] * accepted + ([0.0] if rejected and accepted < offered else [])
@@ -281,11 +348,22 @@ class Governor:
 
     def observe_shadow_seconds(self, method: str, texts: int, seconds: float) -> None:
         """Scoring a method on so many texts took so long; it is paid from what was saved."""
-        self._saved -= seconds
+        self._saved[self.candidates[method].lookup] -= seconds
         known = self._shadow_seconds.get(method, seconds / texts)
         self._shadow_seconds[method] = known + 0.2 * (seconds / texts - known)
 
     def observe_step(self, work: StepWork, times: StepTimes) -> None:
         """A step in which texts decoded and nothing else was done."""
-        self.costs.observe(work, times)
-        self._saved = min(self._saved + _SHADOW_SHARE * times.total, _SAVED_STEPS * times.total)
+        self._plain_due |= self.costs.observe(work, times)
+        for lookup, saved in self._saved.items():
+            more = _SHADOW_SHARE * times.total / len(self._saved)
+            self._saved[lookup] = min(saved + more, _SAVED_STEPS * times.total)
+
+
+def _longest_ago(idle: _Idle) -> tuple[int, int]:
+    return (-idle.waited, idle.request)
+
+
+def _least_for_its_wait(idle: _Idle) -> tuple[float, int, str]:
+    """Texts that are long since scored come first, and of these the ones of which little is to be read."""
+    return (idle.cost / (idle.waited + 1), idle.request, idle.method)

@@ -1,4 +1,4 @@
-"""How long a pass of n rows takes on this machine."""
+"""How long a pass of n rows takes on this machine, and how much longer behind a context."""
 
 from __future__ import annotations
 
@@ -9,23 +9,55 @@ from outrider.model.runner import ModelRunner
 
 #: Numbers of rows that are timed.
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-#: Passes of each size; the fastest counts, since whatever disturbs one makes it longer.
-_REPEATS = 3
+#: Rounds over all sizes; the fastest pass of each counts, since whatever disturbs one makes it longer.
+_ROUNDS = 5
+#: Seconds after which no further round begins.
+_PATIENCE = 5.0
+#: Tokens of the context behind which a row is timed, the rows in which it is read, and seconds that reading may take.
+_CONTEXT, _PART, _READING = 1024, 64, 3.0
 
 
 def measure_passes(runner: ModelRunner) -> dict[int, float]:
     """Seconds of a pass of one short text by its number of rows, in a memory apart from that of the texts."""
-    loaded = runner.loaded
-    longest = min(loaded.max_model_len, loaded.long_rope_after or loaded.max_model_len)
+    longest = _longest(runner)
     sizes = [size for size in SIZES if size <= longest] or [1]
     apart = runner.apart(sizes[-1])
     table = apart.blocks.allocate(apart.blocks.blocks_for(sizes[-1]))
+    begun = perf_counter()
     _time(apart, table, sizes[-1])  # the first pass also makes what later ones find made
-    return {size: min(_time(apart, table, size) for _ in range(_REPEATS)) for size in sizes}
+    found = dict.fromkeys(sizes, float("inf"))
+    for turn in range(_ROUNDS):
+        if turn and perf_counter() - begun > _PATIENCE:
+            break
+        for size in sizes:
+            found[size] = min(found[size], _time(apart, table, size))
+    return found
 
 
-def _time(runner: ModelRunner, table: list[int], size: int) -> float:
-    start = perf_counter()
-    out = runner.forward([Segment([0] * size, 0, table, long_rope=runner.loaded.uses_long_rope(size))])
+def measure_context(runner: ModelRunner, passes: dict[int, float]) -> float:
+    """Seconds that a pass takes longer for each token before its rows; 0 where finding out would take too long.
+
+    Args:
+        runner: The model.
+        passes: What its passes take, by rows.
+    """
+    context = min(_CONTEXT, _longest(runner) - 1) // _PART * _PART
+    if not context or passes[max(passes)] * context / max(passes) > _READING:
+        return 0.0
+    apart = runner.apart(context + 1)
+    table = apart.blocks.allocate(apart.blocks.blocks_for(context + 1))
+    for start in range(0, context, _PART):
+        _time(apart, table, _PART, start)
+    pairs = [(_time(apart, table, 1, context), _time(apart, table, 1)) for _ in range(_ROUNDS)]
+    return max(0.0, min(far for far, _ in pairs) - min(near for _, near in pairs)) / context
+
+
+def _longest(runner: ModelRunner) -> int:
+    return min(runner.loaded.max_model_len, runner.loaded.long_rope_after or runner.loaded.max_model_len)
+
+
+def _time(runner: ModelRunner, table: list[int], size: int, start: int = 0) -> float:
+    begun = perf_counter()
+    out = runner.forward([Segment([0] * size, start, table, long_rope=runner.loaded.uses_long_rope(start + size))])
     float(out.logits[0, 0])  # a device that works on is waited for
-    return perf_counter() - start
+    return perf_counter() - begun

@@ -136,21 +136,25 @@ class DraftModelProposer(Proposer):
         return max(0, len(sequence.token_ids) - (0 if lease is None else lease.end))
 
     def overlaps(self, sequence: ProposerSequence, target_probs: Sequence[float]) -> list[float]:
-        """The pass that catches up is the measurement; it is left out where it would be longer than a step allows.
-        Penalties and the like are not applied to the draft, so the answer errs on the low side where there are any."""
+        """The pass that catches up is the measurement. Who has far to catch up reads CATCH_UP_ROWS tokens a call, and is
+        measured where it comes to tokens of known probability. Penalties and the like are not applied to the draft, so the
+        answer errs on the low side where there are any."""
         text = self._follow(sequence, ())
-        count = min(len(target_probs), text.num_missing - 1)
-        if count <= 0 or text.num_missing > CATCH_UP_ROWS or not isinstance(self._bridge, SameVocabulary):
+        rows, start = text.missing(min(text.num_missing, CATCH_UP_ROWS)), text.lease.end
+        if not rows or not isinstance(self._bridge, SameVocabulary) or not text.lease.grow(start + len(rows)):
             return []
-        rows = text.missing(text.num_missing)
-        if not text.lease.grow(text.length):
-            return []
-        logits = self.runner.forward([text.segment(rows, len(rows) - 1 - count)]).logits[:count]
+        known = len(sequence.token_ids) - len(target_probs)  # tokens before the first one of known probability
+        first, end = max(known, start + 1), min(start + len(rows) + 1, len(sequence.token_ids))
+        count = max(0, end - first)
+        logits = self.runner.forward([text.segment(rows, first - 1 - start if count else len(rows))]).logits[:count]
         text.record(rows)
+        if not count:
+            return []
         probs = law_of(self._bridge.logits(logits), [sequence.sampling] * count)
-        tokens = torch.tensor(sequence.token_ids[-count:], device=probs.device)
+        tokens = torch.tensor(sequence.token_ids[first:end], device=probs.device)
         drafted: list[float] = probs.gather(-1, tokens[:, None])[:, 0].tolist()
-        return [min(1.0, q / max(p, 1e-9)) for q, p in zip(drafted, target_probs[-count:], strict=True)]
+        targets = target_probs[first - known : end - known]
+        return [min(1.0, q / max(p, 1e-9)) for q, p in zip(drafted, targets, strict=True)]
 
     def check_integrity(self) -> None:
         self.runner.blocks.check_integrity([lease.block_table for lease in self._leases.values()])

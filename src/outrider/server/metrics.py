@@ -108,6 +108,8 @@ class EngineState:
         num_faults: Requests that ended because something raised in a step.
         pauses: How often the proposer of a method was switched off.
         num_users: How many sequences the proposers of each method work for.
+        chosen: Where the engine chooses who drafts: rounds by method and number of draft tokens.
+        reasons: The same rounds by reason.
         health: Of the engine.
     """
 
@@ -122,6 +124,8 @@ class EngineState:
     num_faults: int
     pauses: dict[str, int]
     num_users: dict[str, int]
+    chosen: dict[tuple[str, int], int]
+    reasons: dict[str, int]
     health: Health
 
     @staticmethod
@@ -140,6 +144,8 @@ class EngineState:
             num_faults=stats.num_faults,
             pauses=engine.proposers.pauses,
             num_users=engine.proposers.num_users,
+            chosen=dict(stats.chosen),
+            reasons=dict(stats.reasons),
             health=health,
         )
 
@@ -175,6 +181,7 @@ class _EngineCollector(Collector):
         yield from self._gauges(self.state)
         yield from self._totals(self.state)
         yield from self._speculation(self.state.by_method)
+        yield from self._choices(self.state)
         yield from self._switched_off(self.state)
 
     def _gauges(self, state: EngineState) -> Iterator[Metric]:
@@ -220,6 +227,14 @@ class _EngineCollector(Collector):
         name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position."
         yield self._total(name, text, places, "method", "position")
         yield self._lengths(by_method)
+
+    def _choices(self, state: EngineState) -> Iterator[Metric]:
+        """Of the engine, in rounds whose requests left it the choice."""
+        chosen: dict[Any, float] = {(method, str(length)): count for (method, length), count in state.chosen.items()}
+        text = "Rounds by the method and the number of draft tokens that the engine chose."
+        yield self._total("outrider:choices", text, chosen, "method", "num_draft_tokens")
+        reasons: dict[Any, float] = {(reason,): count for reason, count in state.reasons.items()}
+        yield self._total("outrider:choice_reasons", "The same rounds by the reason of the choice.", reasons, "reason")
 
     def _switched_off(self, state: EngineState) -> Iterator[Metric]:
         pauses: dict[Any, float] = {(method,): count for method, count in state.pauses.items()}

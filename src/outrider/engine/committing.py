@@ -1,0 +1,134 @@
+"""Commit: what a step writes down, in texts, in books and for those who watch."""
+
+from __future__ import annotations
+
+from outrider.engine import observation, rounds
+from outrider.engine.drafting import StepDraft, teach
+from outrider.engine.failures import Failures
+from outrider.engine.governing import Governing
+from outrider.engine.observation import ComputedRows
+from outrider.engine.outputs import piece
+from outrider.engine.scheduler import Schedule, ScheduledSequence
+from outrider.engine.scoring import Decode, score_prompt
+from outrider.engine.sequence import Sequence, Status
+from outrider.engine.stats import EngineStats
+from outrider.engine.tenants import Tenants
+from outrider.engine.verification import Judged
+from outrider.errors import ProcessingError
+from outrider.model.runner import ForwardOutput, ModelRunner
+from outrider.params import TokenOrigin
+from outrider.verify.grammar import GrammarError
+from outrider.verify.verifier import Verdict
+
+
+class Committing:
+    """Writes down what stands.
+
+    Args:
+        runner: The target.
+        stats: Where tokens are counted.
+        tenants: Who has had how much.
+        failures: Ends requests that cannot go on.
+        governing: Knows why a sequence drafted as it did.
+        decode: Text of a token.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        stats: EngineStats,
+        tenants: Tenants,
+        failures: Failures,
+        governing: Governing,
+        decode: Decode,
+    ) -> None:
+        self._runner = runner
+        self._stats = stats
+        self._tenants = tenants
+        self._failures = failures
+        self._governing = governing
+        self._decode = decode
+
+    def commit(
+        self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput, judged: dict[int, Judged]
+    ) -> dict[int, int]:
+        """Returns how many draft tokens entered each text, by place in the plan, where a token was due."""
+        computed: list[ComputedRows] = []
+        entered: dict[int, int] = {}
+        for place, (item, step) in enumerate(zip(plan.items, drafts, strict=True)):
+            if item.seq.request.error is not None:
+                continue
+            with self._failures.contained(item.seq, "its commit"):
+                found = self._commit_one(place, item, step, out, judged.get(place))
+                if found is None:
+                    continue
+                if place in judged:
+                    entered[place] = len(found.accepted)
+                if item.seq.drafters:
+                    computed.append(found)
+        if computed:
+            observation.show(computed, out)
+        return entered
+
+    def _commit_one(
+        self, place: int, item: ScheduledSequence, step: StepDraft, out: ForwardOutput, judged: Judged | None
+    ) -> ComputedRows | None:
+        """Write down what a sequence has gained; returns what its proposers may see, or None if it failed."""
+        seq, accepted = item.seq, tuple[int, ...]()
+        start = seq.kv.num_computed
+        seq.kv.num_computed += item.num_rows
+        score_prompt(seq, start, item.num_rows, out.logits[slice(*out.logits_spans[place])], self._decode)
+        if judged is not None:
+            try:
+                accepted = self._extend(seq, step, judged)
+            except GrammarError as error:
+                self._failures.fail(seq.request, ProcessingError, str(error), cause=error)
+                return None
+        seq.kv.publish(seq.token_ids)
+        return ComputedRows(item, step, place, start, accepted)
+
+    def _extend(self, seq: Sequence, step: StepDraft, judged: Judged) -> tuple[int, ...]:
+        """Append what stands; returns the draft tokens that entered the text."""
+        draft, verdict = step.draft, judged.verdict
+        start, before = len(seq.token_ids) - 1, seq.num_output_tokens
+        found = None
+        if seq.request.traced:
+            found = rounds.trace(
+                seq, step, judged.candidate, verdict, judged.logits, self._governing.reason(seq), self._decode
+            )
+        for node in verdict.path:
+            if seq.status is Status.RUNNING:
+                seq.append(draft.token_ids[node], TokenOrigin.ACCEPTED)
+        num_accepted = seq.num_output_tokens - before
+        if seq.status is Status.RUNNING:
+            seq.append(verdict.token_id, verdict.origin)
+        num_written = seq.num_output_tokens - before
+        del seq.logprobs[seq.num_output_tokens :]  # of tokens behind an end inside the draft
+        self._runner.compact(seq.kv.block_table, start, [0, *(node + 1 for node in verdict.path)])
+        seq.kv.num_computed += num_accepted
+        seq.kv.enter_regime(len(seq.token_ids))
+        if found is not None:
+            wrote = num_written > num_accepted
+            seconds, begun = self._stats.step_seconds, seq.request.begun
+            seq.rounds.append(rounds.close(found, num_accepted, seconds, begun, wrote_token=wrote))
+        seq.stats.num_target_passes += 1
+        self._stats.num_committed_tokens += num_written
+        self._tenants.charge(seq, num_written)
+        seq.view.round += 1  # also where a drawn draft was lost: its keys are spent
+        self._teach(seq, step, verdict)
+        if len(draft):
+            rejected = num_written > num_accepted and verdict.origin is TokenOrigin.RECOVERED
+            seq.stats.observe_draft(len(draft), draft.depth, num_accepted, rejected=rejected)
+            seq.stats.observe_ranks(draft.parents, verdict.path[:num_accepted])
+        if seq.request.outbox is not None:
+            seq.request.outbox.append(piece(seq, before))
+        return verdict.path[:num_accepted]
+
+    def _teach(self, seq: Sequence, step: StepDraft, verdict: Verdict) -> None:
+        """Tell those who shaped a draft what of it stands; what raises there costs drafts and no text."""
+        try:
+            teach(step, verdict.path, greedy=seq.request.params.greedy)
+        except Exception as error:
+            seq.stats.num_proposer_faults += 1
+            for part in step.parts:
+                part.drafter.report_fault(seq.request.request_id, f"its tree builder raised {error!r}")
