@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from outrider.cli import options
 from outrider.engine.stats import EngineStats
 from outrider.propose import methods
 from outrider.stats import RequestStats
@@ -50,3 +51,9 @@ def test_every_count_has_a_meaning(kind: type) -> None:
     section = PAGE.split(f"\n### {kind.__name__}\n")[1].split("\n### ")[0]
     for field in fields(kind):
         assert f"| `{field.name}` | " in section
+
+
+def test_the_help_of_the_commands_names_every_method() -> None:
+    (option,) = options.Method.__metadata__
+    for name in methods._BUILT_IN:
+        assert f"{name} (" in option.help or f"{name}," in option.help, name

@@ -26,7 +26,8 @@ Method = Annotated[
     str | None,
     typer.Option(
         help="Who drafts: draft_model, cross_vocabulary, early_exit, layer_skip, medusa, blockwise, exit, ngram, suffix, "
-        "token_recycling, lookahead, none, a plug-in, module:Class of your own, "
+        "token_recycling, lookahead, prediction (the text that a request predicts), auto (the engine chooses), none, "
+        "a plug-in, module:Class of your own, "
         'or settings like {"method": "suffix", "branches": true}.'
     ),
 ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import options
+from outrider.cli.train_options import AsJson, NumDraftTokens, Target, Training, with_training
 from outrider.errors import InvalidParameterError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -27,26 +28,6 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Target = Annotated[str | None, typer.Option(help="Folder or hub id; without one, the embedded target.")]
-Data = Annotated[Path, typer.Option(help="A folder that `outrider train data` has made.")]
-Out = Annotated[Path, typer.Option(help="Folder of the result. The same command goes on where it was broken off.")]
-Steps = Annotated[int, typer.Option(help="Steps of the optimiser.")]
-BatchSize = Annotated[int, typer.Option(help="Texts in a batch, on each device.")]
-Accumulation = Annotated[int, typer.Option(help="Batches in a step.")]
-Length = Annotated[int, typer.Option(help="Longest text in tokens; longer ones are cut.")]
-Rate = Annotated[float, typer.Option(help="Highest learning rate.")]
-TrainSeed = Annotated[int, typer.Option(help="Of the order of texts and of what is drawn.")]
-Precision = Annotated[str, typer.Option(help="bf16 or fp32; weights are float32 with either.")]
-EvaluateEvery = Annotated[int, typer.Option(help="Steps between measurements on held-out texts.")]
-SaveEvery = Annotated[int, typer.Option(help="Steps between checkpoints.")]
-Patience = Annotated[int, typer.Option(help="Measurements without a gain that end the training; 0 runs to the end.")]
-EngineEvery = Annotated[int, typer.Option(help="Steps between runs of the real engine; 0 runs it before and after.")]
-EnginePrompts = Annotated[int, typer.Option(help="Held-out prompts of such a run; 0 never runs it.")]
-Teacher = Annotated[str, typer.Option(help="forward runs the target; hidden_states or top_k take what the data hold.")]
-Loss = Annotated[str, typer.Option(help="forward_kl, reverse_kl, jsd, total_variation or cross_entropy.")]
-NumDraftTokens = Annotated[int, typer.Option("--num-draft-tokens", "-k", help="Draft tokens that tau is measured for.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object at the end.")]
 
 
 @app.command()
@@ -119,11 +100,14 @@ def data(
         Console(highlight=False).print(", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in counts.items()))
 
 
+Layer = Annotated[int | None, typer.Option(help="They read what the first so many layers leave; all unless given.")]
+Heads = Annotated[int, typer.Option(help="Tokens ahead that they guess.")]
+
+
 @app.command()
+@with_training(lr=2e-3)
 def distill(
-    data: Data,
-    out: Out,
-    target: Target = None,
+    training: Training,
     shape: Annotated[str | None, typer.Option(help="Begin from scratch: LAYERSxWIDTH[:FEED_FORWARD], like 2x192.")] = None,
     prune: Annotated[str | None, typer.Option(help="Begin with some of the target's layers, like 0,3,7.")] = None,
     init: Annotated[str | None, typer.Option(help="Begin with this draft model.")] = None,
@@ -131,24 +115,8 @@ def distill(
     timed_target: Annotated[
         str | None, typer.Option(help="With --sizes: time the passes of this target, which has the same tokens.")
     ] = None,
-    loss: Loss = "forward_kl",
     on_policy: Annotated[float, typer.Option(help="Share of the batches whose texts the draft itself writes.")] = 0.0,
-    steps: Steps = 1000,
-    batch_size: BatchSize = 16,
-    accumulation: Accumulation = 1,
-    length: Length = 512,
-    lr: Rate = 2e-3,
-    seed: TrainSeed = 0,
-    precision: Precision = "bf16",
-    evaluate_every: EvaluateEvery = 100,
-    save_every: SaveEvery = 100,
-    patience: Patience = 0,
-    engine_every: EngineEvery = 0,
-    engine_prompts: EnginePrompts = 16,
     num_draft_tokens: NumDraftTokens = 5,
-    teacher: Teacher = "forward",
-    dtype: options.DType = "auto",
-    as_json: AsJson = False,
 ) -> None:
     """Distil the target into a draft model; with --sizes, find out which size pays most on this machine."""
     _check_installed()
@@ -156,88 +124,48 @@ def distill(
     from outrider.train.models import parse_shape
     from outrider.train.run import train_draft
 
-    job = _job(locals())
-    learning = DistillSettings(loss=loss, on_policy=on_policy)  # type: ignore[arg-type]
+    job = training.job(num_draft_tokens)
+    learning = DistillSettings(loss=training.loss, on_policy=on_policy)  # type: ignore[arg-type]
     if sizes is not None:
-        _compare(job, learning, sizes, timed_target, shape or prune or init, as_json=as_json)
+        _compare(job, learning, sizes, timed_target, shape or prune or init, as_json=training.as_json)
         return
     begun = None if shape is None else parse_shape(shape)
-    with _watching(steps) as watcher:
+    with _watching(training.steps) as watcher:
         outcome = train_draft(job, learning, shape=begun, prune=_numbers(prune), init=init, watcher=watcher)
-    _show(outcome, out, as_json=as_json)
+    _show(outcome, training.out, as_json=training.as_json)
 
 
 @app.command()
+@with_training()
 def medusa(
-    data: Data,
-    out: Out,
-    target: Target = None,
-    heads: Annotated[int, typer.Option(help="Tokens ahead that they guess.")] = 4,
+    training: Training,
+    heads: Heads = 4,
     blocks: Annotated[int, typer.Option(help="Residual blocks in each head.")] = 1,
     width: Annotated[int | None, typer.Option(help="Of the blocks; the target's hidden size unless given.")] = None,
     output: Annotated[str, typer.Option(help="own: an output layer in each head; target: the target's, frozen.")] = "own",
-    layer: Annotated[
-        int | None, typer.Option(help="They read what the first so many layers leave; all unless given.")
-    ] = None,
-    loss: Loss = "forward_kl",
-    steps: Steps = 1000,
-    batch_size: BatchSize = 16,
-    accumulation: Accumulation = 1,
-    length: Length = 512,
-    lr: Rate = 1e-3,
-    seed: TrainSeed = 0,
-    precision: Precision = "bf16",
-    evaluate_every: EvaluateEvery = 100,
-    save_every: SaveEvery = 100,
-    patience: Patience = 0,
-    engine_every: EngineEvery = 0,
-    engine_prompts: EnginePrompts = 16,
-    teacher: Teacher = "forward",
-    dtype: options.DType = "auto",
-    as_json: AsJson = False,
+    layer: Layer = None,
 ) -> None:
     """Train residual heads on the frozen target (Cai et al. 2024)."""
-    asked = {"heads": heads, "blocks": blocks, "width": width, "output": output, "layer": layer, "loss": loss}
-    _train_heads("medusa", asked, locals() | {"num_draft_tokens": heads})
+    asked = {"heads": heads, "blocks": blocks, "width": width, "output": output, "layer": layer}
+    _train_heads("medusa", training, heads, asked)
 
 
 @app.command()
+@with_training()
 def blockwise(
-    data: Data,
-    out: Out,
-    target: Target = None,
-    heads: Annotated[int, typer.Option(help="Tokens ahead that they guess.")] = 4,
+    training: Training,
+    heads: Heads = 4,
     inner: Annotated[int | None, typer.Option(help="Hidden units for each head; the target's size unless given.")] = None,
-    layer: Annotated[
-        int | None, typer.Option(help="They read what the first so many layers leave; all unless given.")
-    ] = None,
-    loss: Loss = "forward_kl",
-    steps: Steps = 1000,
-    batch_size: BatchSize = 16,
-    accumulation: Accumulation = 1,
-    length: Length = 512,
-    lr: Rate = 1e-3,
-    seed: TrainSeed = 0,
-    precision: Precision = "bf16",
-    evaluate_every: EvaluateEvery = 100,
-    save_every: SaveEvery = 100,
-    patience: Patience = 0,
-    engine_every: EngineEvery = 0,
-    engine_prompts: EnginePrompts = 16,
-    teacher: Teacher = "forward",
-    dtype: options.DType = "auto",
-    as_json: AsJson = False,
+    layer: Layer = None,
 ) -> None:
     """Train heads behind one hidden layer, with the target's output layer (Stern et al. 2018)."""
-    asked = {"heads": heads, "inner": inner, "layer": layer, "loss": loss}
-    _train_heads("blockwise", asked, locals() | {"num_draft_tokens": heads})
+    _train_heads("blockwise", training, heads, {"heads": heads, "inner": inner, "layer": layer})
 
 
 @app.command(name="exit")
+@with_training()
 def exit_(
-    data: Data,
-    out: Out,
-    target: Target = None,
+    training: Training,
     layer: Annotated[
         int | None, typer.Option(help="It reads what the first so many layers leave; a quarter unless given.")
     ] = None,
@@ -245,48 +173,22 @@ def exit_(
         int | None, typer.Option(help="Of what its output layer reads; the target's size unless given.")
     ] = None,
     output: Annotated[str, typer.Option(help="own: an output layer of its own; target: the target's, frozen.")] = "own",
-    loss: Loss = "forward_kl",
-    steps: Steps = 1000,
-    batch_size: BatchSize = 16,
-    accumulation: Accumulation = 1,
-    length: Length = 512,
-    lr: Rate = 1e-3,
-    seed: TrainSeed = 0,
-    precision: Precision = "bf16",
-    evaluate_every: EvaluateEvery = 100,
-    save_every: SaveEvery = 100,
-    patience: Patience = 0,
-    engine_every: EngineEvery = 0,
-    engine_prompts: EnginePrompts = 16,
     num_draft_tokens: NumDraftTokens = 5,
-    teacher: Teacher = "forward",
-    dtype: options.DType = "auto",
-    as_json: AsJson = False,
 ) -> None:
     """Train a head with which the target's first layers draft (Elhoushi et al. 2024)."""
-    _train_heads("exit", {"layer": layer, "width": width, "output": output, "loss": loss}, locals())
+    _train_heads("exit", training, num_draft_tokens, {"layer": layer, "width": width, "output": output})
 
 
-def _train_heads(method: str, asked: dict[str, Any], given: dict[str, Any]) -> None:
+def _train_heads(method: str, training: Training, num_draft_tokens: int, asked: dict[str, Any]) -> None:
     _check_installed()
     from outrider.train.heads import HeadSettings
     from outrider.train.run import train_heads
 
-    job = _job(given)
-    with _watching(given["steps"]) as watcher:
-        outcome = train_heads(job, HeadSettings(method=method, **asked), watcher=watcher)  # type: ignore[arg-type]
-    _show(outcome, given["out"], as_json=given["as_json"])
-
-
-def _job(given: dict[str, Any]) -> Job:
-    """What the options of a command ask for, however they are called there."""
-    from outrider.train.run import Job
-    from outrider.train.settings import TrainSettings
-
-    names = TrainSettings.model_fields.keys() & given.keys()
-    settings = TrainSettings(**{name: given[name] for name in names})
-    places = {name: given[name] for name in ("data", "out", "target", "dtype")}
-    return Job(**places, settings=settings)
+    job = training.job(num_draft_tokens)
+    settings = HeadSettings(method=method, loss=training.loss, **asked)  # type: ignore[arg-type]
+    with _watching(training.steps) as watcher:
+        outcome = train_heads(job, settings, watcher=watcher)
+    _show(outcome, training.out, as_json=training.as_json)
 
 
 def _numbers(text: str | None) -> tuple[int, ...] | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from outrider import __version__
+from outrider.llm import default_model
 from outrider.stats import RequestStats
 from outrider.train.checkpoint import Measurement, Progress
 from outrider.train.files import write_text
@@ -80,7 +82,7 @@ def write_card(folder: Path, outcome: Outcome, speculation: dict[str, Any]) -> N
         f"# {_title(outcome)}",
         "It drafts for its target in [Outrider](https://pypi.org/project/outrider), which checks every draft, so that the "
         "target's distribution stays as it is. It is of no use without this target.",
-        f"```python\nLLM({outcome.target_title!r}, speculation={own})\n```",
+        f"```python\nLLM({_argument(outcome.target)}speculation={own})\n```",
         "## What it is",
         _table(outcome.facts | {"target": outcome.target_title, "made by": f"Outrider {__version__}"}),
         "## What it learnt from",
@@ -91,6 +93,13 @@ def write_card(folder: Path, outcome: Outcome, speculation: dict[str, Any]) -> N
         f"Python {platform.python_version()}.",
     ]
     write_text(folder / "README.md", "\n\n".join(parts) + "\n")
+
+
+def _argument(target: str) -> str:
+    """How the target is written where it is loaded: nothing for the embedded one, and no folder of this machine."""
+    if target == default_model("target"):
+        return ""
+    return '"FOLDER_OF_THE_TARGET", ' if Path(target).is_dir() else f"{json.dumps(target)}, "
 
 
 def _title(outcome: Outcome) -> str:

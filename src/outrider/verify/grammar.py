@@ -47,7 +47,7 @@ _TOO_MUCH = (
     "recursion limit",
     "precomputation failed",
 )
-#: How a rule begins in GBNF. Lark may have the same signs in a text or in a schema, but not behind a name that starts a line.
+#: How a rule begins in GBNF. Lark may have the same signs in a text or a schema, but not behind a name that starts a line.
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]*[ \t]*::=", re.MULTILINE)
 #: And where nothing more may follow, although the structure is not complete.
 _DEAD_END = "NoExtension"
