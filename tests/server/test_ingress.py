@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from outrider.errors import EngineDiedError
 from outrider.server.replicas.parcels import Opening, Parcel
 
 if find_spec("ray") is None:
@@ -22,9 +25,20 @@ from ray.exceptions import RayActorError
 from outrider.server.keys import ApiKeys
 from outrider.server.replicas.ingress import Ingress
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, of pydantic
+    from outrider.server.replicas.engine import EngineReplica
+
 EVENTS = Opening(200, ((b"content-type", b"text/event-stream; charset=utf-8"),), b"data: 1\n\n")
 FILE = Opening(200, ((b"content-type", b"text/javascript"), (b"content-length", b"6")), b"abc")
 LOST = RayActorError()
+
+
+@pytest.fixture(autouse=True)
+def _own_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both deployments take over the log of their process."""
+    for name in ("ingress", "engine"):
+        monkeypatch.setattr(f"outrider.server.replicas.{name}.write_json", lambda: None)
 
 
 class Engine:
@@ -139,3 +153,27 @@ def test_what_an_engine_raises_is_not_asked_of_another_one() -> None:
     status, body = asked(engine)
     assert (status, len(engine.parcels)) == (500, 1)
     assert b"secret" not in body
+
+
+def test_ray_serve_learns_of_an_engine_that_has_died() -> None:
+    service = SimpleNamespace(status="ok")
+    replica = EngineReplica(lambda: cast(Any, service))
+    replica.check_health()
+    service.status = "stopping"
+    replica.check_health()
+    service.status = "dead"
+    with pytest.raises(EngineDiedError):
+        replica.check_health()
+
+
+def test_metrics_do_not_wait_for_ever() -> None:
+    class Slow:
+        def broadcast(self, name: str) -> Slow:
+            return self
+
+        async def results_async(self, *, timeout_s: float | None = None, return_exceptions: bool = False) -> list[Any]:
+            await asyncio.wait_for(asyncio.Event().wait(), min(timeout_s or 60, 0.05))
+            return []
+
+    status, body = asked(cast(Any, Slow()), "/metrics")
+    assert (status, json.loads(body)["error"]["code"]) == (503, "replica_slow")

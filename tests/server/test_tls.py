@@ -19,7 +19,7 @@ def test_files_that_are_no_certificate_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidParameterError, match="PEM files") as found:
             check_tls(path, None)
         assert (found.value.field, found.value.value) == ("ssl_certfile", str(path))
-    with pytest.raises(ContradictionError, match="ssl_certfile|ssl-certfile"):
+    with pytest.raises(ContradictionError, match="--ssl-certfile"):
         check_tls(None, nonsense)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions, ProxyLocation, RequestRouterConfig
 
 from outrider.errors import OtherEngineError
@@ -30,7 +31,8 @@ _NO_LIMIT = 1_000_000
 #: Where Ray keeps what processes hand to each other: requests and parts of answers.
 _OBJECT_STORE_BYTES = 128 * 2**20
 _NAME, _ENGINE, _INGRESS = "outrider", "engine", "ingress"
-_HEALTH_SECONDS = 2.0
+#: How often Ray Serve asks a process whether it is well. One that has not said so in time for three times is replaced.
+_HEALTH = {"health_check_period_s": 2.0, "health_check_timeout_s": 10.0}
 #: What may be added to the time to drain: the engines clear away what was cut off, and free their memory.
 _ENDING_SECONDS = 30.0
 
@@ -92,11 +94,12 @@ def serve_replicas(
         OtherEngineError: The replicas do not start.
     """
     options = HTTPOptions(**http)
-    serve.start(ProxyLocation.HeadOnly, options)
     try:
+        serve.start(ProxyLocation.HeadOnly, options)
         serve.run(_application(make, count, shared, settings, keys, slack), name=_NAME, route_prefix="/")
-    except RuntimeError as error:
-        raise OtherEngineError("Ray Serve", f"the replicas do not start ({error})", "Correct what it names.") from None
+    except (RuntimeError, RayError, TimeoutError) as error:
+        problem = f"the replicas do not start ({_reason(error)})"
+        raise OtherEngineError("Ray Serve", problem, "Correct what it names.") from error
     scheme = "https" if options.ssl_certfile else "http"
     host = f"[{options.host}]" if ":" in str(options.host) else options.host
     log("listening", {"url": f"{scheme}://{host}:{options.port}", "model": settings.model_name, "replicas": count})
@@ -121,10 +124,20 @@ def _application(
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter, request_router_kwargs={"slack": slack}
         ),
-        health_check_period_s=_HEALTH_SECONDS,
+        **_HEALTH,
     ).bind(make)
-    ingress = serve.deployment(Ingress, name=_INGRESS, max_ongoing_requests=_NO_LIMIT, ray_actor_options={"num_cpus": 0})
+    ingress = serve.deployment(
+        Ingress, name=_INGRESS, max_ongoing_requests=_NO_LIMIT, ray_actor_options={"num_cpus": 0}, **_HEALTH
+    )
     return ingress.bind(engine, keys, settings.max_body_bytes)
+
+
+def _reason(error: Exception) -> str:
+    """What stands in the last line of a traceback: of the replica that did not start, or of the error itself."""
+    application = serve.status().applications.get(_NAME)
+    engine = application and application.deployments.get(_ENGINE)
+    text = engine.message if engine else str(error)
+    return [line.strip() for line in (text or str(error)).splitlines() if line.strip()][-1]
 
 
 def _own_environment() -> dict[str, str]:
