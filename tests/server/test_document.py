@@ -47,9 +47,10 @@ def test_the_limits_are_those_of_the_page() -> None:
     section = PAGE.partition("## Limits")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(--[a-z-]+)` \| ([^|]+) \| ", section, re.MULTILINE)
     told = {name: value.replace(",", "") for name, value in rows}
-    defaults = {name: str(options()[name]) for name in told}
-    assert len(told) == 8
-    assert told == {**defaults, "--max-model-len": "the model's", "--request-seconds": "none"}
+    defaults = {name: str(options()[name]).removesuffix(".0") for name in told}
+    assert len(told) == 12
+    unset = {"--max-model-len": "the model's", "--request-seconds": "none", "--stalled-seconds": "60 not with `--replicas`"}
+    assert told == defaults | unset
 
 
 def test_no_request_of_the_document_brings_it_down(server: Server) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, ErrorDetails
+from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails
 
 from outrider.errors import InputError, InvalidParameterError, UnsupportedParameterError
 from outrider.server.errors import ApiError
@@ -78,7 +78,7 @@ _KINDS = ("list", "dict", "str", "int", "float", "function-before")
 def _first_problem(kind: type[Shape], error: Exception) -> Exception:
     if not isinstance(error, ValidationError):
         return ApiError(400, f"the body cannot be read ({error})", code="invalid_json")
-    details = error.errors()
+    details = _in_json(error)
     detail = max((each for each in details if each["loc"][:1] == details[0]["loc"][:1]), key=lambda each: len(_path(each)))
     path = _path(detail)
     raised = detail.get("ctx", {}).get("error")
@@ -92,6 +92,12 @@ def _first_problem(kind: type[Shape], error: Exception) -> Exception:
     remedy = (described.description if described else None) or "See docs/serving.md for what it may be."
     problem = _joined([each["msg"] for each in details if _path(each) == path])
     return InvalidParameterError(".".join(path), detail["input"], problem, remedy)
+
+
+def _in_json(error: ValidationError) -> list[ErrorDetails]:
+    """What is wrong, in the words of JSON: objects and arrays, where Python has dictionaries and lists."""
+    details = [cast(InitErrorDetails, each) for each in error.errors(include_url=False)]
+    return ValidationError.from_exception_data(error.title, details, input_type="json").errors()
 
 
 def _path(detail: ErrorDetails) -> list[str]:
