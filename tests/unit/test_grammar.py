@@ -14,6 +14,7 @@ from outrider.errors import InvalidParameterError
 from outrider.llm import default_model
 from outrider.params import StructuredOutputs
 from outrider.verify import grammar
+from outrider.verify.combinations import num_combinations
 from outrider.verify.grammar import GrammarCompiler
 from outrider.verify.multiples import num_remainders
 
@@ -170,6 +171,9 @@ def test_a_structure_that_no_text_has_is_refused_in_a_line(compiler: GrammarComp
 _MANY = "((((a{100}){100}){100}){100})"
 _PRIME = 4_294_967_291
 
+_CHOICES = [[{"type": "string", "pattern": f"x{i}y{j}"} for j in range(5)] for i in range(6)]
+_COMBINED = {"allOf": [{"anyOf": each} for each in _CHOICES]}
+
 TOO_MUCH: dict[str, dict[str, Any]] = {
     "regex, repeated repetitions": {"regex": _MANY},
     "regex, a billion": {"regex": "a{1000000000}"},
@@ -184,6 +188,8 @@ TOO_MUCH: dict[str, dict[str, Any]] = {
     "schema, multiples as text": {"json_schema": json.dumps({"properties": {"a": {"multipleOf": _PRIME}}})},
     "schema, small parts": {"json_schema": {"type": "number", "multipleOf": 0.123456789}},
     "schema, common multiples": {"json_schema": {"multipleOf": 997, "allOf": [{"multipleOf": 991}, {"multipleOf": 983}]}},
+    "schema, combinations": {"json_schema": _COMBINED},
+    "Lark, combinations": {"grammar": f"start: %json {json.dumps(_COMBINED)}"},
     "Lark, multiples": {"grammar": 'start: "x" %json {"type": "integer", "multipleOf": 4294967291} "y"'},
 }
 
@@ -216,8 +222,47 @@ def test_what_explodes_is_refused_at_once(compiler: GrammarCompiler, name: str) 
     ],
 )
 def test_remainders_are_those_of_the_common_multiple_where_schemas_are_combined(schema: dict[str, Any], num: int) -> None:
-    assert num_remainders(json.dumps(schema)) == num
-    assert num_remainders(f"start: a b\na: %json {{}}\nb: %json {json.dumps(schema)}") == num
+    assert num_remainders(schema) == num
+
+
+def _strings(num_parts: int, num_choices: int) -> dict[str, Any]:
+    """Alternatives of strings that have to hold together."""
+    choices = [[{"pattern": f"x{i}y{j}"} for j in range(num_choices)] for i in range(num_parts)]
+    return {"type": "string", "allOf": [{"anyOf": each} for each in choices]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "num"),
+    [
+        (True, 1),
+        ({"anyOf": [{"const": i} for i in range(5000)]}, 1),
+        (_strings(2, 5), 25),
+        ({"properties": {"a": {"items": _strings(3, 4)}}}, 64),
+        ({"anyOf": [{}, {}], "oneOf": [{}, {}, {}]}, 6),
+        ({"$ref": "#/$defs/a", "anyOf": [{}, {}], "$defs": {"a": {"oneOf": [{}, {}, {}]}}}, 6),
+        ({"allOf": [{"$ref": "#/$defs/a~1b"}] * 3, "$defs": {"a/b": {"anyOf": [{}, {}]}}}, 8),
+        ({"$ref": "#", "allOf": [{"$ref": "#"}, {"anyOf": [{"$ref": "#"}, {}]}]}, 1),
+        ({"allOf": [{"$ref": "#/nowhere"}, {"$ref": 3}, {"$ref": "other.json#/a"}]}, 1),
+        ({"anyOf": "x", "allOf": {}, "oneOf": [1, None]}, 1),
+        (_strings(40, 5), 10**9),
+    ],
+)
+def test_combinations_are_counted_where_alternatives_have_to_hold_together(schema: Any, num: int) -> None:
+    assert num_combinations(schema) == num
+
+
+@pytest.mark.parametrize("written", ['{"multipleOf": 4294967291}', '%json{"multipleOf": 4294967291}'])
+def test_what_looks_like_a_schema_and_is_none_is_text(compiler: GrammarCompiler, written: str) -> None:
+    assert _takes(compiler.start(StructuredOutputs(choice=[written])), compiler._tokenizer, written)
+    assert compiler.start(StructuredOutputs(regex=written.replace("{", r"\{").replace("}", r"\}")))
+
+
+def test_combinations_are_followed(compiler: GrammarCompiler) -> None:
+    names = [[f"p{part}{choice}" for choice in range(3)] for part in "ab"]
+    objects = [[{"type": "object", "properties": {name: {}}, "required": [name]} for name in each] for each in names]
+    schema = {"allOf": [{"anyOf": each} for each in objects]}
+    state = compiler.start(StructuredOutputs(json_schema=schema))
+    assert _takes(state, compiler._tokenizer, '{"pa1": 1, "pb2": 2}')
 
 
 # -- what is done when ---------------------------------------------------------------------------------------------------

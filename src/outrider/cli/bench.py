@@ -18,8 +18,21 @@ if TYPE_CHECKING:
 
     from outrider.bench.results import Results
     from outrider.bench.session import Progress, Session
+    from outrider.bench.settings import BenchSettings
 
 Names = list[str] | None
+
+#: Options that may be repeated, and the settings that they make.
+_LISTS = {
+    "workload": "workloads",
+    "way": "ways",
+    "batch": "batches",
+    "sampling": "samplings",
+    "dtype": "dtypes",
+    "peers": "peers",
+    "context": "contexts",
+    "chunk": "chunks",
+}
 
 
 def bench(
@@ -57,30 +70,9 @@ def bench(
     no_color: options.NoColor = False,
 ) -> None:
     """Measure speculation here: speed, latency, acceptance, what a pass costs, and how far it all is from its limits."""
+    settings = _settings(locals())
     from rich.console import Console
 
-    from outrider.bench.settings import BenchSettings
-
-    lists = {
-        "workloads": workload, "ways": way, "batches": batch, "samplings": sampling, "dtypes": dtype, "peers": peers,
-        "contexts": context, "chunks": chunk,
-    }  # fmt: skip
-    given: dict[str, Any] = {name: tuple(dict.fromkeys(values or ())) for name, values in lists.items()}
-    settings = BenchSettings(
-        model=model,
-        draft_model=draft_model,
-        wide=wide,
-        prompts=prompts,
-        spec_bench=spec_bench,
-        replay=replay,
-        device=device,
-        num_threads=threads,
-        num_prompts=num_prompts,
-        max_tokens=max_tokens,
-        full=full,
-        out=out,
-        **given,
-    )
     from outrider.bench.session import Session  # takes seconds, and the settings are known to be possible by now
 
     notes = Console(stderr=True, no_color=no_color or None, highlight=False)
@@ -93,6 +85,15 @@ def bench(
     else:
         width = None if sys.stdout.isatty() else 120  # a file has no width of its own
         _show(session, results, Console(no_color=no_color or None, highlight=False, width=width))
+
+
+def _settings(given: dict[str, Any]) -> BenchSettings:
+    """The settings that the options of the command come to; each thing of a list counts once."""
+    from outrider.bench.settings import BenchSettings
+
+    values: dict[str, Any] = {name: given[name] for name in BenchSettings.model_fields.keys() & given.keys()}
+    values |= {name: tuple(dict.fromkeys(given[option] or ())) for option, name in _LISTS.items()}
+    return BenchSettings(**values, num_threads=given["threads"])
 
 
 @contextmanager

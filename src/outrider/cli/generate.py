@@ -21,6 +21,23 @@ if TYPE_CHECKING:
     from outrider.llm import LLM
     from outrider.params import CompletionOutput, RequestOutput, SamplingParams
 
+#: Options of the command that are passed on as they are, to the parameters and to the model.
+_SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+    "seed",
+    "n",
+    "ignore_eos",
+)
+_LOADING = ("dtype", "device", "attention_backend", "max_num_seqs", "quantization", "batch_invariant")
+
 
 def generate(
     model: options.Model = None,
@@ -62,38 +79,18 @@ def generate(
     no_color: options.NoColor = False,
 ) -> None:
     """Complete prompts from --prompt, --file or standard input."""
+    given = dict(locals())
     from rich.console import Console
 
     notes = Console(stderr=True, no_color=no_color or None, highlight=False, soft_wrap=True)
     prompts = _prompts(prompt or [], file or [])
     params = options.sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
+        **{name: given[name] for name in _SAMPLING},
         structured_outputs=options.structure(json_schema, regex, grammar),
-        logprobs=logprobs,
-        seed=seed,
-        n=n,
         stop=tuple(stop) if stop else None,
-        ignore_eos=ignore_eos,
     )
     settings = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
-    llm = options.load(
-        notes,
-        model,
-        settings,
-        dtype=dtype,
-        device=device,
-        attention_backend=attention_backend,
-        max_num_seqs=max_num_seqs,
-        quantization=quantization,
-        batch_invariant=batch_invariant,
-    )
+    llm = options.load(notes, model, settings, **{name: given[name] for name in _LOADING})
     if not _answer(llm, prompts, params, notes, as_json=as_json, compare=compare, no_color=no_color):
         raise typer.Exit(1)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from outrider.errors import ContradictionError, InvalidParameterError, OutriderError, UnsupportedParameterError
 from outrider.params import StructuredOutputs
+from outrider.verify.combinations import num_combinations
 from outrider.verify.multiples import num_remainders
 
 _FIELD = "structured_outputs"
@@ -28,6 +31,8 @@ MAX_CHOICES = 10_000
 MAX_CHARACTERS = 200_000
 #: Numbers that a `multipleOf` tells apart. The library has no limit of its own here; 99,991 take it half a second.
 MAX_REMAINDERS = 100_000
+#: Combinations of alternatives that have to hold together: 625 of strings with a pattern take 0.2 s, 15,625 more than 15 s.
+MAX_COMBINATIONS = 1_000
 #: What an automaton may spend until its first mask is there, and then on each mask. The library counts the expressions that
 #: it makes of regular expressions. `((((a{100}){100}){100}){100})` is given up after 0.1 s at the beginning of a text, and
 #: after 0.03 s in the middle of one. With the library's own limits it held a text up for 1.4 s and 0.2 s. A text may then
@@ -150,8 +155,8 @@ class GrammarCompiler:
         Raises:
             UnsupportedParameterError: The extra is not installed.
             ContradictionError: The model has no tokenizer, or no token that ends a text.
-            InvalidParameterError: The structure is malformed, no text has it, it is larger than MAX_CHOICES, MAX_CHARACTERS
-                or MAX_REMAINDERS, or it is too much for an automaton.
+            InvalidParameterError: The structure is malformed, no text has it, it is larger than one of the limits here, or
+                it is too much for an automaton.
         """
         written = _written(structure)
         _check_size(structure, written)
@@ -225,7 +230,13 @@ def _check_size(structure: StructuredOutputs, written: str) -> None:
             f"it is too large: {len(written):,} characters",
             f"Use up to {MAX_CHARACTERS:,} characters in all.",
         )
-    remainders = num_remainders(written) if "multipleOf" in written else 1
+    for schema in () if structure.choice or structure.regex else _schemas(written):
+        _check_schema(structure, schema)
+
+
+def _check_schema(structure: StructuredOutputs, schema: object) -> None:
+    """Refuse what the library has no limit of its own for."""
+    remainders, combinations = num_remainders(schema), num_combinations(schema)
     if remainders > MAX_REMAINDERS:
         raise InvalidParameterError(
             _FIELD,
@@ -233,6 +244,23 @@ def _check_size(structure: StructuredOutputs, written: str) -> None:
             f"it is too much for an automaton: its multipleOf leaves {remainders:,} remainders",
             f"Use steps with up to {MAX_REMAINDERS:,} remainders, counted in units of the last decimal place.",
         )
+    if combinations > MAX_COMBINATIONS:
+        raise InvalidParameterError(
+            _FIELD,
+            _given(structure),
+            f"it is too much for an automaton: its alternatives have {combinations:,} combinations or more",
+            f"Use up to {MAX_COMBINATIONS:,} combinations of anyOf and oneOf that have to hold together.",
+        )
+
+
+def _schemas(written: str) -> Iterator[object]:
+    """The schemas in a text, where they can be read: itself, or what stands behind `%json` in a grammar. The library that
+    reads the rest says what is wrong."""
+    places = [found.end() for found in re.finditer(r"%json\s*", written)] or [0]
+    decoder = json.JSONDecoder()
+    for place in places:
+        with suppress(ValueError, RecursionError):
+            yield decoder.raw_decode(written, place)[0]
 
 
 def _refused(structure: StructuredOutputs, reason: object) -> InvalidParameterError:

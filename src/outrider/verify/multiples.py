@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from math import lcm
 
@@ -11,35 +9,12 @@ from math import lcm
 _COMBINING = frozenset(("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"))
 
 
-def num_remainders(written: str) -> int:
+def num_remainders(schema: object) -> int:
     """The most remainders that a number in a schema may leave; 1 where none has to be a multiple.
 
     Args:
-        written: A JSON schema, or a grammar that has schemas in it, behind `%json`.
+        schema: A JSON schema.
     """
-    return max((_of(schema) for schema in _schemas(written)), default=1)
-
-
-def _schemas(written: str) -> Iterator[object]:
-    """The JSON values of a text, where they can be read; the library that reads the rest says what is wrong."""
-    starts = [place + len("%json") for place in _places(written, "%json")] or [0]
-    decoder = json.JSONDecoder()
-    for start in starts:
-        text = written[start:].lstrip()
-        try:
-            yield decoder.raw_decode(text)[0]
-        except (ValueError, RecursionError):
-            continue
-
-
-def _places(text: str, part: str) -> Iterator[int]:
-    place = text.find(part)
-    while place >= 0:
-        yield place
-        place = text.find(part, place + 1)
-
-
-def _of(schema: object) -> int:
     steps, combined, waiting = list[Decimal](), False, [schema]
     while waiting:
         value = waiting.pop()
