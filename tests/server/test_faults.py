@@ -231,7 +231,7 @@ def test_a_reader_that_has_stopped_does_not_hold_up_the_end() -> None:
     async def ask(server: Server) -> None:
         async with Connection(server.url, receive_bytes=4096) as connection:
             await connection.ask("/v1/completions", json.dumps(large).encode())
-            while server.metric("vllm:generation_tokens_total") < 1600 or server.metric("vllm:num_requests_running"):
+            while not server.metric("vllm:generation_tokens_total") or server.metric("vllm:num_requests_running"):
                 await asyncio.sleep(0.2)
             server.process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(server.process.wait, 60) == 0

@@ -113,7 +113,7 @@ def serve(
     max_queue: MaxQueue = 256,
     max_n: MaxN = 16,
     max_body_bytes: MaxBody = 4 * 2**20,
-    max_body_values: MaxValues = 150_000,
+    max_body_values: MaxValues = 100_000,
     max_list_items: MaxItems = 1024,
     max_list_characters: MaxCharacters = 16 * 2**10,
     step_seconds: StepSeconds = 120.0,

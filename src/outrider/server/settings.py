@@ -31,7 +31,7 @@ class ServerSettings(Frozen):
     max_list_items: int = Field(1024, ge=0, description="Use 0 or more.")
     max_list_characters: int = Field(16 * 2**10, ge=0, description="Use 0 or more.")
     max_body_bytes: int = Field(4 * 2**20, ge=1, description="Use 1 or more.")
-    max_body_values: int = Field(150_000, ge=1, description="Use 1 or more.")
+    max_body_values: int = Field(100_000, ge=1, description="Use 1 or more.")
     max_structure_bytes: int = Field(64 * 2**10, ge=1, description="Use 1 or more.")
     step_seconds: float = Field(120.0, gt=0, description="Use a number of seconds above 0.")
     request_seconds: float | None = Field(None, gt=0, description="Use a number of seconds above 0, or None.")
