@@ -112,7 +112,8 @@ def serve_replicas(
 def _application(
     make: Callable[[], Service], count: int, shared: Share, settings: ServerSettings, keys: ApiKeys, slack: int
 ) -> serve.Application:
-    environment = {**_own_environment(), "OMP_NUM_THREADS": str(shared.num_threads)}
+    threads = os.environ.get("OMP_NUM_THREADS", str(shared.num_threads))
+    environment = {**_own_environment(), "OMP_NUM_THREADS": threads}
     engine = serve.deployment(
         EngineReplica,
         name=_ENGINE,
