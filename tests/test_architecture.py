@@ -32,6 +32,7 @@ LAYERS = (
     ("async_llm",),
     ("convert",),
     ("prove", "bench", "train", "server"),
+    ("doctor",),
     ("cli",),
     ("__main__",),
 )

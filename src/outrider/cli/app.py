@@ -10,6 +10,7 @@ import typer
 from outrider import __version__
 from outrider.cli.bench import bench
 from outrider.cli.chat import chat
+from outrider.cli.doctor import doctor
 from outrider.cli.generate import generate
 from outrider.cli.plan import plan
 from outrider.cli.prove import prove
@@ -33,6 +34,7 @@ app.command()(bench)
 app.command()(vocabulary)
 app.add_typer(train, name="train")
 app.command()(plan)
+app.command()(doctor)
 
 
 def _print_version(value: bool) -> None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None, typer.Argument(help="Local folder or hub id; without one, the embedded default pair.", show_default=False)
 ]
+Wide = Annotated[
+    bool, typer.Option("--wide", help="The embedded target tiled to 0.36 B parameters, where speculation gains.")
+]
 Method = Annotated[
     str | None,
     typer.Option(
@@ -156,6 +159,22 @@ def _text(field: str, value: str, mark: str, kind: str) -> str:
         reason = error.strerror if isinstance(error, OSError) else error
         remedy = f"Give a file in UTF-8 that holds {kind}, or its text."
         raise InvalidParameterError(field, value, f"it cannot be read ({reason})", remedy) from None
+
+
+def wide_pair(model: str | None, method: str | None, draft_model: str | None, dtype: str) -> tuple[str, str | None]:
+    """The wide copy of the embedded target, and the embedded draft model unless another one or another method drafts.
+
+    Raises:
+        ContradictionError: A model is named too.
+    """
+    if model is not None:
+        raise ContradictionError("wide", True, "it is a copy of the embedded target", "Leave MODEL or --wide out.")
+    from outrider.bench.widen import wide_target
+    from outrider.llm import default_model
+
+    drafts = draft_model is None and method in (None, "draft_model")
+    target = wide_target("bfloat16" if dtype == "auto" else dtype)  # "auto" is the embedded checkpoint's own
+    return target, default_model("draft") if drafts else draft_model
 
 
 def sampling(**given: Any) -> Any:

@@ -85,9 +85,7 @@ _LIMITS = (
 
 def serve(
     model: options.Model = None,
-    wide: Annotated[
-        bool, typer.Option("--wide", help="The embedded target tiled to 0.36 B parameters, where speculation gains.")
-    ] = False,
+    wide: options.Wide = False,
     method: options.Method = None,
     draft_model: options.DraftModel = None,
     num_draft_tokens: options.NumDraftTokens = None,
@@ -128,7 +126,7 @@ def serve(
         _check_replicas(replicas, stalled_seconds)
     if wide:
         served_model_name = served_model_name or "outrider-wide"
-        model, draft_model = _wide(model, method, draft_model, dtype)
+        model, draft_model = options.wide_pair(model, method, draft_model, dtype)
     if ssl_certfile is not None and ssl_keyfile is None:
         ssl_keyfile = ssl_certfile  # which then holds both
     given = dict(locals())
@@ -168,18 +166,6 @@ def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, socket]:
     if not keys and host not in _LOOPBACK:
         log("everybody who reaches this address is served: give --api-key-file", {"host": host}, logging.WARNING)
     return limits, keys, place
-
-
-def _wide(model: str | None, method: str | None, draft_model: str | None, dtype: str) -> tuple[str, str | None]:
-    """The wide copy of the embedded target, and the embedded draft model unless another one or another method drafts."""
-    if model is not None:
-        raise ContradictionError("wide", True, "it is a copy of the embedded target", "Leave MODEL or --wide out.")
-    from outrider.bench.widen import wide_target
-    from outrider.llm import default_model
-
-    drafts = draft_model is None and method in (None, "draft_model")
-    target = wide_target("bfloat16" if dtype == "auto" else dtype)  # "auto" is the embedded checkpoint's own
-    return target, default_model("draft") if drafts else draft_model
 
 
 def _load(model: str | None, settings: Any, template: str | None, **given: Any) -> LLM:
