@@ -33,6 +33,7 @@ LAYERS = (
     ("convert",),
     ("prove", "bench", "train", "server"),
     ("doctor",),
+    ("tuning",),
     ("cli",),
     ("__main__",),
 )

@@ -16,6 +16,7 @@ from outrider.cli.plan import plan
 from outrider.cli.prove import prove
 from outrider.cli.serve import serve
 from outrider.cli.train import app as train
+from outrider.cli.tune import tune
 from outrider.cli.vocabulary import vocabulary
 
 app = typer.Typer(
@@ -35,6 +36,7 @@ app.command()(vocabulary)
 app.add_typer(train, name="train")
 app.command()(plan)
 app.command()(doctor)
+app.command()(tune)
 
 
 def _print_version(value: bool) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,10 +12,8 @@ import typer
 from outrider.cli import options
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from outrider.bench.results import Results
-    from outrider.bench.session import Progress, Session
+    from outrider.bench.session import Session
 
 Names = list[str] | None
 
@@ -84,7 +80,7 @@ def bench(
     from outrider.bench.session import Session  # takes seconds, and the settings are known to be possible by now
 
     notes = Console(stderr=True, no_color=no_color or None, highlight=False)
-    with _progress(notes) as progress:
+    with options.progress(notes) as progress:
         session = Session(settings, progress)
         results = session.run()
     _write(results, out)
@@ -93,20 +89,6 @@ def bench(
     else:
         width = None if sys.stdout.isatty() else 120  # a file has no width of its own
         _show(session, results, Console(no_color=no_color or None, highlight=False, width=width))
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    """A bar for what is being measured, on a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    from outrider.bench.session import Progress
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("", total=1)
-        yield Progress(lambda what, turns: bars.reset(task, description=what, total=turns), lambda: bars.advance(task))
 
 
 def _this_run(session: Session, results: Results) -> Results:

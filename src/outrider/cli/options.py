@@ -17,6 +17,7 @@ from outrider.errors import ContradictionError, InvalidParameterError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from outrider.bench.session import Progress
     from outrider.llm import LLM
 
 Model = Annotated[
@@ -204,6 +205,20 @@ def load(console: Console, model: str | None, settings: Any, **options: Any) -> 
         if changes:
             llm.speculation = llm.speculation.replace(**changes)
         return llm
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Progress]:
+    """A bar for what is being measured, on a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    from outrider.bench.session import Progress
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("", total=1)
+        yield Progress(lambda what, turns: bars.reset(task, description=what, total=turns), lambda: bars.advance(task))
 
 
 @contextmanager
