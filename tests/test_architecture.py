@@ -28,6 +28,7 @@ LAYERS = (
     ("engine",),
     ("arguments",),
     ("prompts",),
+    ("profile",),
     ("llm",),
     ("async_llm",),
     ("convert",),

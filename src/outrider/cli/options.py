@@ -53,6 +53,7 @@ Grammar = Annotated[str | None, typer.Option(help="The output follows this gramm
 BatchInvariant = Annotated[
     bool, typer.Option("--batch-invariant", help="Same seed, same bits, in any batch with any method.")
 ]
+Profile = Annotated[Path | None, typer.Option(help="A file that outrider tune wrote: who drafts, and how much.")]
 Seed = Annotated[
     int | None, typer.Option(help="Same seed, same text, with any method or none; to the bit in batch-invariant mode.")
 ]
@@ -195,6 +196,9 @@ def load(console: Console, model: str | None, settings: Any, **options: Any) -> 
         options: Passed on to LLM.
     """
     changes = settings if isinstance(settings, dict) else {}
+    if settings is not None and options.get("profile") is not None:
+        problem = "it says who drafts, and other options do too"
+        raise ContradictionError("profile", str(options["profile"]), problem, "Leave one of them out.")
     if changes and model is not None:
         name, value = next(iter(changes.items()))
         raise ContradictionError(name, value, "nothing drafts for this model", "Add --method or --draft-model.")

@@ -60,6 +60,7 @@ CertificateKey = Annotated[Path | None, typer.Option(help="Its key.")]
 
 #: Options of the command that are passed on as they are, to the model and to the server's limits.
 _LOADING = (
+    "profile",
     "dtype",
     "device",
     "attention_backend",
@@ -91,6 +92,7 @@ def serve(
     num_draft_tokens: options.NumDraftTokens = None,
     rule: options.Rule = None,
     tree: options.Tree = None,
+    profile: options.Profile = None,
     allow: Allow = None,
     replicas: Replicas = None,
     host: Host = "127.0.0.1",
@@ -126,7 +128,8 @@ def serve(
         _check_replicas(replicas, stalled_seconds)
     if wide:
         served_model_name = served_model_name or "outrider-wide"
-        model, draft_model = options.wide_pair(model, method, draft_model, dtype)
+        model, usual = options.wide_pair(model, method, draft_model, dtype)
+        draft_model = usual if profile is None else draft_model
     if ssl_certfile is not None and ssl_keyfile is None:
         ssl_keyfile = ssl_certfile  # which then holds both
     given = dict(locals())

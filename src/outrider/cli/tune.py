@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,10 +14,11 @@ from outrider.errors import ContradictionError, InvalidParameterError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from outrider.profile import Profile
     from outrider.tuning.results import TuningResults
     from outrider.tuning.traffic import Traffic
 
-_PLOT = "measured_and_predicted.png"
+_PLOT, _PROFILE = "measured_and_predicted.png", "profile.json"
 
 
 def tune(
@@ -60,8 +61,9 @@ def tune(
     for line in found.bad:
         notes.print(f"{found.source}, {line}", style="yellow", markup=False)
     how = {"dtype": dtype, "device": device, "quantization": quantization}
-    results = _tune(notes, model, draft_model, way or [], found, concurrency, num_texts, temperature, log is None, how)
-    _write(results, out)
+    plan = {"concurrency": concurrency, "temperature": temperature, "num_texts": num_texts, "generate": log is None}
+    results, profile = _tune(notes, model, draft_model, way or [], found, plan, how)
+    _write(results, profile, out)
     if as_json:
         sys.stdout.write(results.model_dump_json() + "\n")
     else:
@@ -122,24 +124,33 @@ def _tune(
     draft_model: str | None,
     ways: list[str],
     traffic: Traffic,
-    concurrency: int,
-    num_texts: int,
-    temperature: float,
-    generate: bool,
+    given: dict[str, Any],
     how: dict[str, str | None],
-) -> TuningResults:
+) -> tuple[TuningResults, Profile]:
+    """The results, and the profile that they come to."""
     from outrider.llm import default_model
+    from outrider.profile import Profile
     from outrider.tuning.candidates import candidates
+    from outrider.tuning.results import whole_paths
     from outrider.tuning.tuner import Tuner, TuningPlan
 
-    plan = TuningPlan(concurrency, temperature, num_texts, generate)
+    plan = TuningPlan(**given)
     draft = draft_model or (default_model("draft") if model is None else None)
-    llm = options.load(notes, model, "none", prefix_caching=False, max_num_seqs=concurrency, **how)
+    llm = options.load(notes, model, "none", prefix_caching=False, max_num_seqs=plan.concurrency, **how)
     with options.progress(notes) as progress:
-        return Tuner(llm, candidates(llm, ways, draft), traffic, plan, progress).run()
+        results = Tuner(llm, candidates(llm, ways, draft), traffic, plan, progress).run()
+    best = results.recommendation
+    profile = Profile(
+        identity=llm.identity,
+        speculation=whole_paths(best.speculation),
+        concurrency=plan.concurrency,
+        gain=best.gain,
+        measured=best.measured,
+    )
+    return results, profile
 
 
-def _write(results: TuningResults, out: Path) -> None:
+def _write(results: TuningResults, profile: Profile, out: Path) -> None:
     """All files, each whole or not at all, once everything is known."""
     from outrider.bench import plots
     from outrider.train.files import write_text, write_whole
@@ -151,6 +162,7 @@ def _write(results: TuningResults, out: Path) -> None:
     else:
         results.remarks.append(f"no plot: matplotlib is not installed ({plots.REMEDY})")
     write_text(out / "results.json", results.model_dump_json(indent=1) + "\n")
+    write_text(out / _PROFILE, profile.model_dump_json(indent=1) + "\n")
 
 
 def _show(results: TuningResults, out: Path, paper: Console) -> None:
@@ -160,6 +172,7 @@ def _show(results: TuningResults, out: Path, paper: Console) -> None:
     for remark in results.remarks:
         paper.print(f"note: {remark}", style="yellow", markup=False)
     paper.print(results.recommendation.said, style="bold", markup=False)
+    paper.print(f"outrider serve --profile {out / _PROFILE}, or LLM(..., profile=...), uses it.", markup=False)
     paper.print(f"Results and plot: {out}", style="dim", markup=False)
 
 

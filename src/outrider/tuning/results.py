@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -147,3 +148,17 @@ def recommend(winner: Row, again: Spread | None, concurrency: int) -> Recommenda
 
 def _plainly(said: str, *, measured: bool) -> Recommendation:
     return Recommendation(name="plain", speculation=PLAIN.as_mapping(), gain=1.0, measured=measured, said=said)
+
+
+def whole_paths(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with the folders of models named from the root, so that they hold wherever a profile is read.
+
+    Args:
+        settings: As SpeculationConfig.of takes them; those of members of a nested method are changed too.
+    """
+    found = dict(settings)
+    if isinstance(found.get("model"), str) and os.path.isdir(found["model"]):
+        found["model"] = os.path.abspath(found["model"])
+    if isinstance(found.get("methods"), list):
+        found["methods"] = [whole_paths(each) for each in found["methods"]]
+    return found
