@@ -95,6 +95,14 @@ def test_the_target_is_a_perfect_draft_of_itself(llm: LLM, pair: tuple[str, str]
     assert shadow(llm, config, [text], 1.0).passes == pytest.approx(4.0)
 
 
+def test_what_a_lookup_saw_in_a_shadow_does_not_help_it_later(llm: LLM) -> None:
+    config = SpeculationConfig.of({"method": "suffix", "shared": True, "num_draft_tokens": 5})
+    texts = [EncodedTask(name, PROMPT, len(RECORDED), RECORDED) for name in "ab"]
+    first, again = (shadow(llm, config, texts, 1.0) for _ in range(2))
+    assert first.passes == again.passes
+    assert first.passes < 2 * shadow(llm, config, texts[:1], 1.0).passes  # within it the second text knows the first
+
+
 def test_what_a_text_says_does_not_depend_on_where_it_is_cut(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     text = EncodedTask("t", PROMPT, len(RECORDED), RECORDED)
     whole = score_text(llm.engine.runner, text, SamplingParams())

@@ -11,7 +11,7 @@ import pytest
 from outrider.doctor.examination import MethodReport, Report
 from outrider.doctor.facts import ModelFacts
 from outrider.doctor.findings import Finding, Level
-from outrider.doctor.measure import count_shifts
+from outrider.doctor.measure import count_shifts, undisturbed
 from outrider.doctor.verdict import Acceptance, Situation, Terms, judge_acceptance, judge_speed, limit
 from outrider.trace import RoundTrace
 
@@ -109,6 +109,10 @@ def _round(position: int, token_ids: Sequence[int]) -> RoundTrace:
         rows=(),
         at=0.0,
     )
+
+
+def test_a_pass_takes_no_longer_than_one_of_more_rows() -> None:
+    assert undisturbed({1: 4.0, 2: 9.0, 4: 3.0, 8: 5.0}) == {1: 3.0, 2: 3.0, 4: 3.0, 8: 5.0}
 
 
 LIMITS: list[tuple[Terms, Situation, str, str]] = [

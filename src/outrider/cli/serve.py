@@ -218,11 +218,12 @@ def _serve_replicas(
     from outrider.config import ModelConfig
     from outrider.llm import default_model
     from outrider.model.loader import read_context, read_needs
+    from outrider.profile import read_profile
     from outrider.server.replicas.room import check_cluster, own_machine, share
 
     names = ("dtype", "device", "attention_backend", "max_model_len", "quantization", "batch_invariant")
     target = ModelConfig(model=model or default_model("target"), **{name: given[name] for name in names})
-    draft = _draft_model(model, settings)
+    draft = _draft_model(model, settings if given["profile"] is None else read_profile(given["profile"])[1])
     configs = [target] if draft is None else [target, target.replace(model=draft, max_model_len=None)]
     found = [each for each in map(read_needs, configs) if each is not None]
     most_tokens = given["max_num_seqs"] * read_context(target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -28,6 +28,8 @@ SHIFTS = (-2, -1, 0, 1, 2)
 def pass_seconds(runner: ModelRunner, context: int) -> dict[int, float]:
     """The median seconds of a pass by its number of rows. All numbers are timed in turn, so that slow moments hit all.
 
+    Where a pass was slower than one of more rows, something disturbed it, and the time of the other one is taken.
+
     Args:
         runner: Of the model.
         context: The tokens before the rows; fewer where the context of the model ends before.
@@ -35,7 +37,12 @@ def pass_seconds(runner: ModelRunner, context: int) -> dict[int, float]:
     limit = runner.loaded.max_model_len
     context = max(1, min(context, limit - ROWS[-1]))
     timer = PassTimer(runner, min(limit, context + ROWS[-1]))
-    return row_costs(timer, [context], ROWS, limit, _REPEATS)[context]
+    return undisturbed(row_costs(timer, [context], ROWS, limit, _REPEATS)[context])
+
+
+def undisturbed(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Times of passes by rows, where no pass takes longer than one of more rows."""
+    return {rows: min(time for more, time in seconds.items() if more >= rows) for rows in seconds}
 
 
 @dataclass
