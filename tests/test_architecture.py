@@ -28,10 +28,13 @@ LAYERS = (
     ("engine",),
     ("arguments",),
     ("prompts",),
+    ("profile",),
     ("llm",),
     ("async_llm",),
     ("convert",),
     ("prove", "bench", "train", "server"),
+    ("doctor",),
+    ("tuning",),
     ("cli",),
     ("__main__",),
 )

@@ -11,7 +11,8 @@ OutriderError
 │   ├── ModelTooLargeError           takes more memory than there is; carries the numbers
 │   ├── UnsupportedModelError        loads, but cannot be driven exactly; says why
 │   ├── VocabularyMismatchError      a draft model that speaks other tokens than its target
-│   └── HeadMismatchError            heads that were made for another target; carries what differs
+│   ├── HeadMismatchError            heads that were made for another target; carries what differs
+│   └── ProfileMismatchError         a profile that was made for another target; carries what differs
 ├── RequestError                     one request failed; its neighbours did not
 │   ├── NonFiniteLogitsError         the target wrote NaN or infinity
 │   ├── ProcessingError              a logits processor or a grammar failed
@@ -165,6 +166,27 @@ class HeadMismatchError(ModelError):
         remedy: What would help, as a sentence.
         field: The name of what differs.
         needed: What the heads need.
+        found: What there is.
+    """
+
+    def __init__(
+        self, model: str, problem: str, remedy: str, field: str = "", needed: object = None, found: object = None
+    ) -> None:
+        self.field = field
+        self.needed = needed
+        self.found = found
+        super().__init__(model, problem, remedy)
+
+
+class ProfileMismatchError(ModelError):
+    """A profile was made for another target than this one.
+
+    Args:
+        model: The target.
+        problem: What differs, as a clause.
+        remedy: What would help, as a sentence.
+        field: The name of what differs.
+        needed: What the profile was made for.
         found: What there is.
     """
 

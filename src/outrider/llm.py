@@ -43,8 +43,10 @@ from outrider.errors import (
 from outrider.model.draft_loader import DraftLoader
 from outrider.model.factory import make_runner
 from outrider.model.loader import LoadedModel, adopt_model, check_sources, load_model
+from outrider.model.runner import ModelRunner
 from outrider.model.target import Target
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
+from outrider.profile import Identity, Profile, read_profile
 from outrider.prompts import PromptEncoder
 from outrider.propose.auto import Auto
 from outrider.propose.draft_model import DraftModel
@@ -120,6 +122,8 @@ class LLM:
         speculation: Who drafts, unless a call says otherwise: a SpeculationConfig, a flat mapping of the same settings, a
             method or its name. None drafts with the embedded draft for the embedded pair, and not at all for other models.
         draft_model: Short for speculation=SpeculationConfig(method=DraftModel(model=...)): local folder or hub id.
+        profile: A file that `outrider tune` wrote, in place of both: its settings are used. Where it was made for another
+            dtype or another machine, a warning says so and it is ignored.
         dtype: "auto" (the checkpoint's), "float64", "float32", "bfloat16" or "float16", or PyTorch's own name for one.
         device: A torch device; None takes CUDA where there is one.
         revision: Hub revision.
@@ -137,7 +141,7 @@ class LLM:
 
     Raises:
         InputError: A setting is unknown, out of range or contradicts another.
-        ModelError: A checkpoint cannot be used.
+        ModelError: A checkpoint cannot be used, or the profile was made for another model.
         ForkedProcessError: This process was forked from one that had loaded a model.
     """
 
@@ -149,6 +153,7 @@ class LLM:
         consume: bool = False,
         speculation: Speculation | None = None,
         draft_model: str | PathLike[str] | None = None,
+        profile: str | PathLike[str] | None = None,
         dtype: DTypeName | torch.dtype = "auto",
         device: str | torch.device | None = None,
         revision: str | None = None,
@@ -180,6 +185,7 @@ class LLM:
         self._cache_config = CacheConfig(block_size=block_size, num_tokens=kv_cache_tokens, prefix_caching=prefix_caching)
         scheduling = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         self.speculation = self.resolve(_chosen(speculation, draft_model, embedded=self._embedded))
+        self._profile = None if profile is None else _profile(profile, speculation, draft_model)
         method = self.speculation.method
         check_sources(draft_model=method.model if isinstance(method, DraftModel) else None)
         self._thread = EngineThread()
@@ -187,11 +193,13 @@ class LLM:
 
     def _build(self, model: Any, tokenizer: Any, scheduling: SchedulerConfig, *, consume: bool) -> Engine:
         """Load everything; in the engine's thread."""
-        config, cache, method = self._model_config, self._cache_config, self.speculation.method
+        config, cache = self._model_config, self._cache_config
         loaded = _load(model, config, tokenizer, consume=consume, kv_tokens=cache.num_tokens)
         runner = make_runner(
             loaded, config.attention_backend, cache, scheduling.max_num_seqs, batch_invariant=config.batch_invariant
         )
+        self._apply_profile(runner)
+        method = self.speculation.method
         self.prompts = PromptEncoder(loaded.tokenizer, None if self._embedded else config.model, loaded.max_model_len)
         self.default_params = _default_params(loaded)
         load_runner = DraftLoader(runner, config, cache, scheduling.max_num_seqs)
@@ -202,6 +210,19 @@ class LLM:
         if isinstance(method, Auto):
             engine.governing.admit(method)  # models are loaded and costs measured now, not before the first answer
         return engine
+
+    def _apply_profile(self, runner: ModelRunner) -> None:
+        """Speculate as the profile recommends, where there is one and it holds for this model and this machine."""
+        if self._profile is None:
+            return
+        path, profile, config = self._profile
+        found = Identity.of(runner, self._model_config.quantization)
+        profile.check_model(path, found)
+        misfit = profile.misfit(found)
+        if misfit:
+            logger.warning("%s: the profile is ignored, since it was made for other circumstances: %s", path, misfit)
+        else:
+            self.speculation = self.resolve(config)
 
     def __enter__(self) -> Self:
         return self
@@ -243,6 +264,11 @@ class LLM:
     def engine(self) -> Engine:
         """What drives requests, in a thread of its own. Whoever drives it by hand does so while it has no work."""
         return self._thread.engine
+
+    @property
+    def identity(self) -> Identity:
+        """What a profile of this LLM holds for: its model, its weights' type and its machine."""
+        return Identity.of(self.engine.runner, self._model_config.quantization)
 
     @property
     def proposers(self) -> ProposerSet:
@@ -594,6 +620,14 @@ def _chosen(speculation: Speculation | None, draft_model: str | PathLike[str] | 
             "draft_model", draft_model, f"speculation names method={config.name!r}", "Leave one of them out."
         )
     return config.replace(method=config.method.replace(model=draft_model))
+
+
+def _profile(profile: Any, speculation: Speculation | None, draft_model: Any) -> tuple[str, Profile, SpeculationConfig]:
+    """A profile with its path and its settings; it takes the place of both other arguments."""
+    for name, value in (("speculation", speculation), ("draft_model", draft_model)):
+        if value is not None:
+            raise ContradictionError(name, value, "the profile says who drafts", "Leave one of them out.")
+    return str(profile), *read_profile(profile)
 
 
 def _shown(model: str | None) -> str | None:

@@ -15,6 +15,7 @@ import torch
 
 from outrider import __version__
 from outrider.kernels.library import kernel_library
+from outrider.model.processor import processor_name
 
 _MIB = 2**20
 #: The rows and columns of the matrices whose product shows the peak of the arithmetic.
@@ -24,7 +25,7 @@ PRODUCT_SIZE = 2048
 def describe(device: torch.device) -> dict[str, Any]:
     """Hardware and versions. Figures can be compared only where these are equal."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": processor_name(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "kernels": library.instruction_set if (library := kernel_library()) else "stock operators",
         "threads": torch.get_num_threads(),
@@ -34,13 +35,6 @@ def describe(device: torch.device) -> dict[str, Any]:
         "transformers": version("transformers"),
         "python": platform.python_version(),
     }
-
-
-def _cpu_name() -> str:
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text("utf-8").splitlines() if facts.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def synchronise(device: torch.device) -> None:

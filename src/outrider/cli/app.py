@@ -10,11 +10,13 @@ import typer
 from outrider import __version__
 from outrider.cli.bench import bench
 from outrider.cli.chat import chat
+from outrider.cli.doctor import doctor
 from outrider.cli.generate import generate
 from outrider.cli.plan import plan
 from outrider.cli.prove import prove
 from outrider.cli.serve import serve
 from outrider.cli.train import app as train
+from outrider.cli.tune import tune
 from outrider.cli.vocabulary import vocabulary
 
 app = typer.Typer(
@@ -33,6 +35,8 @@ app.command()(bench)
 app.command()(vocabulary)
 app.add_typer(train, name="train")
 app.command()(plan)
+app.command()(doctor)
+app.command()(tune)
 
 
 def _print_version(value: bool) -> None:

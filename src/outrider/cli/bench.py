@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,10 +12,8 @@ import typer
 from outrider.cli import options
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from outrider.bench.results import Results
-    from outrider.bench.session import Progress, Session
+    from outrider.bench.session import Session
     from outrider.bench.settings import BenchSettings
 
 Names = list[str] | None
@@ -76,7 +72,7 @@ def bench(
     from outrider.bench.session import Session  # takes seconds, and the settings are known to be possible by now
 
     notes = Console(stderr=True, no_color=no_color or None, highlight=False)
-    with _progress(notes) as progress:
+    with options.progress(notes) as progress:
         session = Session(settings, progress)
         results = session.run()
     _write(results, out)
@@ -94,20 +90,6 @@ def _settings(given: dict[str, Any]) -> BenchSettings:
     values: dict[str, Any] = {name: given[name] for name in BenchSettings.model_fields.keys() & given.keys()}
     values |= {name: tuple(dict.fromkeys(given[option] or ())) for option, name in _LISTS.items()}
     return BenchSettings(**values, num_threads=given["threads"])
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    """A bar for what is being measured, on a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    from outrider.bench.session import Progress
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("", total=1)
-        yield Progress(lambda what, turns: bars.reset(task, description=what, total=turns), lambda: bars.advance(task))
 
 
 def _this_run(session: Session, results: Results) -> Results:

@@ -17,10 +17,14 @@ from outrider.errors import ContradictionError, InvalidParameterError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from outrider.bench.session import Progress
     from outrider.llm import LLM
 
 Model = Annotated[
     str | None, typer.Argument(help="Local folder or hub id; without one, the embedded default pair.", show_default=False)
+]
+Wide = Annotated[
+    bool, typer.Option("--wide", help="The embedded target tiled to 0.36 B parameters, where speculation gains.")
 ]
 Method = Annotated[
     str | None,
@@ -49,6 +53,7 @@ Grammar = Annotated[str | None, typer.Option(help="The output follows this gramm
 BatchInvariant = Annotated[
     bool, typer.Option("--batch-invariant", help="Same seed, same bits, in any batch with any method.")
 ]
+Profile = Annotated[Path | None, typer.Option(help="A file that outrider tune wrote: who drafts, and how much.")]
 Seed = Annotated[
     int | None, typer.Option(help="Same seed, same text, with any method or none; to the bit in batch-invariant mode.")
 ]
@@ -158,6 +163,22 @@ def _text(field: str, value: str, mark: str, kind: str) -> str:
         raise InvalidParameterError(field, value, f"it cannot be read ({reason})", remedy) from None
 
 
+def wide_pair(model: str | None, method: str | None, draft_model: str | None, dtype: str) -> tuple[str, str | None]:
+    """The wide copy of the embedded target, and the embedded draft model unless another one or another method drafts.
+
+    Raises:
+        ContradictionError: A model is named too.
+    """
+    if model is not None:
+        raise ContradictionError("wide", True, "it is a copy of the embedded target", "Leave MODEL or --wide out.")
+    from outrider.bench.widen import wide_target
+    from outrider.llm import default_model
+
+    drafts = draft_model is None and method in (None, "draft_model")
+    target = wide_target("bfloat16" if dtype == "auto" else dtype)  # "auto" is the embedded checkpoint's own
+    return target, default_model("draft") if drafts else draft_model
+
+
 def sampling(**given: Any) -> Any:
     """SamplingParams from the options that were given."""
     from outrider.params import SamplingParams
@@ -175,6 +196,9 @@ def load(console: Console, model: str | None, settings: Any, **options: Any) -> 
         options: Passed on to LLM.
     """
     changes = settings if isinstance(settings, dict) else {}
+    if settings is not None and options.get("profile") is not None:
+        problem = "it says who drafts, and other options do too"
+        raise ContradictionError("profile", str(options["profile"]), problem, "Leave one of them out.")
     if changes and model is not None:
         name, value = next(iter(changes.items()))
         raise ContradictionError(name, value, "nothing drafts for this model", "Add --method or --draft-model.")
@@ -185,6 +209,20 @@ def load(console: Console, model: str | None, settings: Any, **options: Any) -> 
         if changes:
             llm.speculation = llm.speculation.replace(**changes)
         return llm
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Progress]:
+    """A bar for what is being measured, on a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    from outrider.bench.session import Progress
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("", total=1)
+        yield Progress(lambda what, turns: bars.reset(task, description=what, total=turns), lambda: bars.advance(task))
 
 
 @contextmanager

@@ -60,6 +60,7 @@ CertificateKey = Annotated[Path | None, typer.Option(help="Its key.")]
 
 #: Options of the command that are passed on as they are, to the model and to the server's limits.
 _LOADING = (
+    "profile",
     "dtype",
     "device",
     "attention_backend",
@@ -85,14 +86,13 @@ _LIMITS = (
 
 def serve(
     model: options.Model = None,
-    wide: Annotated[
-        bool, typer.Option("--wide", help="The embedded target tiled to 0.36 B parameters, where speculation gains.")
-    ] = False,
+    wide: options.Wide = False,
     method: options.Method = None,
     draft_model: options.DraftModel = None,
     num_draft_tokens: options.NumDraftTokens = None,
     rule: options.Rule = None,
     tree: options.Tree = None,
+    profile: options.Profile = None,
     allow: Allow = None,
     replicas: Replicas = None,
     host: Host = "127.0.0.1",
@@ -128,7 +128,8 @@ def serve(
         _check_replicas(replicas, stalled_seconds)
     if wide:
         served_model_name = served_model_name or "outrider-wide"
-        model, draft_model = _wide(model, method, draft_model, dtype)
+        model, usual = options.wide_pair(model, method, draft_model, dtype)
+        draft_model = usual if profile is None else draft_model
     if ssl_certfile is not None and ssl_keyfile is None:
         ssl_keyfile = ssl_certfile  # which then holds both
     given = dict(locals())
@@ -168,18 +169,6 @@ def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, socket]:
     if not keys and host not in _LOOPBACK:
         log("everybody who reaches this address is served: give --api-key-file", {"host": host}, logging.WARNING)
     return limits, keys, place
-
-
-def _wide(model: str | None, method: str | None, draft_model: str | None, dtype: str) -> tuple[str, str | None]:
-    """The wide copy of the embedded target, and the embedded draft model unless another one or another method drafts."""
-    if model is not None:
-        raise ContradictionError("wide", True, "it is a copy of the embedded target", "Leave MODEL or --wide out.")
-    from outrider.bench.widen import wide_target
-    from outrider.llm import default_model
-
-    drafts = draft_model is None and method in (None, "draft_model")
-    target = wide_target("bfloat16" if dtype == "auto" else dtype)  # "auto" is the embedded checkpoint's own
-    return target, default_model("draft") if drafts else draft_model
 
 
 def _load(model: str | None, settings: Any, template: str | None, **given: Any) -> LLM:
@@ -229,11 +218,12 @@ def _serve_replicas(
     from outrider.config import ModelConfig
     from outrider.llm import default_model
     from outrider.model.loader import read_context, read_needs
+    from outrider.profile import read_profile
     from outrider.server.replicas.room import check_cluster, own_machine, share
 
     names = ("dtype", "device", "attention_backend", "max_model_len", "quantization", "batch_invariant")
     target = ModelConfig(model=model or default_model("target"), **{name: given[name] for name in names})
-    draft = _draft_model(model, settings)
+    draft = _draft_model(model, settings if given["profile"] is None else read_profile(given["profile"])[1])
     configs = [target] if draft is None else [target, target.replace(model=draft, max_model_len=None)]
     found = [each for each in map(read_needs, configs) if each is not None]
     most_tokens = given["max_num_seqs"] * read_context(target)

@@ -1,0 +1,202 @@
+"""`outrider tune`: which method, length and tree suit my traffic, and what do they gain?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli import options
+from outrider.errors import ContradictionError, InvalidParameterError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from outrider.profile import Profile
+    from outrider.tuning.results import TuningResults
+    from outrider.tuning.traffic import Traffic
+
+_PLOT, _PROFILE = "measured_and_predicted.png", "profile.json"
+
+
+def tune(
+    model: options.Model = None,
+    wide: options.Wide = False,
+    draft_model: options.DraftModel = None,
+    traffic: Annotated[
+        Path | None, typer.Option(help='Your prompts, written anew in every way: JSONL of {"prompt": ...}.')
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(help='What was served: JSONL of {"prompt": ..., "answer": ...}. Nothing is generated.'),
+    ] = None,
+    way: Annotated[
+        list[str] | None, typer.Option(help="draft_model:3, suffix-tree:16, auto, ..., as in the benchmark; repeated.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", "-c", help="Texts at a time, as you serve them.")] = 1,
+    num_texts: Annotated[int, typer.Option("--num-texts", "-n", help="Most texts that are used.")] = 6,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each text that is written.")] = 48,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Of your traffic; 0 is greedy.")] = 1.0,
+    dtype: options.DType = "auto",
+    device: options.Device = None,
+    quantization: options.Quantization = None,
+    out: Annotated[Path, typer.Option(help="Folder for the profile, the results and the plot.")] = Path("tuning"),
+    as_json: Annotated[bool, typer.Option("--json", help="The results as JSON instead of a table.")] = False,
+    no_color: options.NoColor = False,
+) -> None:
+    """Try methods, lengths and trees on your traffic, say which to use, and write a profile that loads it.
+
+    Without --traffic and --log the prompts of the benchmark stand for your traffic.
+    """
+    from rich.console import Console
+
+    _check(concurrency, num_texts, max_tokens, temperature, traffic, log)
+    _open(out)
+    if wide:
+        model, draft_model = options.wide_pair(model, None, draft_model, dtype)
+    notes = Console(stderr=True, no_color=no_color or None, highlight=False, soft_wrap=True)
+    found = _traffic(model, traffic, log, max_tokens)
+    for line in found.bad:
+        notes.print(f"{found.source}, {line}", style="yellow", markup=False)
+    how = {"dtype": dtype, "device": device, "quantization": quantization}
+    plan = {"concurrency": concurrency, "temperature": temperature, "num_texts": num_texts, "generate": log is None}
+    results, profile = _tune(notes, model, draft_model, way or [], found, plan, how)
+    _write(results, profile, out)
+    if as_json:
+        sys.stdout.write(results.model_dump_json() + "\n")
+    else:
+        width = None if sys.stdout.isatty() else 120
+        _show(results, out, Console(no_color=no_color or None, highlight=False, width=width))
+
+
+def _check(
+    concurrency: int, num_texts: int, max_tokens: int, temperature: float, traffic: Path | None, log: Path | None
+) -> None:
+    if traffic is not None and log is not None:
+        problem = "a log is scored as it was served, and traffic is written anew"
+        raise ContradictionError("log", str(log), problem, "Leave --traffic or --log out.")
+    for name, value, least, most in (
+        ("concurrency", concurrency, 1, 64),
+        ("num_texts", num_texts, 1, 100_000),
+        ("max_tokens", max_tokens, 8, 100_000),
+    ):
+        if not least <= value <= most:
+            raise InvalidParameterError(name, value, "out of range", f"Use {least} to {most}.")
+    if not 0.0 <= temperature < float("inf"):
+        raise InvalidParameterError("temperature", temperature, "out of range", "Use 0 or more.")
+
+
+def _open(out: Path) -> None:
+    """Make the folder now: that it cannot be written is better known before anything is measured."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"it cannot be made ({error.strerror or error})"
+        raise InvalidParameterError("out", str(out), problem, "Give a folder that can be written.") from None
+
+
+def _traffic(model: str | None, traffic: Path | None, log: Path | None, max_tokens: int) -> Traffic:
+    """The texts, before a model is loaded: its tokenizer and its configuration are enough."""
+    from outrider.cli.startup import light_imports
+
+    with light_imports():
+        from outrider.config import ModelConfig
+        from outrider.llm import default_model
+        from outrider.model.loader import check_sources, read_context, read_tokenizer
+        from outrider.prompts import PromptEncoder
+        from outrider.tuning.traffic import read_traffic, sample_traffic
+
+        check_sources(model=model)
+        config = ModelConfig(model=model or default_model("target"))
+        encoder, limit = PromptEncoder(read_tokenizer(config), model), read_context(config)
+    if traffic is None and log is None:
+        return sample_traffic(encoder, limit, max_tokens)
+    path = log or traffic
+    assert path is not None
+    return read_traffic(path, encoder, limit, max_tokens, recorded=log is not None)
+
+
+def _tune(
+    notes: Console,
+    model: str | None,
+    draft_model: str | None,
+    ways: list[str],
+    traffic: Traffic,
+    given: dict[str, Any],
+    how: dict[str, str | None],
+) -> tuple[TuningResults, Profile]:
+    """The results, and the profile that they come to."""
+    from outrider.llm import default_model
+    from outrider.profile import Profile
+    from outrider.tuning.candidates import candidates
+    from outrider.tuning.results import whole_paths
+    from outrider.tuning.tuner import Tuner, TuningPlan
+
+    plan = TuningPlan(**given)
+    draft = draft_model or (default_model("draft") if model is None else None)
+    llm = options.load(notes, model, "none", prefix_caching=False, max_num_seqs=plan.concurrency, **how)
+    with options.progress(notes) as progress:
+        results = Tuner(llm, candidates(llm, ways, draft), traffic, plan, progress).run()
+    best = results.recommendation
+    profile = Profile(
+        identity=llm.identity,
+        speculation=whole_paths(best.speculation),
+        concurrency=plan.concurrency,
+        gain=best.gain,
+        measured=best.measured,
+    )
+    return results, profile
+
+
+def _write(results: TuningResults, profile: Profile, out: Path) -> None:
+    """All files, each whole or not at all, once everything is known."""
+    from outrider.bench import plots
+    from outrider.train.files import write_text, write_whole
+    from outrider.tuning.plot import draw
+
+    write_text(out / "results.csv", results.as_csv())
+    if plots.available():
+        write_whole(out / _PLOT, lambda path: draw(results, path))
+    else:
+        results.remarks.append(f"no plot: matplotlib is not installed ({plots.REMEDY})")
+    write_text(out / "results.json", results.model_dump_json(indent=1) + "\n")
+    write_text(out / _PROFILE, profile.model_dump_json(indent=1) + "\n")
+
+
+def _show(results: TuningResults, out: Path, paper: Console) -> None:
+    shown = f"{results.num_texts} texts ({results.traffic}), {results.concurrency} at a time, {results.dtype}"
+    paper.print(shown, style="dim", markup=False)
+    paper.print(_table(results))
+    for remark in results.remarks:
+        paper.print(f"note: {remark}", style="yellow", markup=False)
+    paper.print(results.recommendation.said, style="bold", markup=False)
+    paper.print(f"outrider serve --profile {out / _PROFILE}, or LLM(..., profile=...), uses it.", markup=False)
+    paper.print(f"Results and plot: {out}", style="dim", markup=False)
+
+
+def _table(results: TuningResults) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("way")
+    for head in ("tokens predicted", "tokens a pass", "predicted", "measured", "range", "tokens/s"):
+        table.add_column(head, justify="right")
+    for row in results.rows:
+        spread = row.measured
+        cells = (
+            _figure(row.predicted_tokens, ""),
+            _figure(row.measured_tokens, ""),
+            _figure(row.predicted, "x"),
+            "-" if spread is None else f"{spread.median:.2f}x",
+            "" if spread is None else f"{spread.low:.2f} to {spread.high:.2f}",
+            "" if row.tokens_per_second is None else f"{row.tokens_per_second:.1f}",
+        )
+        style = "bold green" if row.name == results.recommendation.name else None
+        table.add_row(row.name, *cells, style=style)
+    return table
+
+
+def _figure(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:.2f}{unit}"

@@ -1,0 +1,1 @@
+"""Preflight and explanation: does speculation fit a target, what is it worth here, and what limits it?"""

@@ -1,0 +1,271 @@
+"""A whole examination: what is told before weights are read, what the loaded models say, and what writing shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+from outrider.bench.run import EncodedTask
+from outrider.doctor.facts import ModelFacts, model_facts
+from outrider.doctor.findings import Finding, Level
+from outrider.doctor.measure import Writing, pass_seconds, shifts, write
+from outrider.doctor.pairing import examine_pairing
+from outrider.doctor.verdict import Acceptance, Situation, Terms, judge_acceptance, judge_speed
+from outrider.errors import ModelError, ProposerError
+from outrider.govern.costs import Curve
+from outrider.llm import LLM
+from outrider.model.runner import ModelRunner
+from outrider.propose.auto import Auto
+from outrider.propose.cross_vocabulary import CrossVocabulary
+from outrider.propose.draft_model import DraftModel, DraftModelProposer
+from outrider.propose.speculation import PLAIN, SpeculationConfig
+from outrider.train.judge import by_position
+
+#: Texts that are written greedily to see where the first tokens of drafts stand.
+_SHIFT_TEXTS, _SHIFT_TOKENS = 2, 24
+_WARM_UP_TOKENS = 6
+
+
+@dataclass(frozen=True)
+class MethodReport:
+    """What was found of one method.
+
+    Attributes:
+        name: Of the method.
+        num_draft_tokens: Most draft tokens of a text in a step.
+        findings: In the order in which they were made.
+        draft: The facts of its own model; None where it has none, or could not be loaded.
+        draft_pass_seconds: By rows, what a pass of its own model takes.
+        acceptance: What became of its drafts; None where it could not draft.
+        terms: What a step takes and brings; None as before.
+        measured: The speedup over plain decoding, a median over rounds; None as before.
+        rounds: The speedup of each round.
+    """
+
+    name: str
+    num_draft_tokens: int
+    findings: tuple[Finding, ...]
+    draft: ModelFacts | None = None
+    draft_pass_seconds: dict[int, float] = field(default_factory=dict)
+    acceptance: Acceptance | None = None
+    terms: Terms | None = None
+    measured: float | None = None
+    rounds: tuple[float, ...] = ()
+
+    @property
+    def level(self) -> Level:
+        """The gravest of its findings."""
+        found = {finding.level for finding in self.findings}
+        return next((level for level in (Level.WRONG, Level.USELESS, Level.NOTE) if level in found), Level.OK)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole examination.
+
+    Attributes:
+        target: The facts of the target.
+        pass_seconds: By rows, what a pass of the target takes.
+        plain_tokens_per_second: Of plain decoding, all texts together.
+        batch: Texts at a time.
+        methods: What was found of each method.
+    """
+
+    target: ModelFacts
+    pass_seconds: dict[int, float]
+    plain_tokens_per_second: float
+    batch: int
+    methods: tuple[MethodReport, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is wrong, and some method gains where any was asked for."""
+        levels = {found.level for found in self.methods}
+        return Level.WRONG not in levels and (not levels or bool(levels & {Level.OK, Level.NOTE}))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data: everything that was found, and the ratios that are read most."""
+        found = asdict(self)
+        for entry, method in zip(found["methods"], self.methods, strict=True):
+            entry["level"] = str(method.level)
+            entry["predicted"] = None if method.terms is None else method.terms.speedup
+        return {**found, "row_cost_ratio": cost_ratios(self.pass_seconds), "healthy": self.healthy}
+
+
+def cost_ratios(pass_seconds: dict[int, float]) -> dict[int, float]:
+    """C(n) = T(n) / T(1) by rows."""
+    return {rows: seconds / pass_seconds[1] for rows, seconds in pass_seconds.items()}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is written in an examination.
+
+    Attributes:
+        rounds: The texts of each round, one batch each.
+        text: Their prompts, to compare vocabularies on.
+        temperature: 0 is greedy.
+    """
+
+    rounds: Sequence[Sequence[EncodedTask]]
+    text: str
+    temperature: float
+
+    @property
+    def batch(self) -> int:
+        return len(self.rounds[0])
+
+    @property
+    def context(self) -> int:
+        """The mean length of the texts while they are written."""
+        return int(fmean(len(task.prompt_ids) + task.max_tokens / 2 for tasks in self.rounds for task in tasks))
+
+
+class Examination:
+    """Examines the methods with which a target may be sped up.
+
+    Args:
+        llm: The target, loaded without a method.
+        asked: Who is to draft. `auto` examines each of the methods that it may choose from.
+        sample: What to write.
+        progress: Called with the name of each part as it begins.
+    """
+
+    def __init__(
+        self, llm: LLM, asked: SpeculationConfig, sample: Sample, progress: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._llm = llm
+        self._asked = asked
+        self._sample = sample
+        self._progress = progress
+
+    def run(self) -> Report:
+        """Measure everything.
+
+        Raises:
+            OutriderError: The target itself cannot write the sample.
+        """
+        runner = self._llm.engine.runner
+        self._progress("passes of the target")
+        passes = pass_seconds(runner, self._sample.context)
+        self._progress("plain decoding")
+        self._write([self._short()], PLAIN)
+        speeds = [each.tokens_per_second for each in self._write(self._sample.rounds, PLAIN)]
+        methods = tuple(self._method(config, passes) for config in members(self._asked))
+        return Report(model_facts(runner), passes, median(speeds), self._sample.batch, methods)
+
+    def _method(self, config: SpeculationConfig, passes: dict[int, float]) -> MethodReport:
+        name, length = config.name, config.num_draft_tokens
+        self._progress(name)
+        findings: list[Finding] = []
+        if isinstance(config.method, DraftModel | CrossVocabulary) and config.method.model is not None:
+            target = self._llm.engine.runner.loaded.name
+            pairing = examine_pairing(target, config.method.model, name, self._sample.text)
+            findings += pairing.findings
+            if not pairing.fits:
+                return MethodReport(name, length, tuple(findings))
+        assert config.method is not None
+        try:
+            proposer = self._llm.proposers.get(config.method)
+        except (ModelError, ProposerError) as error:
+            findings.append(Finding("method", Level.WRONG, f"It cannot draft: {error}"))
+            return MethodReport(name, length, tuple(findings))
+        own = proposer.runner if isinstance(proposer, DraftModelProposer) else None
+        return self._measured(config, findings, own, passes)
+
+    def _measured(
+        self, config: SpeculationConfig, findings: list[Finding], own: ModelRunner | None, passes: dict[int, float]
+    ) -> MethodReport:
+        """What a method that can draft is worth."""
+        own_passes = {} if own is None else pass_seconds(own, self._sample.context)
+        moved = shifts(self._llm.engine, [t.shortened(_SHIFT_TOKENS) for t in self._texts(_SHIFT_TEXTS)], config)
+        self._write([self._short()], config)
+        pairs = [self._pair(tasks, config) for tasks in self._sample.rounds]
+        plain, drafted = _total([before for before, _ in pairs]), _total([after for _, after in pairs])
+        ratios = tuple(after.tokens_per_second / before.tokens_per_second for before, after in pairs)
+        stats = drafted.stats
+        acceptance = Acceptance(stats.num_drafts, stats.mean_acceptance_length, by_position(stats), moved)
+        terms = _terms(plain, drafted, passes, own_passes)
+        judged = judge_acceptance(config.name, acceptance)
+        situation = self._situation(config, drafted, passes, own, own_passes)
+        speed = judge_speed(median(ratios), terms, situation, acceptance=judged.level)
+        facts = None if own is None else model_facts(own)
+        found = (*findings, judged, speed)
+        return MethodReport(
+            config.name, config.num_draft_tokens, found, facts, own_passes, acceptance, terms, median(ratios), ratios
+        )
+
+    def _pair(self, tasks: Sequence[EncodedTask], config: SpeculationConfig) -> tuple[Writing, Writing]:
+        """The same texts plainly and with drafts, one after the other, so that a slow moment hits both."""
+        engine, temperature = self._llm.engine, self._sample.temperature
+        return write(engine, tasks, PLAIN, temperature), write(engine, tasks, config, temperature)
+
+    def _write(self, rounds: Sequence[Sequence[EncodedTask]], config: SpeculationConfig) -> list[Writing]:
+        return [write(self._llm.engine, tasks, config, self._sample.temperature) for tasks in rounds]
+
+    def _short(self) -> list[EncodedTask]:
+        return [task.shortened(_WARM_UP_TOKENS) for task in self._sample.rounds[0]]
+
+    def _texts(self, count: int) -> list[EncodedTask]:
+        return [task for tasks in self._sample.rounds for task in tasks][:count]
+
+    def _situation(
+        self,
+        config: SpeculationConfig,
+        drafted: Writing,
+        passes: dict[int, float],
+        own: ModelRunner | None,
+        own_passes: dict[int, float],
+    ) -> Situation:
+        target = model_facts(self._llm.engine.runner)
+        share = None
+        if own is not None and target.weight_bytes:
+            share = (model_facts(own).weight_bytes or 0) / target.weight_bytes
+        return Situation(
+            method=config.name,
+            batch=self._sample.batch,
+            rows=_rows(drafted) / max(drafted.texts_per_step, 1.0),
+            kernels=target.kernels is not None,
+            weight_share=share,
+            pass_ratio=own_passes[1] / passes[1] if own_passes else None,
+        )
+
+
+def members(asked: SpeculationConfig) -> Iterator[SpeculationConfig]:
+    """The methods to examine, one after the other."""
+    chosen = asked.method.methods if isinstance(asked.method, Auto) else (asked,)
+    yield from (config for config in chosen if config.method is not None)
+
+
+def _total(writings: Sequence[Writing]) -> Writing:
+    found = Writing()
+    for each in writings:
+        found.add(each)
+    return found
+
+
+def _rows(drafted: Writing) -> float:
+    """Mean rows of a pass: one a text, and the draft tokens."""
+    drafts = drafted.stats.num_draft_tokens / max(drafted.stats.num_target_passes, 1)
+    return drafted.texts_per_step * (1.0 + drafts)
+
+
+def _terms(plain: Writing, drafted: Writing, passes: dict[int, float], own_passes: dict[int, float]) -> Terms:
+    """What a step with drafts takes, from calibrated passes; times that no calibration tells are those of the steps."""
+    curve = Curve(passes)
+    before, after = curve.base(plain.texts_per_step), curve.base(_rows(drafted))
+    propose = drafted.step_seconds("propose")
+    if own_passes:
+        positions = drafted.stats.drafted_per_position
+        levels = sum(positions) / max(drafted.stats.num_target_passes, 1)
+        propose = levels * Curve(own_passes).base(drafted.texts_per_step)
+    unit = before + plain.host_seconds
+    return Terms(
+        tokens=drafted.tokens_per_pass,
+        verify=after / unit,
+        propose=propose / unit,
+        host=drafted.host_seconds / unit,
+        plain_verify=before / unit,
+    )

@@ -1,0 +1,228 @@
+"""`outrider tune` on real models: what shadows say is what the engine does, and the command with its files."""
+
+from __future__ import annotations
+
+import json
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, ClassVar
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider.bench.run import EncodedTask, write
+from outrider.bench.ways import Way, parse_ways
+from outrider.cli.app import app
+from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.llm import default_model
+from outrider.propose.speculation import PLAIN
+from outrider.prove.tiny import save_tiny_llama
+from outrider.tuning.shadow import Shadow, ShadowScorer, score_text
+from outrider.tuning.tuner import Tuner
+
+PROMPT = (0, 1, 1, 0)
+RECORDED = (0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 0)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("pair")
+    return save_tiny_llama(folder / "target", 5, speaks=True), save_tiny_llama(folder / "draft", 2, speaks=True)
+
+
+@pytest.fixture(scope="module")
+def llm(pair: tuple[str, str]) -> LLM:
+    return LLM(pair[0], speculation="none", dtype="float64", prefix_caching=False, max_num_seqs=4)
+
+
+def shadow(llm: LLM, config: SpeculationConfig, texts: list[EncodedTask], temperature: float) -> Shadow:
+    assert config.method is not None
+    found = ShadowScorer(llm.engine, texts, temperature).score(config, llm.proposers.get(config.method))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", ["ngram:3", "suffix:5", "suffix-tree:5"])
+def test_the_shadow_of_a_lookup_takes_the_passes_of_a_replay(llm: LLM, name: str) -> None:
+    text = EncodedTask("t", PROMPT, len(RECORDED), RECORDED)
+    way = parse_ways([name], None)[-1]
+    run = write(llm, [text], way, 0.0)
+    found = shadow(llm, way.config, [text], 1.0)
+    assert run.drafts is not None
+    assert found.num_draft_tokens == run.drafts.num_draft_tokens > 0
+    assert found.passes == (run.num_passes or 0) - 1  # the first is that of the prompt
+    assert found.num_tokens == len(RECORDED) - 1
+
+
+def test_the_shadow_of_a_greedy_draft_takes_the_passes_of_the_engine() -> None:
+    """With the embedded pair, whose drafts stand here and there."""
+    draft = {"method": "draft_model", "model": default_model("draft")}
+    with LLM(speculation="none", dtype="float64", prefix_caching=False) as embedded:
+        prompt = embedded.prompts.encode("def parse(line):\n")[1]
+        for shape in ({"num_draft_tokens": 3}, {"tree": [2, 1]}, {"tree": [2, 2]}):
+            config = SpeculationConfig.of({**draft, **shape})
+            run = write(embedded, [EncodedTask("t", prompt, 32)], Way("x", config), 0.0)
+            found = shadow(embedded, config, [EncodedTask("t", prompt, 32, run.token_ids[0])], 0.0)
+            assert run.drafts is not None
+            assert 3 < run.drafts.num_accepted_tokens < run.drafts.num_draft_tokens
+            assert found.passes == pytest.approx((run.num_passes or 0) - 1)
+            assert found.num_draft_tokens == pytest.approx(run.drafts.num_draft_tokens)
+
+
+def test_the_shadow_of_a_drawn_draft_expects_the_passes_of_the_engine(llm: LLM, pair: tuple[str, str]) -> None:
+    """Given each text, the mean of its passes is expected exactly; over many texts the differences cancel."""
+    config = SpeculationConfig.of({"method": "draft_model", "model": pair[1], "num_draft_tokens": 3, "rule": "token"})
+    params = SamplingParams(max_tokens=32, ignore_eos=True)
+    outputs = llm.generate([list(PROMPT)] * 120, params, speculation=config)
+    differences = []
+    for output in outputs:
+        (written,) = output.outputs
+        text = EncodedTask("t", PROMPT, 32, written.token_ids)
+        expected = shadow(llm, config, [text], 1.0).passes
+        differences.append(written.stats.num_target_passes - 1 - expected)
+    error = stdev(differences) / sqrt(len(differences))
+    assert error < 0.5
+    assert abs(fmean(differences)) < 5 * error
+    assert max(map(abs, differences)) > 0.01  # there was chance in it
+
+
+def test_the_target_is_a_perfect_draft_of_itself(llm: LLM, pair: tuple[str, str]) -> None:
+    config = SpeculationConfig.of({"method": "draft_model", "model": pair[0], "num_draft_tokens": 4})
+    run = write(llm, [EncodedTask("t", PROMPT, 21)], Way("plain", PLAIN), 1.0)
+    text = EncodedTask("t", PROMPT, 21, run.token_ids[0])
+    assert shadow(llm, config, [text], 1.0).passes == pytest.approx(4.0)
+
+
+def test_what_a_lookup_saw_in_a_shadow_does_not_help_it_later(llm: LLM) -> None:
+    config = SpeculationConfig.of({"method": "suffix", "shared": True, "num_draft_tokens": 5})
+    texts = [EncodedTask(name, PROMPT, len(RECORDED), RECORDED) for name in "ab"]
+    first, again = (shadow(llm, config, texts, 1.0) for _ in range(2))
+    assert first.passes == again.passes
+    assert first.passes < 2 * shadow(llm, config, texts[:1], 1.0).passes  # within it the second text knows the first
+
+
+def test_what_a_text_says_does_not_depend_on_where_it_is_cut(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = EncodedTask("t", PROMPT, len(RECORDED), RECORDED)
+    whole = score_text(llm.engine.runner, text, SamplingParams())
+    monkeypatch.setattr("outrider.tuning.shadow._CHUNK", 3)
+    cut = score_text(llm.engine.runner, text, SamplingParams())
+    assert len(whole.probs) == len(RECORDED)
+    assert cut.probs == pytest.approx(whole.probs)
+    assert cut.ranks == whole.ranks
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "token_recycling"},
+        {"method": "lookahead"},
+        {"method": "early_exit"},
+        {"method": "draft_model", "tree": "best_first"},
+        {"method": "draft_model", "tree": [2, 1]},
+        {"method": "draft_model", "min_confidence": 0.4},
+    ],
+)
+def test_what_text_alone_does_not_tell_is_not_predicted(
+    tmp_path: Path, pair: tuple[str, str], settings: dict[str, Any]
+) -> None:
+    target = save_tiny_llama(tmp_path / "deep", 5, num_layers=2)
+    if settings["method"] == "draft_model":
+        settings = {**settings, "model": pair[1]}
+    with LLM(target, speculation="none", dtype="float64") as deep:
+        config = SpeculationConfig.of(settings)
+        assert config.method is not None
+        scorer = ShadowScorer(deep.engine, [EncodedTask("t", PROMPT, len(RECORDED), RECORDED)], 1.0)
+        assert scorer.score(config, deep.proposers.get(config.method)) is None
+
+
+class TestCommand:
+    """`outrider tune`."""
+
+    ways: ClassVar[tuple[str, ...]] = ("--way", "draft_model:2", "--way", "suffix:4", "--way", "auto")
+
+    @pytest.fixture(autouse=True)
+    def _costs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("OUTRIDER_COSTS", "off")
+
+    def tune(self, pair: tuple[str, str], out: Path, *options: str) -> Any:
+        fixed = ("tune", pair[0], "--draft-model", pair[1], "--dtype", "float64", "--max-tokens", "16", "--out", str(out))
+        return CliRunner().invoke(app, [*fixed, *self.ways, *options])
+
+    def traffic(self, folder: Path, *lines: str) -> str:
+        path = folder / "traffic.jsonl"
+        path.write_text("\n".join(lines), "utf-8")
+        return str(path)
+
+    def test_traffic_is_replayed_and_predicted(self, pair: tuple[str, str], tmp_path: Path) -> None:
+        good = [json.dumps({"prompt": text}) for text in ('a"a', 'aa"', '"')]
+        path = self.traffic(tmp_path, *good, "no JSON", '{"prompt": 3}')
+        result = self.tune(pair, tmp_path / "out", "--traffic", path, "--concurrency", "2", "--json")
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        assert [row["name"] for row in found["rows"]] == ["plain", "draft_model k=2", "suffix k=4", "auto"]
+        assert all(row["measured"]["median"] > 0 for row in found["rows"])
+        assert [row["predicted"] is None for row in found["rows"]] == [False, False, False, True]
+        assert [line.split(":")[0] for line in found["bad_lines"]] == ["line 4", "line 5"]
+        assert "traffic.jsonl, line 4" in result.stderr
+        assert (found["num_texts"], found["concurrency"]) == (3, 2)
+        assert found["recommendation"]["measured"]
+        assert {path.name for path in (tmp_path / "out").iterdir()} >= {"results.csv", "results.json"}
+        kept = json.loads((tmp_path / "out" / "results.json").read_text("utf-8"))
+        assert kept["rows"] == found["rows"]
+
+    def test_a_log_is_scored_and_nothing_is_generated(
+        self, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("outrider.tuning.tuner.interleave", None)
+        answer = "".join('"a'[token] for token in RECORDED)
+        path = self.traffic(tmp_path, json.dumps({"prompt": "a", "answer": answer}), json.dumps({"prompt": "a"}))
+        result = self.tune(pair, tmp_path / "out", "--log", path)
+        assert result.exit_code == 0, result.output
+        found = json.loads((tmp_path / "out" / "results.json").read_text("utf-8"))
+        assert all(row["measured"] is None for row in found["rows"])
+        assert [row["predicted"] is None for row in found["rows"]] == [False, False, False, True]
+        assert not found["recommendation"]["measured"]
+        assert "predicted" in result.stdout
+        assert "line 2" in result.stderr
+
+    def test_a_way_that_cannot_be_had_is_left_out_with_the_reason(self, pair: tuple[str, str], tmp_path: Path) -> None:
+        other = save_tiny_llama(tmp_path / "other", 3, vocab_size=5)
+        result = self.tune(pair, tmp_path / "out", "--way", f"draft_model={other}:3", "--json")
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        assert "draft_model other k=3" not in [row["name"] for row in found["rows"]]
+        assert any("draft_model other k=3 was left out" in remark for remark in found["remarks"])
+
+    def test_an_interrupt_leaves_what_was_there(
+        self, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kept = tmp_path / "out" / "results.json"
+        kept.parent.mkdir()
+        kept.write_text("earlier", "utf-8")
+
+        def interrupted(self: Tuner) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Tuner, "_recommend", interrupted)
+        assert self.tune(pair, tmp_path / "out").exit_code != 0
+        assert [path.name for path in kept.parent.iterdir()] == ["results.json"]
+        assert kept.read_text("utf-8") == "earlier"
+
+    @pytest.mark.parametrize(
+        ("options", "kind"),
+        [
+            (("--concurrency", "0"), InvalidParameterError),
+            (("--temperature", "-1"), InvalidParameterError),
+            (("--traffic", "/no/such/file"), InvalidParameterError),
+            (("--traffic", "a", "--log", "b"), ContradictionError),
+            (("--way", "no_such_way"), InvalidParameterError),
+            (("--out", "/dev/null/out"), InvalidParameterError),
+        ],
+    )
+    def test_bad_input_is_a_typed_error(
+        self, pair: tuple[str, str], tmp_path: Path, options: tuple[str, ...], kind: type[Exception]
+    ) -> None:
+        result = self.tune(pair, tmp_path / "out", *options)
+        assert isinstance(result.exception, kind), result.output
