@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -85,13 +86,13 @@ def main() -> None:
     cells = []
     for workload in given.workload or WORKLOADS:
         for batch in given.batch or (1, 4, 8, 16, 32):
+            begun = perf_counter()
             found = cell(llm, workload, batch, given.rounds, given.max_tokens, default_model("draft"))
-            cells.append(found)
+            cells.append({**found, "seconds": perf_counter() - begun})
             middle, first = float(np.median(found["speedup"])), float(np.median(found["first_token"]))
             low = lower_bound(found["speedup"])
-            print(
-                f"{workload:16} batch {batch:2}  {middle:.3f}x (at least {low:.3f}x)  first token {first:.3f}x", flush=True
-            )
+            speed = f"{middle:.3f}x (at least {low:.3f}x)  first token {first:.3f}x"
+            print(f"{workload:16} batch {batch:2}  {speed}  in {cells[-1]['seconds']:.0f} s", flush=True)
             if given.out is not None:
                 given.out.write_text(json.dumps(cells), "utf-8")
 

@@ -177,7 +177,7 @@ def test_no_row_of_a_draft_is_computed_before_the_first_token(pair: tuple[str, s
         assert proposer.runner.num_passes > before
 
 
-@pytest.mark.parametrize("rows", [4, 128])
+@pytest.mark.parametrize("rows", [16, 128])
 def test_an_idle_model_reads_in_parts_and_is_scored_where_the_text_is_new(
     rows: int, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def test_it_is_near_the_best_fixed_choice_in_hindsight(name: str, passes: dict[i
         world = World(methods, passes, seed=seed)
         _, best = best_fixed(world, tokens=tokens)
         regrets.append(run(world, governor_of(world), tokens=tokens).pace / best - 1.0)
-    assert sum(regrets) / len(regrets) <= REGRET, regrets
+    assert max(regrets) <= REGRET, regrets
 
 
 @pytest.mark.parametrize("passes", [FLAT, STEEP], ids=["rows cost little", "rows cost much"])
