@@ -164,6 +164,13 @@ def test_each_prompt_is_written_on_once(target: str, tmp_path: Path) -> None:
     assert 0 < found.manifest.num_held_out < len(PROMPTS)
 
 
+def test_a_text_may_be_longer_than_any_prompt(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("".join(f"x{number} = {number}\n" for number in range(8_000)))
+    settings = DataSettings(max_tokens=0, prompt_tokens=64, held_out=0.5)
+    found = collect(read_sources(tmp_path / "long.txt"), tmp_path / "data", settings, limit=40)
+    assert found.manifest.num_records == 40
+
+
 def test_the_same_call_again_writes_nothing_and_more_prompts_are_added(target: str, tmp_path: Path) -> None:
     run(target, tmp_path, PROMPTS[:4])
     before = texts(tmp_path / "data")

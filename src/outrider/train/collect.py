@@ -12,6 +12,7 @@ import torch
 from outrider.errors import InvalidParameterError, OutriderError
 from outrider.llm import LLM
 from outrider.params import RequestOutput, SamplingParams
+from outrider.prompts import PromptEncoder
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 from outrider.train.manifest import DataSettings, Manifest, TargetFacts, open_manifest
 from outrider.train.prompts import EncodedPrompt, Source, encode_prompts
@@ -97,7 +98,8 @@ def collect(
         facts = _facts(llm)
         _check_layers(settings, facts)
         manifest = open_manifest(folder, facts, settings)
-        prompts = encode_prompts(sources, llm.prompts, settings.prompt_tokens)[:limit]
+        encoder = PromptEncoder(llm.prompts.tokenizer, target)  # of texts of any length, since it is pieces that are taken
+        prompts = encode_prompts(sources, encoder, settings.prompt_tokens)[:limit]
         there = {(record.digest, record.sample) for record in read_records(folder, manifest)}
         wanted = [Wanted(prompt, sample) for prompt in prompts for sample in range(settings.samples)]
         missing = [each for each in wanted if (each.prompt.digest, each.sample) not in there]
