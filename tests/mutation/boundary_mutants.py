@@ -141,10 +141,10 @@ BOUNDARY_MUTANTS = (
     _mutant(
         "shared blocks copied after the proposers have read them",
         "engine/engine.py",
-        "                self.runner.copy_blocks(plan.copies)  # first of all: a proposer may read the target's KV\n"
+        "                self._copy_blocks(plan)  # first of all: a proposer may read the target's KV\n"
         "                self.runner.begun.clear()\n                drafts = self._propose(plan)\n",
         "                self.runner.begun.clear()\n                drafts = self._propose(plan)\n"
-        "                self.runner.copy_blocks(plan.copies)\n",
+        "                self._copy_blocks(plan)\n",
         "shallow",
     ),
     _mutant(

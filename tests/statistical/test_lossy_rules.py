@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine import engine
+from outrider.engine import verification
 from outrider.llm import default_model
 from outrider.prove.engine_distribution import DRAFT, EngineProof, Setting
 from outrider.verify import verifier
@@ -98,7 +98,7 @@ def test_our_rules_cost_nothing(proofs: list[EngineProof], speculation: dict[str
 
 
 def test_typical_acceptance(proofs: list[EngineProof], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "Verifier", Typical)
+    monkeypatch.setattr(verification, "Verifier", Typical)
     same(distances(proofs, LIKELIEST), "typical acceptance, ε = 0.09, δ = 0.3")
 
 
