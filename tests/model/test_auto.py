@@ -79,7 +79,7 @@ def test_nothing_is_drafted_before_the_first_token_and_every_round_says_why(pair
 def test_choices_and_their_reasons_are_counted(pair: tuple[str, str]) -> None:
     with governed(pair) as llm:
         llm.generate([COPY], SamplingParams(max_tokens=40, seed=1))
-        text = ServerMetrics("m").text(llm.between_steps(lambda engine: EngineState.of(engine, llm.health))).decode()
+        text = ServerMetrics("m").text(llm.between_steps(lambda engine: EngineState.of(engine, llm.health)), {}).decode()
         chosen, reasons = llm.stats.chosen, llm.stats.reasons
     for (method, length), count in chosen.items():
         assert f'outrider:choices_total{{method="{method}",model_name="m",num_draft_tokens="{length}"}} {count}.0' in text

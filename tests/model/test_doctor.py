@@ -15,7 +15,7 @@ from outrider.llm import default_model
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model.vocabularies import save_permuted_and_cut
 
-SHORT = ("--num-prompts", "2", "--max-tokens", "24")
+SHORT = ("--num-prompts", "2", "--max-tokens", "48")
 
 
 def examined(*options: str) -> tuple[int, dict[str, Any]]:
