@@ -1,9 +1,10 @@
 """Prompts for the embedded pair, from the source of Python's standard library: to train on, and to measure with.
 
-    python recipes/prompts.py DIR       # writes train.jsonl, held.jsonl, unittest.jsonl and unittest_held.jsonl there
+    python recipes/prompts.py DIR       # writes train.jsonl, unittest.jsonl, json.jsonl, and held-out ones beside them
 
-A file of the library stands on the side where `train_pair.py` put it, one in fifty held out by the hash of its path. So the
-target has never seen what a draft is measured with. The last two files hold one narrow kind of text alone: unit tests.
+A file of the library stands on the side where `train_target.py` put it, one in fifty held out by the hash of its path. The
+target has never seen what a draft is measured with. Two files hold one narrow kind of text alone: unit tests, of which the
+library has many, and JSON, of which it has next to none. The documents of JSON are made here, from a fixed seed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import random
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 #: Prompts of the files that measure: some of the lines of a text, which a recorded answer follows.
 PROMPT_LINES, ANSWER_LINES = 12, 24
@@ -22,7 +24,7 @@ HELD_OUT_TEXTS = 64
 
 
 def files() -> Iterator[tuple[bool, Path, str]]:
-    """(held out, path, text) of every file that `train_pair.py` takes."""
+    """(held out, path, text) of every file that `train_target.py` takes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         if {"site-packages", "encodings", "pydoc_data"} & set(path.parts) or "lib2to3/tests/data" in str(path):
@@ -52,18 +54,49 @@ def measured(texts: list[str], rng: random.Random) -> Iterator[dict[str, str]]:
             yield {"prompt": "".join(lines[start:cut]), "answer": "".join(lines[cut : start + size])}
 
 
+def documents(rng: random.Random, count: int) -> list[str]:
+    """Documents of JSON: lists of records as services log, order and answer them."""
+    names = ("anna", "bo", "chen", "dara", "emil", "fatima", "goran", "hana")
+
+    def order(number: int) -> dict[str, Any]:
+        items = [{"sku": f"{rng.choice('ABC')}-{rng.randrange(1000)}", "count": rng.randrange(1, 9)} for _ in range(2)]
+        return {"id": number, "customer": rng.choice(names), "items": items, "paid": rng.random() < 0.5}
+
+    def entry(number: int) -> dict[str, Any]:
+        level, path = rng.choice(("info", "warning", "error")), rng.choice(("/", "/login", "/orders", "/search"))
+        return {"time": 1_700_000_000 + number, "level": level, "path": path, "ms": round(rng.random() * 90, 1)}
+
+    def user(number: int) -> dict[str, Any]:
+        name = rng.choice(names)
+        return {
+            "id": number,
+            "name": name,
+            "email": f"{name}@example.org",
+            "roles": rng.sample(("read", "write", "admin"), 2),
+        }
+
+    found = []
+    for _ in range(count):
+        make, first = rng.choice((order, entry, user)), rng.randrange(900)
+        found.append(json.dumps([make(first + place) for place in range(30)], indent=rng.choice((1, 2, 4))))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     everything = list(files())
-    for name, chosen in (("", everything), ("unittest", [each for each in everything if is_test(each[2])])):
+    tests = [each for each in everything if is_test(each[2])]
+    rng = random.Random(1)
+    made = [(place % 50 == 0, Path(), text) for place, text in enumerate(documents(rng, 1000))]
+    for name, chosen in (("", everything), ("unittest", tests), ("json", made)):
         train = [{"text": text} for held, _, text in chosen if not held]
         chances = measured([text for held, _, text in chosen if held], random.Random(0))
         held = [found for found, _ in zip(chances, range(HELD_OUT_TEXTS), strict=False)]
-        names = (name or "train", f"{name}_held" if name else "held")
-        for file, values in zip(names, (train, held), strict=True):
+        kinds = (name or "train", f"{name}_held" if name else "held")
+        for file, values in zip(kinds, (train, held), strict=True):
             lines = "".join(json.dumps(value) + "\n" for value in values)
             (folder / f"{file}.jsonl").write_text(lines, "utf-8")
             print(file, len(values))

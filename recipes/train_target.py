@@ -1,15 +1,12 @@
-"""Train the default pair: a small target and a smaller draft, on the Python standard library's own source.
+"""Train the embedded target, a small model, on the Python standard library's own source.
 
-    python recipes/train_pair.py corpus DIR                     # text -> tokenizer.json, train.bin, held.bin
-    python recipes/train_pair.py train DIR --out target --minutes 80
-    python recipes/train_pair.py train DIR --out draft --minutes 12 \\
-        --hidden 192 --layers 2 --heads 3 --kv-heads 1 --ffn 512
-    python recipes/train_pair.py train DIR --out draft2 --init draft --teacher target --minutes 8     # distilled
+    python recipes/train_target.py corpus DIR                     # text -> tokenizer.json, train.bin, held.bin
+    python recipes/train_target.py train DIR --out target --minutes 80
 
-Both models are Llamas with a byte-level BPE of 4096 tokens (0 is the end of a file), tied embeddings, and a RoPE base of
-10000. Muon optimises matrices, and AdamW embeddings and norms, under bf16 autocast. The last quarter of the time uses 1024
-tokens. The schedule follows the time and not the steps, so that the same command fits any machine. One file in fifty,
-chosen by the hash of its path, is held out.
+It is a Llama with a byte-level BPE of 4096 tokens (0 is the end of a file), tied embeddings, and a RoPE base of 10000. Muon
+optimises matrices, and AdamW embeddings and norms, under bf16 autocast. The last quarter of the time uses 1024 tokens. The
+schedule follows the time and not the steps, so that one command fits any machine. One file in fifty, chosen by the hash
+of its path, is held out. Its draft model is made by `outrider train`; docs/training.md has the commands.
 """
 
 import argparse
@@ -22,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB = 4096
 
@@ -63,43 +60,30 @@ def corpus(folder: pathlib.Path) -> None:
         print(split, len(parts), "files", ids.size, "tokens")
 
 
-def loss_of(model, teacher, x, y, weight):  # x, y: [batch, time]
-    logits = model(x, use_cache=False).logits.float().view(-1, VOCAB)
-    hard = F.cross_entropy(logits, y.reshape(-1))
-    if teacher is None:
-        return hard
-    with torch.no_grad():
-        want = teacher(x, use_cache=False).logits.float().view(-1, VOCAB)
-    soft = F.kl_div(F.log_softmax(logits, -1), F.log_softmax(want, -1), log_target=True, reduction="batchmean")
-    return weight * soft + (1 - weight) * hard
+def loss_of(model, x, y):  # x, y: [batch, time]
+    return F.cross_entropy(model(x, use_cache=False).logits.float().view(-1, VOCAB), y.reshape(-1))
 
 
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if args.init:
-        model = AutoModelForCausalLM.from_pretrained(args.init, dtype=torch.float32)
-    else:
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCAB,
-                hidden_size=args.hidden,
-                intermediate_size=args.ffn,
-                num_hidden_layers=args.layers,
-                num_attention_heads=args.heads,
-                num_key_value_heads=args.kv_heads,
-                max_position_embeddings=2048,
-                tie_word_embeddings=True,
-                rms_norm_eps=1e-5,
-                bos_token_id=0,
-                eos_token_id=0,
-                pad_token_id=0,
-            )
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=args.hidden,
+            intermediate_size=args.ffn,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.heads,
+            num_key_value_heads=args.kv_heads,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-5,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
         )
-    model.to(device)
-    teacher = (
-        AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.float32).to(device).eval() if args.teacher else None
     )
+    model.to(device)
     data = {
         s: torch.from_numpy(np.fromfile(args.folder / f"{s}.bin", np.uint16).astype(np.int64)) for s in ("train", "held")
     }
@@ -116,7 +100,7 @@ def train(args: argparse.Namespace) -> None:
     def held_out() -> float:
         x, y = (data["held"][i : i + 64 * 512].view(-1, 512).to(device) for i in (0, 1))
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
-            return sum(loss_of(model, None, x[i : i + 8], y[i : i + 8], 0).item() for i in range(0, 64, 8)) / 8
+            return sum(loss_of(model, x[i : i + 8], y[i : i + 8]).item() for i in range(0, 64, 8)) / 8
 
     while (done := (time.time() - start) / (60 * args.minutes)) < 1:
         if done > 0.75 and length == 512:
@@ -131,7 +115,7 @@ def train(args: argparse.Namespace) -> None:
             for group in optimiser.param_groups:
                 group["lr"] = args.lr * min(1, (step + 1) / 60) * (1 if done < 0.5 else max(0.02, 2 * (1 - done)))
         with torch.autocast(device.type, torch.bfloat16):
-            loss = loss_of(model, teacher, x, y, 0.7)
+            loss = loss_of(model, x, y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimiser in optimisers:
@@ -160,8 +144,6 @@ if __name__ == "__main__":
     verb = verbs.add_parser("train")
     verb.add_argument("folder", type=pathlib.Path)
     verb.add_argument("--out", required=True)
-    verb.add_argument("--init")
-    verb.add_argument("--teacher")
     for name, default in (("hidden", 384), ("layers", 8), ("heads", 6), ("kv-heads", 2), ("ffn", 1024), ("batch", 8)):
         verb.add_argument(f"--{name}", type=int, default=default)
     verb.add_argument("--minutes", type=float, required=True)
