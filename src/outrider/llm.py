@@ -544,6 +544,18 @@ class LLM:
         remedy = 'Use LLM(..., draft_model="..."), or SpeculationConfig(method=DraftModel(model="...")).'
         raise InvalidParameterError("draft_model", None, f"method={config.name!r} needs one", remedy)
 
+    def load_method(self, speculation: Speculation) -> None:
+        """Load what these settings draft with now, and not when the first request asks for them.
+
+        Raises:
+            InputError, ModelError: It cannot be had.
+        """
+        method = self.resolve(speculation).method
+        if isinstance(method, Auto):
+            self.between_steps(lambda engine: engine.governing.admit(method))
+        elif method is not None:
+            self.proposers.get(method)
+
     def _resolve_auto(self, config: SpeculationConfig, settings: Auto) -> SpeculationConfig:
         """The settings with the methods to choose from: those that are given, or else the LLM's own draft model, where it
         has one, and a lookup."""

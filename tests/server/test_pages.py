@@ -20,7 +20,7 @@ REASONS = {"accepted": "It stands", "recovered": " fell.", "bonus": "one token m
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running("--allow", "suffix", "--max-n", "8") as server:
+    with running("--allow", "suffix", "--allow", "auto", "--max-n", "8") as server:
         yield server
 
 
@@ -51,8 +51,12 @@ def set_slider(page: Any, name: str, value: float) -> None:
 
 def run(page: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write both texts; returns the two answers of the server that the page shows."""
+    before = len(page.watch.answers())
     page.click("#go")
-    page.wait_for_selector("#go:disabled")
+    for _ in range(1200):
+        page.wait_for_timeout(50)  # short texts are there too soon for the button to be seen disabled
+        if len(page.watch.answers()) == before + 2 or page.locator(".problem:visible").count():
+            break
     page.wait_for_selector("#go:enabled")
     assert page.locator(".problem:visible").count() == 0, page.inner_text(".problem")
     plain, fast = page.watch.answers()[-2:]
@@ -204,6 +208,26 @@ def test_rounds_are_stepped_to_the_end(page: Any, server: Server, shape: str) ->
                 page.click(NEXT)
     assert page.locator(NEXT).is_disabled()
     assert page.watch.problems == []
+
+
+def test_what_the_engine_chose_is_shown_with_its_reasons(page: Any, server: Server) -> None:
+    open_playground(page, server)
+    page.select_option("#method", "auto")
+    set_slider(page, "tokens", 64)
+    _, fast = run(page)
+    rounds = fast["trace"]["rounds"]
+    drafters = [" and ".join(dict.fromkeys(part["method"] for part in found["drafted_by"])) or "nobody" for found in rounds]
+    reasons = dict(zip(drafters, (found["reason"] for found in rounds), strict=True))  # the last of each
+    assert all(found["reason"] for found in rounds)
+    rows = page.locator(".choices tr[data-name]")
+    shown = rows.evaluate_all("all => all.map(e => [e.dataset.name, +e.dataset.value, e.cells[2].textContent])")
+    assert shown == [[name, drafters.count(name), reasons[name]] for name in dict.fromkeys(drafters)]
+    while page.locator(BACK).is_enabled():
+        page.click(BACK)
+    assert rounds[0]["reason"] in page.inner_text(".round-said") or "nothing is guessed" in page.inner_text(".round-said")
+    for _ in range(4):
+        page.click(NEXT)
+    assert rounds[1]["reason"] in page.inner_text(".round-said")
 
 
 def boxes(found: dict[str, Any], stage: int) -> list[str]:

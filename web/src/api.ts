@@ -44,6 +44,8 @@ export interface Round {
   draft_probs: (number | null)[];
   target_probs: number[];
   rule: string | null;
+  /** Why the engine chose so; empty where it had no choice. */
+  reason: string;
   coins: { node: number; probability: number; stands: boolean }[];
   accepted: number[];
   token_id: number | null;

@@ -4,6 +4,7 @@ import type { Facts, MethodFacts } from "./api";
 import { fill, h } from "./dom";
 
 const WORDS: Record<string, string> = {
+  auto: "whatever the engine chooses",
   draft_model: "a small model",
   cross_vocabulary: "a small model of another vocabulary",
   early_exit: "the target's first layers",

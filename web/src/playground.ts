@@ -2,6 +2,7 @@
 
 import { type Asked, type Facts, type Written, facts, write } from "./api";
 import { byPosition, curve, timeShares } from "./charts";
+import { choices } from "./choices";
 import { Controls } from "./controls";
 import { byId, fill, h } from "./dom";
 import { bytes, duration, percent, times } from "./format";
@@ -104,6 +105,7 @@ function figures(plain: Run, fast: Run): HTMLElement[] {
   const gain = fast.speed / plain.speed;
   const length = fast.draftLength;
   const cost = length ? Math.max(0, (fast.secondsPerRound / plain.secondsPerRound - 1) / length) : 0;
+  const chosen = choices(fast);
   return [
     figure("Do the guesses stand?", byPosition(fast.written.speculation)),
     figure("Where does the time go?", timeShares(plain, fast)),
@@ -112,6 +114,7 @@ function figures(plain: Run, fast: Run): HTMLElement[] {
       curve(fast.chance, cost, length ? [{ length, gain }] : []),
       `Each guess stands with a chance of ${percent(fast.chance)} when those before it do, and one more guess costs ${costing(cost)}, drafting and checking together.`,
     ),
+    ...(chosen ? [figure("What did the engine choose, and why?", chosen)] : []),
   ];
 }
 

@@ -95,12 +95,17 @@ export function explained(round: Round, stage: number, temperature: number): str
   if (!size) return alone(round, stage);
   const methods = [...new Set(round.drafted_by.map((part) => part.method))].join(" and ");
   if (stage === 0) {
-    return `${methods} guesses ${count(size, "token")}${branches(round) ? ", several for one place" : ""}. That takes ${duration(round.seconds.propose)}.`;
+    return `${methods} guesses ${count(size, "token")}${branches(round) ? ", several for one place" : ""}${chosen(round)}. That takes ${duration(round.seconds.propose)}.`;
   }
   if (stage === 1) {
     return `One pass of the target looks at ${size === 1 ? "the guess" : `all ${size} guesses`} at once: ${duration(round.seconds.forward)}. Now its own probabilities are known at every place.`;
   }
   return stage === 2 ? acceptance(round, temperature) : repair(round);
+}
+
+/** Why the engine chose so, where it had a choice. */
+function chosen(round: Round): string {
+  return round.reason && ` (the engine's choice: ${round.reason})`;
 }
 
 function branches(round: Round): boolean {
@@ -109,7 +114,7 @@ function branches(round: Round): boolean {
 
 function alone(round: Round, stage: number): string {
   const name = writtenName(round);
-  const why = round.round === 0 ? "The first token comes with the prompt's own pass, and nothing is guessed for it." : "Nothing was guessed in this round.";
+  const why = round.round === 0 ? "The first token comes with the prompt's own pass, and nothing is guessed for it." : `Nothing was guessed in this round${chosen(round)}.`;
   return stage < 3 ? why : `${why} The target writes “${name}”.`;
 }
 

@@ -199,9 +199,7 @@ def _service(
     llm = _load(model, settings, template, **given)
     methods = AllowedMethods(llm.speculation, [llm.resolve(config) for config in allowed])
     for config in allowed:
-        method = llm.resolve(config).method
-        if method is not None:
-            llm.proposers.get(method)  # one that cannot be had is better known now than at the first request
+        llm.load_method(config)  # one that cannot be had is better known now than at the first request
     return Service(AsyncLLM(llm), limits, methods, keys)
 
 
