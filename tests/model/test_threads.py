@@ -14,6 +14,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.params import RequestOutput
+from outrider.prompts import PromptEncoder
 from tests.conftest import PROMPTS
 
 PARAMS = SamplingParams(temperature=0, max_tokens=24)  # as in the fixture `alone`
@@ -77,10 +78,15 @@ class Watched:
         return result
 
 
-def test_texts_are_encoded_by_one_thread_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some tokenizers raise "Already borrowed" where two threads use them."""
+def test_a_tokenizer_of_several_threads_writes_what_it_writes_for_one(llm: LLM) -> None:
+    texts = [f"def function_{number}(first, second):\n" * 40 for number in range(64)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(llm.encode, texts)) == [llm.encode(text) for text in texts]
+
+
+def test_a_tokenizer_in_python_serves_one_thread_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(llm.tokenizer)
-    monkeypatch.setattr(llm.prompts, "tokenizer", watched)
+    monkeypatch.setattr(llm, "prompts", PromptEncoder(watched, None))
     calls: list[Callable[[str], Any]] = [
         llm.encode,
         lambda prompt: llm.generate(prompt, PARAMS.replace(max_tokens=1)),

@@ -31,7 +31,7 @@ KEY_REUSED = Refusal(
 )
 TOKEN_REFUSED = Refusal(
     "ProcessingError",
-    "the structure refuses token",
+    "parser stopped in consume_token",
     "the automaton follows the committed tokens and refuses one that a wrong mask let through",
 )
 PROBE_DIFFERS = Refusal(

@@ -226,7 +226,7 @@ def test_what_is_cut_off_at_the_end_is_told_why_and_leaves_nothing_behind() -> N
 
 
 def test_a_reader_that_has_stopped_does_not_hold_up_the_end() -> None:
-    large = {"prompt": "x", "stream": True, "max_tokens": 400, "ignore_eos": True, "logprobs": 20, "n": 4, "trace": True}
+    large = {"prompt": "x", "stream": True, "max_tokens": 400, "ignore_eos": True, "logprobs": 20, "n": 12, "trace": True}
 
     async def ask(server: Server) -> None:
         async with Connection(server.url, receive_bytes=4096) as connection:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.draft import Draft, Law
-from outrider.engine import drafting, engine
+from outrider.engine import drafting, engine, verification
 from outrider.engine.drafting import StepDraft
 from outrider.propose import growth
 from outrider.propose.base import DraftNoise
@@ -135,7 +135,9 @@ def test_control_draft_dropped_for_what_it_says(proof, monkeypatch):
 
 def test_control_target_noise_shared_with_the_recovered_token(proof, monkeypatch):
     real = verifier.CandidateKeys.next
-    monkeypatch.setattr(engine, "rule_for", lambda d, n, coupled: verifier.Rule.TOKEN if len(d) else verifier.Rule.WALK)
+    monkeypatch.setattr(
+        verification, "rule_for", lambda d, n, coupled: verifier.Rule.TOKEN if len(d) else verifier.Rule.WALK
+    )
     monkeypatch.setattr(verifier.CandidateKeys, "next", lambda keys, depth, owed: real(keys, depth, owed=False))
     assert proof.prove(BY_NAME["coupled"], 3).measured > 1e-4
 
