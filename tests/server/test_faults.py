@@ -33,6 +33,19 @@ class Told:
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+#: An answer of some megabytes, which is more than the system takes for a reader that does not read.
+LARGE = {
+    "prompt": "x",
+    "stream": True,
+    "max_tokens": 400,
+    "ignore_eos": True,
+    "logprobs": 20,
+    "n": 4,
+    "trace": True,
+    "speculation": {"num_draft_tokens": 16},
+}
+
+
 @pytest.fixture(scope="module")
 def texts() -> list[tuple[dict[str, Any], str]]:
     """Requests, and what the offline API writes for them."""
@@ -226,11 +239,10 @@ def test_what_is_cut_off_at_the_end_is_told_why_and_leaves_nothing_behind() -> N
 
 
 def test_a_reader_that_has_stopped_does_not_hold_up_the_end() -> None:
-    large = {"prompt": "x", "stream": True, "max_tokens": 400, "ignore_eos": True, "logprobs": 20, "n": 12, "trace": True}
 
     async def ask(server: Server) -> None:
         async with Connection(server.url, receive_bytes=4096) as connection:
-            await connection.ask("/v1/completions", json.dumps(large).encode())
+            await connection.ask("/v1/completions", json.dumps(LARGE).encode())
             while not server.metric("vllm:generation_tokens_total") or server.metric("vllm:num_requests_running"):
                 await asyncio.sleep(0.2)
             server.process.send_signal(signal.SIGTERM)
@@ -251,12 +263,11 @@ def test_readers_that_stop_reading_are_cut_off_and_hold_up_nobody(
     server: Server, texts: list[tuple[dict[str, Any], str]]
 ) -> None:
     """What they do not read is more than the system takes, so that the server has to wait for them."""
-    large = {"prompt": "x", "stream": True, "max_tokens": 400, "ignore_eos": True, "logprobs": 20, "n": 4, "trace": True}
 
     async def ask() -> None:
         async def stop() -> None:
             async with Connection(server.url, receive_bytes=4096) as connection:
-                await connection.ask("/v1/completions", json.dumps(large).encode())
+                await connection.ask("/v1/completions", json.dumps(LARGE).encode())
                 await gone(lambda line: line.get("code") == "client_left", before + 3)
 
         async with undisturbed(server.url, texts):
