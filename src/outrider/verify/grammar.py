@@ -1,8 +1,9 @@
 """Structured output: which tokens may follow, along any draft path, without moving from where the text stands.
 
 The automaton is llguidance's, an optional extra. It advances by committed tokens only; a look along a draft path consumes
-the path and takes it back. A text is started with its first mask, where most of the work may be. After that a step is
-short, or it ends its own text.
+the path and takes it back. A text is started with its first mask, where most of the work may be. The library bounds
+the work of later masks too, and a text that comes to a bound is ended alone. Some ambiguous grammars stay below the bounds
+and still take seconds for a mask.
 """
 
 from __future__ import annotations
