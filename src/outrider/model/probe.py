@@ -18,13 +18,14 @@ from outrider.model.runner import ModelRunner
 #: Largest difference from a plain forward, relative to the largest logit, that passes as rounding.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 #: The same for rows of the stock model that have nothing to do with what was changed. They hardly ever differ by a bit.
-#: Even an encoder in which the last token hardly counts is far beyond.
 _SAME = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-4, torch.bfloat16: 1e-3}
 _WIDE = (torch.float64, torch.float32)
 
 _PROBE_LEN, _PROBE_CUT, _PROBE_BLOCK = 12, 7, 4
 #: The texts of a model whose router may choose otherwise after a rounding. One of them must agree.
 _ROUTED_TEXTS = 5
+#: The pairs of texts that part in the middle, to find an encoder.
+_PARTING_TEXTS = 3
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Reference:
 
     Attributes:
         logits: [num_texts, num_tokens, vocab_size]
-        is_causal: Whether what a token's row says is untouched by the tokens after it; found by changing the last one.
+        is_causal: Whether what a token's row says is untouched by the tokens after it; found by changing those.
     """
 
     logits: Tensor
@@ -41,23 +42,35 @@ class Reference:
 
 
 def reference(loaded: LoadedModel) -> Reference:
-    """One pass of the stock model over the texts of the probe, and over one of them with another last token beside them: a
-    model is read from its file once."""
+    """One pass of the stock model over the texts of the probe, and over pairs of texts that part in the middle beside them:
+    a model is read from its file once."""
     hf.set_attention(loaded.model, hf.stock_attention(loaded.model))
-    texts = _texts(loaded)
-    changed = [*texts[0][:-1], (texts[0][-1] + 1) % loaded.vocab_size]
+    texts, pairs = _texts(loaded), _parting(loaded)
     with hf.noting_layers(loaded.model):
-        *logits, others = _plain_logits(loaded, [*texts, changed])
-    is_causal = _untouched(others, logits[0], loaded.dtype)
+        logits = _plain_logits(loaded, [*texts, *pairs])
+    ones, others = logits[len(texts) :: 2], logits[len(texts) + 1 :: 2]
+    is_causal = _untouched(loaded, ones, others)
     if not is_causal:  # rows of one pass may be added up in another order, and those of two passes are not
-        is_causal = _untouched(_plain_logits(loaded, [changed])[0], _plain_logits(loaded, texts[:1])[0], loaded.dtype)
-    return Reference(torch.stack(logits), is_causal)
+        is_causal = _untouched(loaded, _plain_logits(loaded, pairs[::2]), _plain_logits(loaded, pairs[1::2]))
+    return Reference(logits[: len(texts)], is_causal)
 
 
-def _untouched(changed: Tensor, logits: Tensor, dtype: torch.dtype) -> bool:
-    """Whether most rows before the last are what they are with another last token. A router may send some elsewhere."""
-    by_row = (changed - logits).abs().amax(-1)[:-1] / logits.abs().max()
-    return bool(by_row.median() <= _SAME[dtype])
+def _parting(loaded: LoadedModel) -> list[list[int]]:
+    """Pairs of texts, one after the other, with the same first half and another second half. Attention may be so sharp that
+    the rows of an encoder see nothing of the second half of one text; that they see nothing of all of them hardly happens."""
+    pairs = []
+    for start in range(_PARTING_TEXTS):
+        text = _text(loaded, start)
+        pairs += [text, [*text[:_PROBE_CUT], *((token + 1) % loaded.vocab_size for token in text[_PROBE_CUT:])]]
+    return pairs
+
+
+def _untouched(loaded: LoadedModel, ones: Tensor, others: Tensor) -> bool:
+    """Whether the rows before the place where texts part are the same, [num_texts, num_tokens, vocab_size] both."""
+    by_row = (ones - others).abs().amax(-1)[:, :_PROBE_CUT].flatten() / ones.abs().max()
+    # A router sends tokens to experts beside other tokens, so that the rows of some may be added up in another order.
+    differing = by_row.median() if _is_routed(loaded) else by_row.max()
+    return bool(differing <= _SAME[loaded.dtype])
 
 
 def _difference(got: Tensor, want: Tensor, logits: Tensor, dtype: torch.dtype) -> float:
@@ -73,9 +86,16 @@ def _texts(loaded: LoadedModel) -> list[list[int]]:
     In narrow types a router's near tie may send a row to another expert than in the stock model, and the rows after it see
     that row. Such ties lie elsewhere in each text, and what is wrong is wrong in all of them.
     """
-    routed = loaded.dtype not in _WIDE and bool(hf.expert_stacks(loaded.model))
-    starts = range(_ROUTED_TEXTS if routed else 1)
-    return [[(7 * i + 3 + 17 * start) % loaded.vocab_size for i in range(_PROBE_LEN)] for start in starts]
+    starts = range(_ROUTED_TEXTS if loaded.dtype not in _WIDE and _is_routed(loaded) else 1)
+    return [_text(loaded, start) for start in starts]
+
+
+def _text(loaded: LoadedModel, start: int) -> list[int]:
+    return [(7 * i + 3 + 17 * start) % loaded.vocab_size for i in range(_PROBE_LEN)]
+
+
+def _is_routed(loaded: LoadedModel) -> bool:
+    return bool(hf.expert_stacks(loaded.model))
 
 
 def probe(loaded: LoadedModel, backend: AttentionBackend, want: Tensor) -> int:
