@@ -40,7 +40,7 @@ def test_every_option_on_the_page_is_there() -> None:
     ours = [line.rsplit("|", 2)[1] for line in PAGE.splitlines() if line.startswith("| ") and line.count("|") == 4]
     named = set(re.findall(r"--[a-z][a-z-]+", "\n".join(ours)))
     assert {"--max-num-seqs", "--api-key-file", "--ssl-certfile"} <= named
-    assert named <= {*options(), "--no-prefix-caching"}
+    assert named <= {*options()}
 
 
 def test_the_limits_are_those_of_the_page() -> None:

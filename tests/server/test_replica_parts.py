@@ -220,3 +220,9 @@ def test_replicas_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     missing = refused("--replicas", "2")
     assert isinstance(missing, MissingExtraError)
     assert "outrider[serve,ray]" in missing.remedy
+
+
+@pytest.mark.parametrize(("option", "value", "least"), [("--drain-seconds", "-1", 0), ("--stalled-seconds", "0", 1)])
+def test_times_that_are_too_short_are_refused(option: str, value: str, least: int) -> None:
+    with pytest.raises(InvalidParameterError, match=f"Use {least} or more"):
+        raise refused(option, value)
