@@ -45,7 +45,13 @@ MaxModelLen = Annotated[int | None, typer.Option(help="Longest text, prompt and 
 MaxNumSeqs = Annotated[int, typer.Option(help="Texts that are written at a time.")]
 MaxRows = Annotated[int, typer.Option(help="Rows of a pass.")]
 KVTokens = Annotated[int | None, typer.Option(help="KV memory; sized from free memory unless given.")]
-NoPrefixCaching = Annotated[bool, typer.Option("--no-prefix-caching", help="Read every prompt anew. Otherwise prompts of a tenant share the KV of equal beginnings.")]
+NoPrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--no-prefix-caching",
+        help="Read every prompt anew. Otherwise prompts of a tenant share the KV of equal beginnings.",
+    ),
+]
 MaxQueue = Annotated[int, typer.Option(help="Texts of a tenant that may wait beside these; further ones get 429.")]
 MaxN = Annotated[int, typer.Option(help="Texts of one request.")]
 MaxBody = Annotated[int, typer.Option(help="Of one request.")]
