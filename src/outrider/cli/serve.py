@@ -227,6 +227,9 @@ def _serve_replicas(
     keys: ApiKeys,
     **how: Any,
 ) -> None:
+    from outrider.server.logs import log
+
+    log("loading", {"model": limits.model_name, "replicas": count})  # what comes now takes its time
     from outrider.config import ModelConfig
     from outrider.llm import default_model
     from outrider.model.loader import read_context, read_needs
