@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from outrider.server.logs import log
 
@@ -26,12 +26,10 @@ def watched(count: int, num_running: Callable[[], int]) -> Iterator[None]:
     def watch() -> None:
         known: int | None = None
         while True:
-            try:
+            with suppress(Exception):  # who serves tells of it; here it means only that nothing is known
                 found = num_running()
-            except Exception:  # who serves tells of it; here it means only that nothing is known
-                found = known
-            if found is not None and found != known:
-                _tell(known, found, count)
+                if found != known:
+                    _tell(known, found, count)
                 known = found
             if over.wait(_SECONDS):
                 return
