@@ -469,10 +469,13 @@ def test_routes_that_there_are_not(server: Server) -> None:
 
 
 def test_a_fault_after_the_first_token_is_an_event(server: Server) -> None:
-    """Every token is forbidden behind the first one."""
+    """Every token is forbidden at once: the only one that is allowed would end the text."""
     fields = {"allowed_token_ids": [5], "bad_words": [], "guided_regex": None, "min_tokens": 2, "max_tokens": 4}
     chunks = events(server, "/v1/completions", prompt="x", stop_token_ids=[5], **fields)
-    assert "forbid every token" in chunks[-1]["error"]["message"]
+    error = chunks[-1]["error"]
+    said = "at the first token of the text, its parameters together forbid every token. "
+    assert error["message"] == f"{said}Allow more tokens, or ask for fewer min_tokens."
+    assert error["code"] == "no_token_left"
 
 
 # -- clients that leave ------------------------------------------------------------------------------------------------
