@@ -19,13 +19,14 @@ from outrider.errors import (
 )
 
 #: The type that OpenAI gives to errors of a status.
-_TYPES = {
+TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     499: "client_closed_request",
     503: "service_unavailable_error",
 }
@@ -58,7 +59,7 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The error object."""
-        kind = _TYPES.get(self.status, "server_error")
+        kind = TYPES.get(self.status, "server_error")
         param = None if self.param is None else _shortened(self.param, 200)
         return {"error": {"message": _shortened(self.message, 1500), "type": kind, "param": param, "code": self.code}}
 

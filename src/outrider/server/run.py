@@ -19,6 +19,7 @@ from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.server.app import make_app
 from outrider.server.deadlines import PARTING_SECONDS
 from outrider.server.logs import log
+from outrider.server.protocol import Protocol
 from outrider.server.service import Service
 
 
@@ -85,7 +86,7 @@ def serve(service: Service, place: socket.socket, *, drain_seconds: int, **tls: 
         access_log=False,
         server_header=False,
         lifespan="on",
-        http="h11",  # not whatever else is installed: Ray brings a parser that has no limit for headers
+        http=Protocol,  # not whatever else is installed: Ray brings a parser that has no limit for headers
         loop="asyncio",
         **tls,
     )
