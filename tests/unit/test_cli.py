@@ -309,7 +309,7 @@ def test_one_bad_prompt_among_several() -> None:
         (("generate", "-p", "x", "--draft-model", "./nowhere"), 2, "draft_model='./nowhere': no such folder"),
         (("bench", "--draft-model", "./nowhere"), 2, "draft_model='./nowhere': no such folder"),
         (("prove", "./nowhere"), 2, "model='./nowhere': no such folder"),
-        (("chat",), 2, "model=None: the embedded default model has no chat template"),
+        (("chat",), 2, "model='the embedded default': it has no chat template"),
     ],
 )
 def test_failures_are_one_clear_line(arguments: tuple[str, ...], code: int, says: str) -> None:
