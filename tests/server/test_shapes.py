@@ -25,6 +25,7 @@ from outrider.propose.speculation import PLAIN, SpeculationConfig
 from outrider.server.allowed import AllowedMethods
 from outrider.server.conversation import blamed_tool, conversation
 from outrider.server.errors import ApiError, api_error
+from outrider.server.jobs import JobMaker
 from outrider.server.logprobs import CompletionLogprobs, chat_logprobs
 from outrider.server.refusals import IN_CHATS, IN_COMPLETIONS, Refusal
 from outrider.server.schemas import ChatRequest, CompletionRequest
@@ -343,3 +344,14 @@ def test_tools_that_are_refused_together_are_told_by_their_names() -> None:
     assert (error.field, error.value) == ("tools", "walk, fly")
     assert "it is too much for an automaton" in str(error)
     assert "start:" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "said"),
+    [("x", 20, "1 prompt with 20 samples each make 20 in all"), (["x"] * 20, 1, "20 prompts with 1 sample each make 20")],
+)
+def test_too_many_texts_are_counted_in_words(prompts: Any, samples: int, said: str) -> None:
+    nothing: Any = None
+    maker = JobMaker(nothing, SamplingParams(), 100, nothing, ServerSettings(model_name="m"))
+    with pytest.raises(InvalidParameterError, match=said):
+        maker.check_size(CompletionRequest(prompt=prompts, n=samples))
