@@ -188,8 +188,8 @@ def test_what_has_not_finished_is_told_so_as_by_a_single_server(stream: bool) ->
 
         early = [asyncio.create_task(told()) for _ in range(2)]
         await asyncio.sleep(0.2)
-        end = asyncio.create_task(replica.end(1))
-        await asyncio.sleep(0.1)
+        end = asyncio.create_task(replica.end(0.5))
+        await asyncio.sleep(0)
         late = await told()
         return [*await asyncio.gather(*early), late], await end
 
