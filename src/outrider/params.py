@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from outrider.errors import ContradictionError, OutriderError
+from outrider.errors import ContradictionError, InvalidParameterError, OutriderError
 from outrider.stats import RequestStats
 from outrider.trace import RoundTrace
 from outrider.validation import Frozen
@@ -73,6 +73,7 @@ class StructuredOutputs(Frozen):
 
     Raises:
         ContradictionError: None or several are given.
+        InvalidParameterError: There is no choice.
     """
 
     json_schema: dict[str, Any] | str | None = None
@@ -84,6 +85,9 @@ class StructuredOutputs(Frozen):
     @model_validator(mode="after")
     def _exactly_one(self) -> StructuredOutputs:
         given = [name for name in type(self).model_fields if getattr(self, name) not in (None, False, ())]
+        if not given and "choice" in self.model_fields_set:
+            remedy = "Use a list of one or more non-empty strings."
+            raise InvalidParameterError("choice", list(self.choice), "there is nothing to choose from", remedy)
         if len(given) != 1:
             raise ContradictionError(
                 "structured_outputs",

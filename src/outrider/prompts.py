@@ -122,9 +122,8 @@ class PromptEncoder:
             return
         raise InvalidParameterError(
             "model",
-            self._model,
-            f"{'the embedded default model' if self._model is None else 'it'} has no chat template: "
-            "it completes text and was not trained to converse",
+            "the embedded default" if self._model is None else self._model,
+            "it has no chat template: it completes text and was not trained to converse",
             "Use generate with a plain prompt, or a model whose tokenizer has a chat template.",
         )
 

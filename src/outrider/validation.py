@@ -39,8 +39,14 @@ class Frozen(BaseModel):
 def unknown_setting(owner: str, name: str, value: object, known: Iterable[str]) -> InvalidParameterError:
     """The error for a name that `owner` does not know: the nearest one that it does, and all of them."""
     names = sorted(known)
-    guess = "".join(f"Did you mean {near}? " for near in get_close_matches(name, names, n=1))
-    return InvalidParameterError(name, value, "no such setting", f"{guess}{owner} knows: {', '.join(names)}.")
+    return InvalidParameterError(
+        name, value, "no such setting", f"{nearest(name, names)}{owner} knows: {', '.join(names)}."
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question for the known name that is most like this one, with a blank behind it; empty where none is like it."""
+    return "".join(f"Did you mean {near}? " for near in get_close_matches(name, sorted(known), n=1))
 
 
 def _first_problem(kind: type[Frozen], error: ValidationError) -> InputError:

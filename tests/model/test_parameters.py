@@ -222,7 +222,10 @@ def _with_neighbour(llm: LLM, bad: SamplingParams, config: SpeculationConfig) ->
 @pytest.mark.parametrize("config", [SpeculationConfig(), *SPECULATIONS], ids=str)
 def test_parameters_that_leave_no_token_end_their_own_request(llm: LLM, config: SpeculationConfig) -> None:
     ban_all = SamplingParams(max_tokens=10, allowed_token_ids=[11], bad_words_ids=[[11, 11, 11]])
-    assert isinstance(_with_neighbour(llm, ban_all, config), NoTokenLeftError)
+    error = _with_neighbour(llm, ban_all, config)
+    assert isinstance(error, NoTokenLeftError)
+    assert "after 2 tokens of the text" in str(error), "as many as were written, drafted or not, without the prompt"
+    assert "min_tokens" not in str(error)
 
 
 @pytest.mark.parametrize("config", [SpeculationConfig(), *SPECULATIONS], ids=str)

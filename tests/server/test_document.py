@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from outrider import LLM, SamplingParams
 from outrider.cli.serve import serve
+from outrider.errors import ForwardError, NonFiniteLogitsError, NoTokenLeftError, ProcessingError, StepAbortedError
+from outrider.server.errors import TYPES, api_error
 from tests.server.running import ROOT, Server, running
 
 PAGE = (ROOT / "docs" / "serving.md").read_text("utf-8")
@@ -40,7 +42,7 @@ def test_every_option_on_the_page_is_there() -> None:
     ours = [line.rsplit("|", 2)[1] for line in PAGE.splitlines() if line.startswith("| ") and line.count("|") == 4]
     named = set(re.findall(r"--[a-z][a-z-]+", "\n".join(ours)))
     assert {"--max-num-seqs", "--api-key-file", "--ssl-certfile"} <= named
-    assert named <= {*options(), "--no-prefix-caching"}
+    assert named <= {*options()}
 
 
 def test_the_limits_are_those_of_the_page() -> None:
@@ -51,6 +53,23 @@ def test_the_limits_are_those_of_the_page() -> None:
     assert len(told) == 12
     unset = {"--max-model-len": "the model's", "--request-seconds": "none", "--stalled-seconds": "60 not with `--replicas`"}
     assert told == defaults | unset
+
+
+def test_every_code_of_an_error_is_on_the_page_and_is_written_like_the_others() -> None:
+    sources = [path.read_text("utf-8") for path in (ROOT / "src" / "outrider" / "server").rglob("*.py")]
+    codes = {code for source in sources for code in re.findall(r'code="([^"]+)"', source)}
+    raised = (NoTokenLeftError, ProcessingError, NonFiniteLogitsError, ForwardError, StepAbortedError)
+    codes |= {"queue_full", "concurrency_limit"}
+    codes |= {str(api_error(kind(1, "p", "R.")).code) for kind in raised}
+    assert {"timeout", "queue_full", "no_token_left"} <= codes
+    assert [code for code in codes if not re.fullmatch(r"[a-z_]+", code)] == []
+    section = PAGE.partition("## Errors")[2].partition("\n## ")[0]
+    assert [code for code in sorted(codes) if f"`{code}`" not in section] == []
+
+
+def test_every_status_of_an_error_is_on_the_page() -> None:
+    section = PAGE.partition("## Errors")[2].partition("\n## ")[0]
+    assert {int(row) for row in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)} == {500, *TYPES} - {499}
 
 
 def test_no_request_of_the_document_brings_it_down(server: Server) -> None:

@@ -411,5 +411,5 @@ def test_structures_that_are_too_much_are_refused_and_disturb_nobody(
             error = body["error"]
             assert error["type"] == "invalid_request_error", name
             named = error["param"] in ("guided_json", "guided_regex", "guided_grammar")
-            assert named or error["code"] in ("ProcessingError", "invalid_json"), name
+            assert named or error["code"] in ("processing", "invalid_json"), name
     assert server.rests()

@@ -22,8 +22,11 @@ if find_spec("ray") is None:
 
 from ray.exceptions import RayActorError
 
+from outrider.cli import serve as serve_command
 from outrider.server.keys import ApiKeys
 from outrider.server.replicas.ingress import Ingress
+from outrider.server.service import Service
+from outrider.server.settings import ServerSettings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, of pydantic
@@ -164,6 +167,47 @@ def test_ray_serve_learns_of_an_engine_that_has_died() -> None:
     service.status = "dead"
     with pytest.raises(EngineDiedError):
         replica.check_health()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_has_not_finished_is_told_so_as_by_a_single_server(stream: bool) -> None:
+    """A text under way, one that waits, and one that comes too late."""
+    endless = {"prompt": "import os\n", "max_tokens": 1500, "ignore_eos": True, "stream": stream}
+
+    def service() -> Service:
+        settings = ServerSettings(model_name="m")
+        return serve_command._service(None, None, None, settings, [], ApiKeys(), max_num_seqs=1, kv_cache_tokens=4096)
+
+    async def ask() -> tuple[list[tuple[int, bytes]], str]:
+        replica = EngineReplica(service)
+
+        async def told() -> tuple[int, bytes]:
+            opening, *rest = [part async for part in replica.answer(_parcel(endless))]
+            assert isinstance(opening, Opening)
+            return opening.status, opening.part + b"".join(part for part in rest if isinstance(part, bytes))
+
+        early = [asyncio.create_task(told()) for _ in range(2)]
+        await asyncio.sleep(0.2)
+        end = asyncio.create_task(replica.end(0.5))
+        await asyncio.sleep(0)
+        late = await told()
+        return [*await asyncio.gather(*early), late], await end
+
+    (*early, late), books = asyncio.run(ask())
+    assert books == "agree"
+    for status, body in early:
+        if status == 200:
+            error, done = events(body)[-2:]
+            assert (stream, done) == (True, b"[DONE]")
+        else:
+            error = json.loads(body)
+            assert status == 503
+        assert error["error"]["code"] == "drain_timeout"
+    assert (late[0], json.loads(late[1])["error"]["code"]) == (503, "shutting_down")
+
+
+def _parcel(body: dict[str, Any]) -> Parcel:
+    return Parcel("POST", "/v1/completions", b"", (), json.dumps(body).encode(), ())
 
 
 def test_metrics_do_not_wait_for_ever() -> None:

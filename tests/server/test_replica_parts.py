@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import threading
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from outrider.server.replicas.metrics import merged
 from outrider.server.replicas.parcels import Opening, Parcel
 from outrider.server.replicas.prefixes import PIECE_BYTES, PrefixIndex, beginnings
 from outrider.server.replicas.room import Machine, check_cluster, share
+from outrider.server.replicas.watch import watched
 
 PIECE = "a" * PIECE_BYTES
 
@@ -220,3 +223,34 @@ def test_replicas_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     missing = refused("--replicas", "2")
     assert isinstance(missing, MissingExtraError)
     assert "outrider[serve,ray]" in missing.remedy
+
+
+@pytest.mark.parametrize(("option", "value", "least"), [("--drain-seconds", "-1", 0), ("--stalled-seconds", "0", 1)])
+def test_times_that_are_too_short_are_refused(option: str, value: str, least: int) -> None:
+    with pytest.raises(InvalidParameterError, match=f"Use {least} or more"):
+        raise refused(option, value)
+
+
+def test_the_log_tells_how_many_replicas_run(caplog: pytest.LogCaptureFixture) -> None:
+    counts: list[int | Exception] = [0, 0, 1, RuntimeError("asked too early"), 2, 2, 1, 2]
+    seen = threading.Event()
+
+    def num_running() -> int:
+        if not counts:
+            seen.set()
+            return 2
+        found = counts.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    with caplog.at_level(logging.INFO, "outrider.server"), watched(2, num_running):
+        assert seen.wait(30)
+    said = [(record.getMessage(), record.facts["running"], record.levelname) for record in caplog.records]  # type: ignore[attr-defined]
+    assert said == [
+        ("replicas start", 0, "INFO"),
+        ("replicas run", 1, "INFO"),
+        ("replicas run", 2, "INFO"),
+        ("a replica was lost", 1, "ERROR"),
+        ("replicas run", 2, "INFO"),
+    ]

@@ -81,6 +81,13 @@ def test_answers_have_one_id_and_errors_their_usual_form(server: Server) -> None
     assert server.get("/ready").json() == {"status": "ready"}
 
 
+def test_the_log_tells_that_replicas_start(server: Server) -> None:
+    events = [line["event"] for line in server.lines]
+    assert events[:2] == ["loading", "replicas start"]
+    assert events.index("replicas run") < events.index("listening")
+    assert max(line.get("running", 0) for line in server.lines) == 2
+
+
 def test_the_pages_work_through_the_ingress(server: Server) -> None:
     with browsing() as browser:
         page = browser.new_page(reduced_motion="reduce")
@@ -148,6 +155,7 @@ def test_a_replica_is_killed_under_fifty_streams(server: Server, texts: list[tup
     assert [_text(answer) for answer in answers] == [_text(answer) for answer in again]
     assert _within(120, lambda: len(replicas(server)) == 2), "the replica is not replaced"
     assert len(set(engine_pids(server)) & set(before)) == 1
+    assert [line["running"] for line in server.lines if line["event"] == "a replica was lost"] == [1]
     assert server.rests()
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 from collections.abc import Iterator
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -463,16 +465,45 @@ def test_routes_that_there_are_not(server: Server) -> None:
     assert server.get("/v1/nothing").json()["error"]["code"] == "no_such_route"
     response = server.get("/v1/completions")
     assert (response.status_code, response.json()["error"]["type"]) == (405, "invalid_request_error")
+    assert response.json()["error"]["code"] == "no_such_method"
+    assert "Use POST." in response.json()["error"]["message"]
     assert len(response.headers["x-request-id"]) == 24
     named = server.get("/v1/nothing", headers={"x-request-id": "mine"})
     assert (named.status_code, named.headers["x-request-id"]) == (404, "mine")
+    slash = server.post("/v1/completions/", {"prompt": "x"}, follow_redirects=False)
+    assert (slash.status_code, slash.json()["error"]["code"]) == (404, "no_such_route")
+    assert "Did you mean /v1/completions?" in slash.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status", "code"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: many\r\n\r\n{}", 400, "invalid_http"),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400, "invalid_http"),
+        (b"\x16\x03\x01 garbage\r\n\r\n", 400, "invalid_http"),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\na: " + b"x" * 66_000, 431, "headers_too_large"),
+    ],
+    ids=["length", "host", "garbage", "headers"],
+)
+def test_what_is_no_http_gets_an_error_object_too(server: Server, request_bytes: bytes, status: int, code: str) -> None:
+    host, _, port = server.url.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(request_bytes)
+        answer = HTTPResponse(connection)
+        answer.begin()
+        error = json.loads(answer.read())["error"]
+    assert (answer.status, error["code"], error["type"]) == (status, code, "invalid_request_error")
+    assert len(answer.headers["x-request-id"]) == 24
 
 
 def test_a_fault_after_the_first_token_is_an_event(server: Server) -> None:
-    """Every token is forbidden behind the first one."""
+    """Every token is forbidden at once: the only one that is allowed would end the text."""
     fields = {"allowed_token_ids": [5], "bad_words": [], "guided_regex": None, "min_tokens": 2, "max_tokens": 4}
     chunks = events(server, "/v1/completions", prompt="x", stop_token_ids=[5], **fields)
-    assert "forbid every token" in chunks[-1]["error"]["message"]
+    error = chunks[-1]["error"]
+    said = "at the first token of the text, its parameters together forbid every token. "
+    assert error["message"] == f"{said}Allow more tokens, or ask for fewer min_tokens."
+    assert error["code"] == "no_token_left"
 
 
 # -- clients that leave ------------------------------------------------------------------------------------------------

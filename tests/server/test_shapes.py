@@ -10,16 +10,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.errors import ContradictionError, InputError, InvalidParameterError, UnsupportedParameterError
-from outrider.params import Logprob, StructuredOutputs
+from outrider.errors import (
+    ContradictionError,
+    InputError,
+    InvalidParameterError,
+    InvalidPromptError,
+    NonFiniteLogitsError,
+    NoTokenLeftError,
+    ProcessingError,
+    UnsupportedParameterError,
+)
+from outrider.params import Logprob, SamplingParams, StructuredOutputs
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 from outrider.server.allowed import AllowedMethods
-from outrider.server.conversation import blamed_tool
-from outrider.server.errors import api_error
+from outrider.server.conversation import blamed_tool, conversation
+from outrider.server.errors import ApiError, api_error
+from outrider.server.jobs import JobMaker
 from outrider.server.logprobs import CompletionLogprobs, chat_logprobs
 from outrider.server.refusals import IN_CHATS, IN_COMPLETIONS, Refusal
 from outrider.server.schemas import ChatRequest, CompletionRequest
+from outrider.server.settings import ServerSettings
 from outrider.server.tools import ToolForm, ToolListener, tool_form
+from outrider.server.translate import field_names, sampling
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"a": 1}}'
@@ -195,12 +207,17 @@ def test_values_that_ask_for_nothing_are_taken(kind: Any, refusals: dict[str, Re
     [
         ({"messages": [{**_USER, "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "text only"),
         ({"messages": [{**_USER, "content": 5}]}, "messages.0.content", "a valid string or a valid array"),
-        ({"messages": [{**_USER, "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "field required"),
         ({"prediction": "text"}, "prediction", '{"type": "content", "content": "..."}'),
         ({"speculation": 3}, "speculation", 'a valid string or an object. Use "off", the name of a method, or an object'),
         ({"stop": ["a", 3]}, "stop.1", "a valid string. Use a text or a list of texts"),
         ({"tool_choice": 3}, "tool_choice", '"required"'),
         ({"logit_bias": {"5": "x"}}, "logit_bias.5", "a valid number"),
+        ({"max_tokens": "2"}, "max_tokens", "Use 1 or more."),
+        ({"temperature": "x"}, "temperature", "Use 0 (greedy) to 100."),
+        ({"priority": 2.5}, "priority", "Use a whole number."),
+        ({"user": 2}, "user", "Use a text."),
+        ({"stream": 1}, "stream", "Use true or false."),
+        ({"top_logprobs": "3"}, "top_logprobs", "Use 0 to 20."),
     ],
 )  # fmt: skip
 def test_a_value_of_a_wrong_kind_is_told_what_it_may_be(fields: dict[str, Any], field: str, said: str) -> None:
@@ -210,8 +227,93 @@ def test_a_value_of_a_wrong_kind_is_told_what_it_may_be(fields: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
+    ("fields", "field", "said"),
+    [
+        ({"structured_outputs": {"rgex": "a"}}, "structured_outputs.rgex", "mean regex? structured_outputs knows: choice"),
+        ({"stream_options": {"x": 1}}, "stream_options.x", "stream_options knows: include_usage."),
+        ({"response_format": {"type": "json_schema", "json_schema": {"scema": {}, "name": "a"}}},
+         "response_format.json_schema.scema", "Did you mean schema?"),
+        ({"messages": [_USER, {"role": "user", "contnt": "x"}]}, "messages.1.contnt", "Did you mean content?"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "txt": "b"}]}]},
+         "messages.0.content.0.txt", "content knows: text, type."),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameter": {}}}]},
+         "tools.0.function.parameter", "Did you mean parameters?"),
+        ({"dict": 1}, "dict", "A request knows: add_special_tokens"),
+        ({"structured_outputs": {"int": 1}}, "structured_outputs.int", "structured_outputs knows: choice"),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_unknown_is_told_the_nearest_one_wherever_it_stands(
+    fields: dict[str, Any], field: str, said: str
+) -> None:
+    error = refusal(ChatRequest, **fields)
+    assert error.field == field
+    assert said in str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field", "said"),
+    [
+        (CompletionRequest, {}, "prompt", "Use a text, a list of token ids"),
+        (ChatRequest, {"messages": [{**_USER, "content": [{"type": "text"}]}]}, "messages.0.content.0.text", ""),
+    ],
+)
+def test_a_field_that_is_missing_is_called_so_without_a_value(kind: Any, body: Any, field: str, said: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        kind.read(json.dumps(body).encode())
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, field, "missing_field")
+    assert caught.value.message.startswith(f"{field}: the field is missing. {said}")
+
+
+@pytest.mark.parametrize(
+    ("structure", "field", "said"),
+    [
+        ({"guided_choice": []}, "guided_choice", "there is nothing to choose from. Use a list of one or more"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "there is nothing to choose from"),
+        ({"structured_outputs": {}}, "structured_outputs", "0 kinds of structure at a time. Give exactly one of json, "),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "0 kinds of structure"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "one of json, json_object, regex,"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "Use a regular expression."),
+    ],
+)
+def test_structures_that_are_none_are_told_in_the_words_of_the_request(structure: Any, field: str, said: str) -> None:
+    asked = CompletionRequest.read(json.dumps({"prompt": "x", **structure}).encode())
+    with pytest.raises(InputError) as caught:
+        sampling(asked, SamplingParams(), 100, ServerSettings(model_name="m"))
+    error = api_error(caught.value, field_names(asked))
+    assert error.param == field
+    assert error.message.startswith(f"{field}=")
+    assert said in error.message
+    assert "json_schema" not in error.message
+
+
+def test_a_conversation_without_a_message_is_refused_in_words_of_this_server() -> None:
+    with pytest.raises(InvalidPromptError) as caught:
+        conversation(ChatRequest.read(b'{"messages": []}').messages)
+    assert "there is no message" in str(caught.value)
+    assert "lists" not in str(caught.value)
+
+
+def test_errors_of_one_request_show_no_number_of_the_engine() -> None:
+    for error, code in (
+        (NoTokenLeftError(33, "p", "R."), "no_token_left"),
+        (ProcessingError(33, "p", "R."), "processing"),
+        (NonFiniteLogitsError(33, "p", "R."), "non_finite_logits"),
+    ):
+        found = api_error(error)
+        assert (found.message, found.code) == ("p. R.", code)
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_who_asks_may_be_named(kind: Any) -> None:
+    known = {"prompt": "x"} if kind is CompletionRequest else {"messages": [_USER], "functions": []}
+    kind.read(json.dumps({**known, "user": "a", "safety_identifier": "b"}).encode())
+
+
+@pytest.mark.parametrize(
     ("asked", "field", "said"),
     [
+        ({"methd": "suffix"}, "speculation.methd", "Did you mean method? A request may change"),
+        ({"min_match": 2}, "speculation.min_match", "not a setting of a request. A request may change"),
         ({"num_draft_tokens": 0}, "speculation.num_draft_tokens", '"speculation": "off" turns drafting off'),
         ({"tree": [3, 0]}, "speculation.tree", "like [3, 2, 1]"),
         ({"tree": [2, 2]}, "speculation.tree", "with a method that drafts trees"),
@@ -242,3 +344,14 @@ def test_tools_that_are_refused_together_are_told_by_their_names() -> None:
     assert (error.field, error.value) == ("tools", "walk, fly")
     assert "it is too much for an automaton" in str(error)
     assert "start:" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "said"),
+    [("x", 20, "1 prompt with 20 samples each make 20 in all"), (["x"] * 20, 1, "20 prompts with 1 sample each make 20")],
+)
+def test_too_many_texts_are_counted_in_words(prompts: Any, samples: int, said: str) -> None:
+    nothing: Any = None
+    maker = JobMaker(nothing, SamplingParams(), 100, nothing, ServerSettings(model_name="m"))
+    with pytest.raises(InvalidParameterError, match=said):
+        maker.check_size(CompletionRequest(prompt=prompts, n=samples))

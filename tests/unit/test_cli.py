@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from rich.console import Console
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
@@ -80,6 +81,26 @@ def test_help(arguments: tuple[str, ...]) -> None:
     result = outrider(*arguments)
     assert result.returncode == 0
     assert "Usage" in result.stdout
+
+
+def _verbs(group: Any, *names: str) -> dict[tuple[str, ...], Any]:
+    """All commands by what is typed, those inside others too."""
+    found = {names: group}
+    for name, command in getattr(group, "commands", {}).items():
+        found |= _verbs(command, *names, name)
+    return found
+
+
+VERBS = _verbs(get_command(app))
+
+
+@pytest.mark.parametrize("names", VERBS, ids=" ".join)
+def test_help_cuts_no_name_at_80_columns(names: tuple[str, ...]) -> None:
+    shown = invoked(*names, "--help", COLUMNS="80").output
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    options = [name for each in VERBS[names].params for name in each.opts if name.startswith("--")]
+    assert [name for name in options if name not in shown.split()] == []
 
 
 def test_vocabulary(tmp_path: Path) -> None:
@@ -288,7 +309,7 @@ def test_one_bad_prompt_among_several() -> None:
         (("generate", "-p", "x", "--draft-model", "./nowhere"), 2, "draft_model='./nowhere': no such folder"),
         (("bench", "--draft-model", "./nowhere"), 2, "draft_model='./nowhere': no such folder"),
         (("prove", "./nowhere"), 2, "model='./nowhere': no such folder"),
-        (("chat",), 2, "model=None: the embedded default model has no chat template"),
+        (("chat",), 2, "model='the embedded default': it has no chat template"),
     ],
 )
 def test_failures_are_one_clear_line(arguments: tuple[str, ...], code: int, says: str) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from outrider.bench.figures import Spread
+from outrider.cli.tune import _show
 from outrider.errors import InvalidParameterError
 from outrider.govern.costs import CostTable
 from outrider.prompts import PromptEncoder
@@ -210,13 +212,12 @@ def test_a_prediction_says_that_it_is_one() -> None:
     assert "predicted" in found.said
 
 
-def test_the_table_is_kept_as_csv_too() -> None:
-    rows = [row("plain", 1.0, 1.0), row("draft_model (3,2) k=9", None, 1.5)]
-    found = TuningResults(
+def results(rows: list[Row]) -> TuningResults:
+    return TuningResults(
         model="m",
         dtype="float32",
         machine={},
-        traffic="t",
+        traffic="prompts.jsonl",
         num_texts=1,
         bad_lines=[],
         concurrency=1,
@@ -224,6 +225,24 @@ def test_the_table_is_kept_as_csv_too() -> None:
         rows=rows,
         recommendation=recommend(rows[1], Spread(median=1.5, low=1.5, high=1.5), 1),
     )
+
+
+def test_at_80_columns_a_range_is_not_broken() -> None:
+    rows = [
+        row("plain", 1.0, 1.0).model_copy(update={"tokens_per_second": 1234.5, "measured_tokens": 1.0}),
+        row("draft_model (4,2,1,1) k=9", 1.5, 1.5).model_copy(update={"tokens_per_second": 1234.5, "measured_tokens": 2.5}),
+    ]
+    with (paper := Console(width=80, file=io.StringIO())).capture() as shown:
+        _show(results(rows), Path("out"), paper)
+    text = shown.get()
+    assert text.startswith("1 text (prompts.jsonl), ")
+    assert "1.40 to 1.60" in text
+    assert "0.90 to 1.10" in text
+
+
+def test_the_table_is_kept_as_csv_too() -> None:
+    rows = [row("plain", 1.0, 1.0), row("draft_model (3,2) k=9", None, 1.5)]
+    found = results(rows)
     lines = list(csv.DictReader(io.StringIO(found.as_csv())))
     assert [line["way"] for line in lines] == [each.name for each in rows]
     assert (lines[1]["predicted"], lines[1]["measured"]) == ("", "1.5")

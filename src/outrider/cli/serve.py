@@ -31,18 +31,27 @@ Allow = Annotated[
 ]
 Replicas = Annotated[int | None, typer.Option(help="Engines behind one address, on Ray Serve; see docs/serving.md.")]
 Host = Annotated[str, typer.Option(help="Address to listen at; others than this machine reach 0.0.0.0.")]
-Port = Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)]
+Port = Annotated[int, typer.Option(help="0 takes a free one, and 65535 is the highest.")]
 Name = Annotated[str | None, typer.Option(help="What clients call the model.")]
 Template = Annotated[Path | None, typer.Option(help="A file with a chat template, in place of the model's.")]
 KeyFile = Annotated[
     Path | None,
-    typer.Option(help="A line for each key: tenant:key, and limits behind it; also from OUTRIDER_API_KEYS, with commas."),
+    typer.Option(
+        help="A line for each key: tenant:key, and limits behind it. The variable OUTRIDER_API_KEYS may hold them instead, "
+        "with commas between them."
+    ),
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest text, prompt and output together.")]
 MaxNumSeqs = Annotated[int, typer.Option(help="Texts that are written at a time.")]
 MaxRows = Annotated[int, typer.Option(help="Rows of a pass.")]
 KVTokens = Annotated[int | None, typer.Option(help="KV memory; sized from free memory unless given.")]
-PrefixCaching = Annotated[bool, typer.Option(help="Share the KV of equal beginnings, within a tenant.")]
+NoPrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--no-prefix-caching",
+        help="Read every prompt anew. Otherwise prompts of a tenant share the KV of equal beginnings.",
+    ),
+]
 MaxQueue = Annotated[int, typer.Option(help="Texts of a tenant that may wait beside these; further ones get 429.")]
 MaxN = Annotated[int, typer.Option(help="Texts of one request.")]
 MaxBody = Annotated[int, typer.Option(help="Of one request.")]
@@ -51,9 +60,9 @@ MaxItems = Annotated[int, typer.Option(help="Entries of logit_bias, of bad_words
 MaxCharacters = Annotated[int, typer.Option(help="Characters of all stop strings, or of all bad_words.")]
 StepSeconds = Annotated[float, typer.Option(help="An engine whose step takes longer hangs: /health says so.")]
 RequestSeconds = Annotated[float | None, typer.Option(help="A request that takes longer is ended.")]
-DrainSeconds = Annotated[int, typer.Option(help="How long requests may finish after SIGTERM.", min=0)]
+DrainSeconds = Annotated[int, typer.Option(help="How long requests may finish after SIGTERM.")]
 StalledSeconds = Annotated[
-    int | None, typer.Option(help="A client that takes nothing for so long is cut off; 60 unless given.", min=1)
+    int | None, typer.Option(help="A client that takes nothing for so long is cut off; 60 unless given.")
 ]
 Certificate = Annotated[Path | None, typer.Option(help="Certificate, for https.")]
 CertificateKey = Annotated[Path | None, typer.Option(help="Its key.")]
@@ -109,7 +118,7 @@ def serve(
     max_num_seqs: MaxNumSeqs = 32,
     max_num_batched_tokens: MaxRows = 1024,
     kv_cache_tokens: KVTokens = None,
-    prefix_caching: PrefixCaching = True,
+    no_prefix_caching: NoPrefixCaching = False,
     max_queue: MaxQueue = 256,
     max_n: MaxN = 16,
     max_body_bytes: MaxBody = 4 * 2**20,
@@ -124,6 +133,8 @@ def serve(
     ssl_keyfile: CertificateKey = None,
 ) -> None:
     """Serve a model to everything that speaks to OpenAI's API."""
+    _check_seconds("drain_seconds", drain_seconds, 0)
+    _check_seconds("stalled_seconds", stalled_seconds, 1)
     if replicas is not None:
         _check_replicas(replicas, stalled_seconds)
     if wide:
@@ -136,6 +147,7 @@ def serve(
     allowed = [options.speculation(name, None, None, None) for name in allow or []]
     settings = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
     template = None if chat_template is None else _template(chat_template)
+    given["prefix_caching"] = not no_prefix_caching
     limits, keys, place = _open(given)  # before the model: what is wrong here is better known now
     loading = {name: given[name] for name in _LOADING}
     tls = {name: str(given[name]) for name in ("ssl_certfile", "ssl_keyfile") if given[name] is not None}
@@ -213,6 +225,9 @@ def _serve_replicas(
     keys: ApiKeys,
     **how: Any,
 ) -> None:
+    from outrider.server.logs import log
+
+    log("loading", {"model": limits.model_name, "replicas": count})  # what comes now takes its time
     from outrider.config import ModelConfig
     from outrider.llm import default_model
     from outrider.model.loader import read_context, read_needs
@@ -251,6 +266,12 @@ def _draft_model(model: str | None, settings: Any) -> str | None:
     if model is None and (method is None or (method.name == "draft_model" and method.model is None)):
         return default_model("draft")
     return getattr(method, "model", None)
+
+
+def _check_seconds(name: str, value: int | None, least: int) -> None:
+    """Raise InvalidParameterError where a time is too short. Ranges of typer's own would make the help too wide."""
+    if value is not None and value < least:
+        raise InvalidParameterError(name, value, "out of range", f"Use {least} or more.")
 
 
 def _check_replicas(count: int, stalled_seconds: int | None) -> None:

@@ -166,7 +166,8 @@ def _write(results: TuningResults, profile: Profile, out: Path) -> None:
 
 
 def _show(results: TuningResults, out: Path, paper: Console) -> None:
-    shown = f"{results.num_texts} texts ({results.traffic}), {results.concurrency} at a time, {results.dtype}"
+    texts = f"{results.num_texts} {'text' if results.num_texts == 1 else 'texts'}"
+    shown = f"{texts} ({results.traffic}), {results.concurrency} at a time, {results.dtype}"
     paper.print(shown, style="dim", markup=False)
     paper.print(_table(results))
     for remark in results.remarks:
@@ -182,7 +183,7 @@ def _table(results: TuningResults) -> RenderableType:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("way")
     for head in ("tokens predicted", "tokens a pass", "predicted", "measured", "range", "tokens/s"):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=head == "range")
     for row in results.rows:
         spread = row.measured
         cells = (

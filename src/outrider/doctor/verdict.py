@@ -127,6 +127,8 @@ def _against_typical(method: str, said: str, tau: float) -> Finding:
         return Finding("acceptance", Level.OK, f"{said}. No figures of other pairs are known for this method.")
     text = f"{said}.{_usual(method)}"
     if tau - 1.0 >= 0.5 * (typical.low - 1.0):
+        if tau < typical.low:
+            text += " Less is still right while drafts add at least half as many tokens as that: texts and models differ."
         return Finding("acceptance", Level.OK, text)
     return Finding("acceptance", Level.NOTE, text, _TRAIN if was_trained(method) else checks(method))
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 REMEDIES: dict[type[RequestError], str] = {
     ForwardError: "See its cause.",
     NonFiniteLogitsError: "Use a wider dtype, or check the weights.",
-    NoTokenLeftError: "Allow more tokens, or ask for fewer min_tokens.",
+    NoTokenLeftError: "Allow more tokens.",
     ProcessingError: "See its cause.",
     StepAbortedError: "Send it again.",
 }
@@ -54,7 +54,7 @@ class Failures:
 
     def fail(self, request: Request, kind: type[RequestError], problem: str, *, cause: BaseException | None = None) -> None:
         """End a request with an error of `kind`; what it holds is given back after the step."""
-        error = kind(request.request_id, problem, REMEDIES[kind])
+        error = kind(request.request_id, problem, _remedy(kind, request))
         error.__cause__ = cause
         request.error = error
         self.ended.append(request)
@@ -64,3 +64,9 @@ class Failures:
         for request in {seq.request.request_id: seq.request for seq in sequences}.values():
             if request.error is None and not request.finished:
                 self.fail(request, StepAbortedError, f"its step was broken off by {type(error).__name__}", cause=error)
+
+
+def _remedy(kind: type[RequestError], request: Request) -> str:
+    if kind is NoTokenLeftError and request.params.min_tokens:
+        return "Allow more tokens, or ask for fewer min_tokens."
+    return REMEDIES[kind]

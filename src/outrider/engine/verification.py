@@ -64,9 +64,10 @@ class Verification:
         judged = {}
         for place, verdict in self._verdicts(plan, alive, logits).items():
             seq = plan.items[place].seq
-            if place in stuck and any(stuck[place][node + 1] for node in (-1, *verdict.path)):
-                problem = f"after {len(seq.token_ids)} tokens its parameters together forbid every token"
-                self._failures.fail(seq.request, NoTokenLeftError, problem)
+            nodes = [-1, *verdict.path] if place in stuck else []
+            ends = [seq.num_output_tokens + behind for behind, node in enumerate(nodes) if stuck[place][node + 1]]
+            if ends:
+                self._failures.fail(seq.request, NoTokenLeftError, _nothing_left(ends[0]))
                 continue
             with self._failures.contained(seq, "its log probabilities"):
                 score(seq, alive[place], verdict, out.logits, logits, self._decode)
@@ -140,6 +141,13 @@ def _candidate(item: ScheduledSequence, step: StepDraft, rows: tuple[int, int]) 
     rule = rule_for(step.draft, item.rule, coupled=item.coupled)
     coins: list[CoinToss] | None = [] if item.seq.request.traced else None
     return Candidate(step.draft, rows, view.sampling, keys, rule, coins)
+
+
+def _nothing_left(count: int) -> str:
+    where = (
+        f"after {count} {'token' if count == 1 else 'tokens'} of the text" if count else "at the first token of the text"
+    )
+    return f"{where}, its parameters together forbid every token"
 
 
 def _probability(candidate: Candidate, verdict: Verdict, logits: Tensor) -> float:

@@ -9,6 +9,7 @@ from outrider.errors import ContradictionError, InputError, InvalidParameterErro
 from outrider.propose.prediction import Prediction
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 from outrider.propose.tree import MAX_ROWS
+from outrider.validation import nearest
 
 #: What a request may change. A method's own settings would make another proposer, with memory of its own.
 CHANGEABLE = ("num_draft_tokens", "tree", "rule", "draft_sampling")
@@ -64,7 +65,7 @@ class AllowedMethods:
             raise ContradictionError("speculation", name, problem, "Leave one of them out.")
         for setting, value in settings.items():
             if setting not in CHANGEABLE:
-                remedy = f"A request may change {', '.join(CHANGEABLE)}."
+                remedy = f"{nearest(setting, ('method', *CHANGEABLE))}A request may change {', '.join(CHANGEABLE)}."
                 raise InvalidParameterError(f"speculation.{setting}", value, "not a setting of a request", remedy)
         config = self._named(name, field)
         return _changed(config, settings) if settings else config

@@ -74,7 +74,9 @@ def make_app(service: Service) -> Starlette:
         route(service, "/pages/facts", page_facts),
         *page_routes(),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route})
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route})
+    app.router.redirect_slashes = False  # clients lose the body of a POST that is sent elsewhere
+    return app
 
 
 def answer(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -125,7 +127,14 @@ def _note(call: Call, error: BaseException) -> None:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    found = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="no_such_route")
+    path, allowed = request.url.path, (error.headers or {}).get("Allow")
+    if error.status_code == 405:
+        found = ApiError(
+            405, f"{request.method} {path}: this route has another method. Use {allowed}.", code="no_such_method"
+        )
+    else:
+        remedy = f". Did you mean {path.rstrip('/')}?" if path.rstrip("/") != path else ""
+        found = ApiError(error.status_code, f"{request.method} {path}: {error.detail}{remedy}", code="no_such_route")
     return answer(found.body, found.status, {**(error.headers or {}), "x-request-id": request_id(request)})
 
 

@@ -52,9 +52,13 @@ class Call:
         """
         if not keys:
             return
-        self.tenant = keys.tenant(bearer(self.request))
+        key, headers = bearer(self.request), {"WWW-Authenticate": "Bearer"}
+        if not key:
+            problem = "the API key is missing. Send the header Authorization: Bearer KEY"
+            raise ApiError(401, problem, code="missing_api_key", headers=headers)
+        self.tenant = keys.tenant(key)
         if self.tenant is None:
-            raise ApiError(401, "there is no such API key", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            raise ApiError(401, "there is no such API key", code="invalid_api_key", headers=headers)
 
     async def body(self, limit: int) -> bytes:
         """What it holds.

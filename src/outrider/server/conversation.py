@@ -20,8 +20,11 @@ def conversation(messages: list[Message]) -> list[dict[str, Any]]:
     """Messages as templates know them: contents are texts, arguments of calls are objects, empty fields are left out.
 
     Raises:
-        InvalidPromptError: The arguments of a call are no JSON.
+        InvalidPromptError: There is no message, or the arguments of a call are no JSON.
     """
+    if not messages:
+        remedy = 'Use a list of messages like {"role": "user", "content": "..."}.'
+        raise InvalidPromptError("messages", messages, "there is no message", remedy)
     return [_message(message, place) for place, message in enumerate(messages)]
 
 

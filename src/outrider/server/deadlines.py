@@ -8,6 +8,9 @@ from contextlib import asynccontextmanager
 
 from outrider.server.errors import ApiError
 
+#: How long clients may take to read what they are told at the end.
+PARTING_SECONDS = 5
+
 
 class Deadlines:
     """Blocks of coroutines that are broken off when their time is over, or that of the server is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,16 +15,18 @@ from outrider.errors import (
     OutriderError,
     ProcessingError,
     ProposerError,
+    RequestError,
 )
 
 #: The type that OpenAI gives to errors of a status.
-_TYPES = {
+TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     499: "client_closed_request",
     503: "service_unavailable_error",
 }
@@ -56,7 +59,7 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The error object."""
-        kind = _TYPES.get(self.status, "server_error")
+        kind = TYPES.get(self.status, "server_error")
         param = None if self.param is None else _shortened(self.param, 200)
         return {"error": {"message": _shortened(self.message, 1500), "type": kind, "param": param, "code": self.code}}
 
@@ -74,8 +77,9 @@ def api_error(error: BaseException, names: Mapping[str, str] | None = None) -> A
     if isinstance(error, InputError):
         field = (names or {}).get(error.field, error.field)
         return ApiError(400, _renamed(error, field), param=field, code="invalid_value")
-    if isinstance(error, NoTokenLeftError | ProcessingError):
-        return ApiError(400, str(error), code=type(error).__name__)
+    if isinstance(error, RequestError):
+        of_the_client = isinstance(error, NoTokenLeftError | ProcessingError)
+        return ApiError(400 if of_the_client else 500, f"{error.problem}. {error.remedy}", code=_code(error))
     if isinstance(error, ClosedError):
         return ApiError(503, "the server is shutting down", code="shutting_down")
     if isinstance(error, EngineDiedError):
@@ -83,13 +87,18 @@ def api_error(error: BaseException, names: Mapping[str, str] | None = None) -> A
     if isinstance(error, TimeoutError):
         return ApiError(503, "the request took longer than this server allows", code="timeout")
     if isinstance(error, OutriderError) and not isinstance(error, ModelError | ProposerError):
-        return ApiError(500, str(error), code=type(error).__name__)
+        return ApiError(500, str(error), code=_code(error))
     return ApiError(500, "the server failed; its log says why", code="internal_error")
 
 
 def _shortened(text: str, most: int) -> str:
     """A text that may hold what the client has sent, and so may be as long as a body."""
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
+
+
+def _code(error: OutriderError) -> str:
+    """The name of its class, as other codes are written: no_token_left for a NoTokenLeftError."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__.removesuffix("Error")).lower()
 
 
 def _renamed(error: InputError, field: str) -> str:

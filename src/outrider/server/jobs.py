@@ -128,7 +128,9 @@ class JobMaker:
         num_samples = 1 if asked.n is None else asked.n
         num_texts = num_prompts * num_samples
         if not 1 <= num_texts <= self.settings.max_n:
-            problem = f"{num_prompts} prompts with {num_samples} samples each are {num_texts} texts"
+            prompts = "1 prompt" if num_prompts == 1 else f"{num_prompts} prompts"
+            samples = "1 sample" if num_samples == 1 else f"{num_samples} samples"
+            problem = f"{prompts} with {samples} each make {num_texts} in all"
             remedy = f"Ask for 1 to {self.settings.max_n} texts at a time."
             raise InvalidParameterError("n", asked.n, problem, remedy)
         return num_texts

@@ -27,7 +27,7 @@ _FETCHED = {
 #: Statuses with error objects that any route may answer with.
 _ERRORS = {
     "400": "The request cannot be served.",
-    "401": "There is no such API key.",
+    "401": "The API key is missing, or there is no such key.",
     "404": "There is no such model.",
     "413": "The body is too large.",
     "429": "The queue is full.",

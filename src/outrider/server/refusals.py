@@ -103,7 +103,7 @@ IN_CHATS: dict[str, Refusal] = {
     "prompt_logprobs": Refusal("a chat does not tell them", "Use /v1/completions with echo=true and logprobs."),
     "audio": Refusal(_HERE),
     "modalities": Refusal(_HERE, neutral=(["text"],)),
-    "functions": Refusal("its newer name is tools", "Use tools."),
+    "functions": Refusal("its newer name is tools", "Use tools.", ([],)),
     "function_call": Refusal("its newer name is tool_choice", "Use tool_choice.", ("none",)),
     "reasoning_effort": Refusal("it is a variable of some chat templates", "Use chat_template_kwargs."),
     "include_reasoning": Refusal("thoughts are text like all other", neutral=(True,)),

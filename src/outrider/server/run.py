@@ -17,11 +17,10 @@ import uvicorn
 
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.server.app import make_app
+from outrider.server.deadlines import PARTING_SECONDS
 from outrider.server.logs import log
+from outrider.server.protocol import Protocol
 from outrider.server.service import Service
-
-#: How long clients may take to read what they are told at the end.
-_PARTING_SECONDS = 5
 
 
 def listen(host: str, port: int, stalled_seconds: int) -> socket.socket:
@@ -87,7 +86,7 @@ def serve(service: Service, place: socket.socket, *, drain_seconds: int, **tls: 
         access_log=False,
         server_header=False,
         lifespan="on",
-        http="h11",  # not whatever else is installed: Ray brings a parser that has no limit for headers
+        http=Protocol,  # not whatever else is installed: Ray brings a parser that has no limit for headers
         loop="asyncio",
         **tls,
     )
@@ -121,8 +120,8 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the answers that are still sent. Whoever does not take his answer is cut off before uvicorn would cancel
         it, and call that a fault."""
-        wait = max(0.0, (self._end or 0.0) + _PARTING_SECONDS - monotonic())
-        self.config.timeout_graceful_shutdown = ceil(wait + _PARTING_SECONDS)
+        wait = max(0.0, (self._end or 0.0) + PARTING_SECONDS - monotonic())
+        self.config.timeout_graceful_shutdown = ceil(wait + PARTING_SECONDS)
         parting = asyncio.get_running_loop().call_later(wait, self._cut_connections)
         try:
             await super().shutdown(sockets)
@@ -152,7 +151,7 @@ class _Server(uvicorn.Server):
             if service.is_busy:
                 log("the time to finish is over", {"texts": service.num_texts}, logging.WARNING)
             service.deadlines.end_all()
-        return self.force_exit or not service.is_busy or now >= self._end + _PARTING_SECONDS
+        return self.force_exit or not service.is_busy or now >= self._end + PARTING_SECONDS
 
     def _cut_connections(self) -> None:
         for connection in list(self.server_state.connections):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails
 
 from outrider.errors import InputError, InvalidParameterError, UnsupportedParameterError
+from outrider.params import SamplingParams
 from outrider.server.errors import ApiError
 from outrider.server.refusals import IN_CHATS, IN_COMPLETIONS, Refusal
 from outrider.validation import unknown_setting
@@ -71,6 +73,9 @@ def _object(body: bytes) -> dict[str, Any]:
     return values
 
 
+#: Most likely tokens that a request may ask for at each position, as in vLLM.
+MAX_LOGPROBS = 20
+_NUM_LOGPROBS = f"Use 0 to {MAX_LOGPROBS}."
 #: What pydantic writes into the path of an error where a field may have values of several kinds, or has a check of its own.
 _KINDS = ("list", "dict", "str", "int", "float", "function-before")
 
@@ -79,19 +84,61 @@ def _first_problem(kind: type[Shape], error: Exception) -> Exception:
     if not isinstance(error, ValidationError):
         return ApiError(400, f"the body cannot be read ({error})", code="invalid_json")
     details = _in_json(error)
-    detail = max((each for each in details if each["loc"][:1] == details[0]["loc"][:1]), key=lambda each: len(_path(each)))
-    path = _path(detail)
+    detail = max(
+        (each for each in details if each["loc"][:1] == details[0]["loc"][:1]), key=lambda each: len(_path(each["loc"]))
+    )
+    path = _path(detail["loc"])
     raised = detail.get("ctx", {}).get("error")
     if isinstance(raised, InputError):
         return type(raised)(".".join((*path, raised.field)), raised.value, raised.problem, raised.remedy)
-    if detail["type"] == "extra_forbidden" and len(path) == 1:
-        return unknown_setting("A request", path[0], detail["input"], kind.model_fields)
+    if detail["type"] == "extra_forbidden":
+        *places, name = detail["loc"]
+        return _unknown(kind, _path(places), str(name), detail["input"])
     if detail["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON ({detail['msg']})", code="invalid_json")
-    described = kind.model_fields.get(path[0]) if path else None
-    remedy = (described.description if described else None) or "See docs/serving.md for what it may be."
-    problem = _joined([each["msg"] for each in details if _path(each) == path])
-    return InvalidParameterError(".".join(path), detail["input"], problem, remedy)
+    if detail["type"] == "missing":
+        problem = f"{'.'.join(path)}: the field is missing. {_remedy(kind, path, detail['type'])}"
+        return ApiError(400, problem, param=".".join(path), code="missing_field")
+    problem = _joined([each["msg"] for each in details if _path(each["loc"]) == path])
+    return InvalidParameterError(".".join(path), detail["input"], problem, _remedy(kind, path, detail["type"]))
+
+
+#: What may stand where pydantic found something else, by the type of its error.
+_KINDS_OF_VALUE = {
+    "int_type": "Use a whole number.",
+    "int_from_float": "Use a whole number.",
+    "float_type": "Use a number.",
+    "bool_type": "Use true or false.",
+    "string_type": "Use a text.",
+    "list_type": "Use a list.",
+    "dict_type": "Use an object.",
+}
+
+
+def _remedy(kind: type[Shape], path: list[str], problem: str) -> str:
+    """What a field may be: in its own words, in those of the engine's parameter of this name, or by its type."""
+    for owner in (kind, SamplingParams):
+        described = owner.model_fields.get(path[0]) if path else None
+        if described is not None and described.description:
+            return described.description
+    return _KINDS_OF_VALUE.get(problem, "See docs/serving.md for what it may be.")
+
+
+def _unknown(kind: type[Shape], places: list[str], name: str, value: object) -> InvalidParameterError:
+    """The error for a name that the object it stands in does not know."""
+    for place in places:
+        kind = next(_shapes(kind.model_fields[place].annotation), kind) if place in kind.model_fields else kind
+    owner = next((place for place in reversed(places) if not place.isdigit()), "A request")
+    found = unknown_setting(owner, name, value, (field.alias or each for each, field in kind.model_fields.items()))
+    return InvalidParameterError(".".join((*places, name)), value, found.problem, found.remedy)
+
+
+def _shapes(annotation: Any) -> Iterator[type[Shape]]:
+    """The objects in a type, wherever they stand in it."""
+    if isinstance(annotation, type) and issubclass(annotation, Shape):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _shapes(part)
 
 
 def _in_json(error: ValidationError) -> list[ErrorDetails]:
@@ -100,9 +147,9 @@ def _in_json(error: ValidationError) -> list[ErrorDetails]:
     return ValidationError.from_exception_data(error.title, details, input_type="json").errors()
 
 
-def _path(detail: ErrorDetails) -> list[str]:
+def _path(places: Iterable[int | str]) -> list[str]:
     """Where an error is, without the kinds of value that a field may have."""
-    return [str(part) for part in detail["loc"] if str(part).partition("[")[0] not in _KINDS]
+    return [str(part) for part in places if str(part).partition("[")[0] not in _KINDS]
 
 
 def _joined(messages: list[str]) -> str:
@@ -196,6 +243,7 @@ class Asked(Shape):
         None, description='Use {"type": "content", "content": "..."} with the text that is expected.'
     )
     user: str | None = None
+    safety_identifier: str | None = None
     # vLLM's
     top_k: int | None = None
     min_p: float | None = None
@@ -240,7 +288,7 @@ class CompletionRequest(Asked):
         description="Use a text, a list of token ids, or a list of texts or of lists of token ids."
     )
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: int | None = Field(None, description=_NUM_LOGPROBS)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -302,8 +350,8 @@ class ChatRequest(Asked):
 
     messages: list[Message] = Field(description='Use a list of messages like {"role": "user", "content": "..."}.')
     max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    logprobs: bool | None = Field(None, description=f"Use true or false; top_logprobs says how many, up to {MAX_LOGPROBS}.")
+    top_logprobs: int | None = Field(None, description=_NUM_LOGPROBS)
     tools: list[Tool] | None = Field(
         None, description='Use a list like [{"type": "function", "function": {"name": ..., "parameters": {...}}}].'
     )
@@ -312,7 +360,6 @@ class ChatRequest(Asked):
     )
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    safety_identifier: str | None = None
 
 
 class TokenizeRequest(Shape):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.params import SamplingParams, StructuredOutputs
 from outrider.server.allowed import CHANGEABLE
-from outrider.server.schemas import Asked, ChatRequest, CompletionRequest
+from outrider.server.schemas import MAX_LOGPROBS, Asked, ChatRequest, CompletionRequest
 from outrider.server.settings import ServerSettings
 
 #: Fields that have the same name and meaning inside.
@@ -31,10 +30,16 @@ _SAME = (
     "allowed_token_ids",
     "bad_words",
 )
+#: What structured_outputs calls the kinds of structure, and their names inside.
+_STRUCTURES = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
 #: What OpenAI's API writes of a completion where nobody says how much.
 _COMPLETION_TOKENS = 16
-#: Most likely tokens that a request may ask for at each position, as in vLLM.
-MAX_LOGPROBS = 20
 
 
 def sampling(asked: Asked, defaults: SamplingParams, room: int, settings: ServerSettings) -> SamplingParams:
@@ -89,6 +94,8 @@ def field_names(asked: Asked) -> dict[str, str]:
     for name in ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
         if getattr(asked, name) is not None:
             found |= dict.fromkeys(("structured_outputs", "json_schema", "regex", "choice", "grammar"), name)
+    if asked.structured_outputs is not None:
+        found |= {inner: f"structured_outputs.{name}" for name, inner in _STRUCTURES.items()}
     if isinstance(asked, ChatRequest):
         if asked.tools and asked.tool_choice not in (None, "auto", "none"):
             found |= dict.fromkeys(("structured_outputs", "grammar"), "tools")
@@ -125,9 +132,13 @@ def _guided(asked: Asked) -> dict[str, dict[str, Any]]:
         if value is not None:
             found[name] = {inner: value}
     if asked.structured_outputs is not None:
-        given: Mapping[str, Any] = asked.structured_outputs.model_dump(exclude_none=True)
-        named = {"json_schema" if name == "json_" else name: value for name, value in given.items()}
-        found["structured_outputs"] = named
+        given = asked.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+        given = {name: value for name, value in given.items() if value is not False}
+        if len(given) != 1:
+            problem = f"{len(given)} kinds of structure at a time"
+            remedy = f"Give exactly one of {', '.join(_STRUCTURES)}."
+            raise ContradictionError("structured_outputs", sorted(given), problem, remedy)
+        found["structured_outputs"] = {_STRUCTURES[name]: value for name, value in given.items()}
     return found
 
 

@@ -11,6 +11,7 @@ from ray import serve
 
 from outrider.errors import EngineDiedError
 from outrider.server.app import make_app
+from outrider.server.deadlines import PARTING_SECONDS
 from outrider.server.logs import write_json
 from outrider.server.replicas.inside import Inside
 from outrider.server.replicas.parcels import Opening, Parcel
@@ -53,13 +54,20 @@ class EngineReplica:
         """Refuse what is new, let the texts under way finish, and let the engine go.
 
         Args:
-            seconds: How long they may take; then they are cut off.
+            seconds: How long they may take; then they are ended with an error, as a single server ends them.
 
         Returns:
             Whether anything is still held for texts that have ended, as Service.end says it.
         """
-        self._service.draining, until = True, monotonic() + seconds
-        while self._service.num_texts and monotonic() < until:
-            await asyncio.sleep(0.05)
+        self._service.draining = True
+        await self._rest(seconds)
+        self._service.deadlines.end_all()
+        await self._rest(PARTING_SECONDS)
         self._inside.cut_off()
         return await self._service.end()
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait until nobody is being answered, or for so long."""
+        until = monotonic() + seconds
+        while (self._service.is_busy or self._inside.num_open) and monotonic() < until:
+            await asyncio.sleep(0.05)

@@ -22,6 +22,11 @@ class Inside:
         self._app = app
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def num_open(self) -> int:
+        """Answers of which a part has not been read yet."""
+        return len(self._tasks)
+
     def cut_off(self) -> None:
         """End all answers that are under way; their readers get a ClosedError."""
         for task in self._tasks:
@@ -38,7 +43,6 @@ class Inside:
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         task = asyncio.create_task(self._run(parcel, messages))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: messages.put_nowait(None))
         try:
             start = await _next(messages, task)
@@ -49,6 +53,7 @@ class Inside:
                 if part:
                     yield part
         finally:
+            self._tasks.discard(task)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

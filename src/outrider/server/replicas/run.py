@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -23,6 +23,7 @@ from outrider.server.replicas.engine import EngineReplica
 from outrider.server.replicas.ingress import Ingress
 from outrider.server.replicas.room import Machine, Share
 from outrider.server.replicas.router import PrefixRouter
+from outrider.server.replicas.watch import watched
 from outrider.server.service import Service
 from outrider.server.settings import ServerSettings
 
@@ -94,19 +95,19 @@ def serve_replicas(
         OtherEngineError: The replicas do not start.
     """
     options = HTTPOptions(**http)
-    try:
-        serve.start(ProxyLocation.HeadOnly, options)
-        serve.run(_application(make, count, shared, settings, keys, slack), name=_NAME, route_prefix="/")
-    except (RuntimeError, RayError, TimeoutError) as error:
-        problem = f"the replicas do not start ({_reason(error)})"
-        raise OtherEngineError("Ray Serve", problem, "Correct what it names.") from error
-    scheme = "https" if options.ssl_certfile else "http"
-    host = f"[{options.host}]" if ":" in str(options.host) else options.host
-    log("listening", {"url": f"{scheme}://{host}:{options.port}", "model": settings.model_name, "replicas": count})
-    try:
+    with ExitStack() as stack:
+        try:
+            serve.start(ProxyLocation.HeadOnly, options)
+            stack.enter_context(watched(count, _num_running))
+            serve.run(_application(make, count, shared, settings, keys, slack), name=_NAME, route_prefix="/")
+        except (RuntimeError, RayError, TimeoutError) as error:
+            problem = f"the replicas do not start ({_reason(error)})"
+            raise OtherEngineError("Ray Serve", problem, "Correct what it names.") from error
+        stack.callback(_drain, drain_seconds)
+        scheme = "https" if options.ssl_certfile else "http"
+        host = f"[{options.host}]" if ":" in str(options.host) else options.host
+        log("listening", {"url": f"{scheme}://{host}:{options.port}", "model": settings.model_name, "replicas": count})
         threading.Event().wait()
-    finally:
-        _drain(drain_seconds)
 
 
 def _application(
@@ -135,10 +136,20 @@ def _application(
 
 def _reason(error: Exception) -> str:
     """What stands in the last line of a traceback: of the replica that did not start, or of the error itself."""
-    application = serve.status().applications.get(_NAME)
-    engine = application and application.deployments.get(_ENGINE)
+    engine = _engine()
     text = engine.message if engine else str(error)
     return [line.strip() for line in (text or str(error)).splitlines() if line.strip()][-1]
+
+
+def _engine() -> Any:
+    """What Ray Serve knows of the engines; None where it does not know of them yet."""
+    application = serve.status().applications.get(_NAME)
+    return application and application.deployments.get(_ENGINE)
+
+
+def _num_running() -> int:
+    engine = _engine()
+    return engine.replica_states.get("RUNNING", 0) if engine else 0
 
 
 def _own_environment() -> dict[str, str]:
