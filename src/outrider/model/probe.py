@@ -56,8 +56,11 @@ def reference(loaded: LoadedModel) -> Reference:
 
 
 def _parting(loaded: LoadedModel) -> list[list[int]]:
-    """Pairs of texts, one after the other, with the same first half and another second half. Attention may be so sharp that
-    the rows of an encoder see nothing of the second half of one text; that they see nothing of all of them hardly happens."""
+    """Pairs of texts, one after the other, with the same first half and another second half.
+
+    Attention may be so sharp that the rows of an encoder see nothing of the second half of one text. That they see nothing
+    of the second half of all of them hardly happens.
+    """
     pairs = []
     for start in range(_PARTING_TEXTS):
         text = _text(loaded, start)
