@@ -311,6 +311,35 @@ def test_samples_of_a_request_compile_once_and_go_their_own_ways(compiler: Gramm
     assert sorted(allowed.nonzero().flatten().tolist()) == sorted([a, y])
 
 
+class Clock:
+    """Masks take so many milliseconds, and nothing else takes any time."""
+
+    def __init__(self, milliseconds: float) -> None:
+        self._now, self._step = 0.0, milliseconds / 1000
+
+    def __call__(self) -> float:
+        self._now += self._step
+        return self._now
+
+
+@pytest.mark.parametrize(("milliseconds", "num_masks"), [(4.9, None), (6.5, 334), (50.0, 12), (600.0, 1)])
+def test_masks_that_take_long_end_their_own_request(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, milliseconds: float, num_masks: int | None
+) -> None:
+    texts = [compiler.start(StructuredOutputs(regex="[ab]*"))]
+    texts.append(texts[0].copy())
+    other = compiler.start(StructuredOutputs(regex="[ab]*"))
+    path = (compiler._tokenizer.encode("a")[0],)
+    monkeypatch.setattr(grammar, "thread_time", Clock(milliseconds))
+    for count in range(1, num_masks or 2000):
+        texts[count % 2].allowed(path, 4096)
+    if num_masks is not None:
+        with pytest.raises(grammar.GrammarError, match=f"too much work: its {num_masks} masks took {milliseconds} ms each"):
+            texts[0].allowed(path, 4096)
+    monkeypatch.undo()
+    assert other.allowed(path, 4096) is not None
+
+
 def _advance(state: grammar.GrammarState, num_tokens: int) -> None:
     for _ in range(num_tokens):
         state.advance(_forced(state))
