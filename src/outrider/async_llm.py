@@ -15,6 +15,7 @@ from outrider.engine.sequence import Request
 from outrider.llm import LLM, CallOptions
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.validation import unknown_setting
+from outrider.verify.trials import Trials
 
 T = TypeVar("T")
 
@@ -23,7 +24,8 @@ class AsyncLLM:
     """A model ready to write for coroutines. Whatever they ask for shares the engine's batches.
 
     Loading takes time and holds up the event loop: make it before the loop runs, or with asyncio.to_thread(AsyncLLM, ...).
-    Prompts are encoded, and structures compiled, in a few other threads, for which namespaces take turns.
+    Prompts are encoded, and structures compiled, in a few other threads, for which namespaces take turns. Structures may
+    come from strangers: they are tried in another process first, which the system ends when one takes too much.
 
     Args:
         model, settings: As of LLM; or `model` is an LLM, which goes on to serve its own callers too.
@@ -31,11 +33,13 @@ class AsyncLLM:
     Attributes:
         llm: The model.
         preparing: The threads in which requests are prepared.
+        trials: The processes in which structures are tried.
     """
 
     def __init__(self, model: Any | None = None, **settings: Any) -> None:
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
         self.preparing = PreparingThreads()
+        self.trials = self.llm.engine.grammars.trials = Trials()
         self._offices: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopOffice] = WeakKeyDictionary()
 
     async def __aenter__(self) -> Self:
@@ -47,6 +51,7 @@ class AsyncLLM:
     async def close(self) -> None:
         """End what runs with a ClosedError, and free the weights and the KV memory."""
         self.preparing.close()
+        await asyncio.to_thread(self.trials.close)
         await asyncio.to_thread(self.llm.close)
 
     async def generate(

@@ -30,6 +30,7 @@ OutriderError
 ├── TrainingError                    a training cannot go on; carries the step and a remedy
 ├── EngineBusyError                  an LLM was used inside one of its own steps
 ├── EngineDiedError                  the thread that owns an LLM's engine has ended, so that nothing can be written any more
+├── TrialError                       no process can be had in which a structure would be tried
 ├── EngineStalledError               the engine has work and no step makes progress: a defect
 ├── KernelMismatchError              the compiled kernels come from other sources than the package; carries the constant
 └── NoiseReuseError                  a random key was used twice: a defect, never a user's fault
@@ -323,6 +324,17 @@ class EngineBusyError(OutriderError):
         super().__init__(
             "the LLM is in the middle of a step, which called this code. Use another LLM here, or call this one afterwards."
         )
+
+
+class TrialError(OutriderError):
+    """No process can be had in which a structure would be tried; without a trial it is not followed.
+
+    Args:
+        problem: What went wrong.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}. Make room for one process more, and see that Python can be started here.")
 
 
 class EngineDiedError(OutriderError):

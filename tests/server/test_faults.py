@@ -385,6 +385,21 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "a billion": {"guided_regex": "a{1000000000}"},
     "counts of counts behind a letter": {"guided_regex": "[ab]((((a{100}){100}){100}){100})"},
     "counts in a pattern": {"guided_json": {"type": "string", "pattern": "^((((a{100}){100}){100}){100})$"}},
+    "references that double": {
+        "guided_json": {
+            "$ref": "#/$defs/a0",
+            "$defs": {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(60)}
+            | {"a60": {"type": "string", "pattern": "^a+$"}},
+        }
+    },
+    "a hundred steps": {
+        "guided_json": {
+            "type": "array",
+            "prefixItems": [{"type": "integer", "multipleOf": 99_991 - i} for i in range(100)],
+            "minItems": 100,
+        }
+    },
+    "an ambiguous rule": {"guided_grammar": "start: e\ne: e e e e e e | /./ | "},
     "a large step": {"guided_json": {"type": "integer", "multipleOf": 4_294_967_291}},
     "many stars": {"guided_regex": "(a|b|ab)*" * 2000},
     "deep brackets": {"guided_regex": "(" * 20_000 + "a" + ")" * 20_000},

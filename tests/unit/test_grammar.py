@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +15,8 @@ from outrider.errors import InvalidParameterError
 from outrider.llm import default_model
 from outrider.params import StructuredOutputs
 from outrider.verify import grammar
-from outrider.verify.combinations import num_combinations
 from outrider.verify.grammar import GrammarCompiler
-from outrider.verify.multiples import num_remainders
+from outrider.verify.trials import Trials
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -184,14 +184,63 @@ TOO_MUCH: dict[str, dict[str, Any]] = {
     "schema, a pattern that is long in any case": {
         "json_schema": {"type": "string", "minLength": 100_000, "pattern": "^(ab|.)*$"}
     },
-    "schema, multiples": {"json_schema": {"type": "integer", "multipleOf": _PRIME}},
-    "schema, multiples as text": {"json_schema": json.dumps({"properties": {"a": {"multipleOf": _PRIME}}})},
-    "schema, small parts": {"json_schema": {"type": "number", "multipleOf": 0.123456789}},
-    "schema, common multiples": {"json_schema": {"multipleOf": 997, "allOf": [{"multipleOf": 991}, {"multipleOf": 983}]}},
-    "schema, combinations": {"json_schema": _COMBINED},
-    "Lark, combinations": {"grammar": f"start: %json {json.dumps(_COMBINED)}"},
-    "Lark, multiples": {"grammar": 'start: "x" %json {"type": "integer", "multipleOf": 4294967291} "y"'},
 }
+
+
+def chained(length: int) -> dict[str, Any]:
+    """A schema whose meaning doubles with every reference."""
+    links = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(length)}
+    return {"$ref": "#/$defs/a0", "$defs": {**links, f"a{length}": {"type": "string", "pattern": "^a+$"}}}
+
+
+_STEPS = {f"p{i}": {"type": "integer", "multipleOf": 99_991 - i} for i in range(100)}
+_LENGTHS = [[{"type": "string", "pattern": f"^[a-z]{{{5 * i + j},90}}$"} for j in range(5)] for i in range(6)]
+_HIDDEN = {f"d{i}": {"$anchor": f"x{i}", "anyOf": each} for i, each in enumerate(_LENGTHS)}
+
+#: What the library has no limit of its own for: it would take minutes, or all memory.
+ENDLESS: dict[str, dict[str, Any]] = {
+    "references, 18 links": {"json_schema": chained(18)},
+    "references, 60 links": {"json_schema": chained(60)},
+    "multiples, a large one": {"json_schema": {"type": "number", "multipleOf": 0.123456789}},
+    "multiples, as text": {"json_schema": json.dumps({"type": "integer", "multipleOf": _PRIME})},
+    "multiples, a hundred": {"json_schema": {"type": "object", "properties": _STEPS, "required": list(_STEPS)}},
+    "multiples, together": {"json_schema": {"multipleOf": 997, "allOf": [{"multipleOf": 991}, {"multipleOf": 983}]}},
+    "multiples in Lark": {"grammar": f"start: %json {json.dumps({'prefixItems': list(_STEPS.values()), 'minItems': 100})}"},
+    "alternatives": {"json_schema": _COMBINED},
+    "alternatives in Lark": {"grammar": f"start: %json {json.dumps(_COMBINED)}"},
+    "alternatives by anchors": {"json_schema": {"allOf": [{"$ref": f"#x{i}"} for i in range(6)], "$defs": _HIDDEN}},
+    "alternatives of items": {"json_schema": {"allOf": [{"items": {"anyOf": each}, "minItems": 1} for each in _LENGTHS]}},
+}
+
+
+@pytest.fixture(scope="module")
+def careful(compiler: GrammarCompiler) -> Iterator[GrammarCompiler]:
+    """One that tries structures in another process first."""
+    found = GrammarCompiler(compiler._tokenizer, compiler._vocab_size, frozenset(compiler._eos_token_ids))
+    found.trials = Trials()
+    yield found
+    found.trials.close()
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_what_would_never_end_is_refused_after_a_trial(careful: GrammarCompiler, name: str) -> None:
+    before = time.process_time()
+    with pytest.raises(InvalidParameterError, match="structured_outputs=") as caught:
+        careful.start(StructuredOutputs(**ENDLESS[name]))
+    assert time.process_time() - before < 0.5  # in this process
+    assert "too much for an automaton" in caught.value.problem or "malformed" in caught.value.problem
+    assert caught.value.remedy
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_trial_gives_the_same_reasons(careful: GrammarCompiler, compiler: GrammarCompiler, name: str) -> None:
+    found = []
+    for each in (careful, compiler):
+        with pytest.raises(InvalidParameterError) as caught:
+            each.start(StructuredOutputs(**MALFORMED[name]))
+        found.append((caught.value.problem, caught.value.remedy))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)
@@ -204,51 +253,6 @@ def test_what_explodes_is_refused_at_once(compiler: GrammarCompiler, name: str) 
     assert caught.value.field == "structured_outputs"
     assert caught.value.remedy.startswith("Use ")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("schema", "num"),
-    [
-        ({"type": "integer"}, 1),
-        ({"multipleOf": 5}, 5),
-        ({"multipleOf": 0.01}, 1),
-        ({"multipleOf": 0.25}, 25),
-        ({"multipleOf": 1e3}, 1000),
-        ({"multipleOf": True, "properties": {"multipleOf": {"multipleOf": 3}}}, 3),
-        ({"properties": {"a": {"multipleOf": 7}, "b": {"items": {"multipleOf": 11}}}}, 11),
-        ({"properties": {"a": {"multipleOf": 7}, "b": {"anyOf": [{"multipleOf": 11}]}}}, 77),
-        ({"allOf": [{"multipleOf": 0.4}, {"multipleOf": 1.5}]}, 60),
-        ({"multipleOf": -3}, 1),
-    ],
-)
-def test_remainders_are_those_of_the_common_multiple_where_schemas_are_combined(schema: dict[str, Any], num: int) -> None:
-    assert num_remainders(schema) == num
-
-
-def _strings(num_parts: int, num_choices: int) -> dict[str, Any]:
-    """Alternatives of strings that have to hold together."""
-    choices = [[{"pattern": f"x{i}y{j}"} for j in range(num_choices)] for i in range(num_parts)]
-    return {"type": "string", "allOf": [{"anyOf": each} for each in choices]}
-
-
-@pytest.mark.parametrize(
-    ("schema", "num"),
-    [
-        (True, 1),
-        ({"anyOf": [{"const": i} for i in range(5000)]}, 1),
-        (_strings(2, 5), 25),
-        ({"properties": {"a": {"items": _strings(3, 4)}}}, 64),
-        ({"anyOf": [{}, {}], "oneOf": [{}, {}, {}]}, 6),
-        ({"$ref": "#/$defs/a", "anyOf": [{}, {}], "$defs": {"a": {"oneOf": [{}, {}, {}]}}}, 6),
-        ({"allOf": [{"$ref": "#/$defs/a~1b"}] * 3, "$defs": {"a/b": {"anyOf": [{}, {}]}}}, 8),
-        ({"$ref": "#", "allOf": [{"$ref": "#"}, {"anyOf": [{"$ref": "#"}, {}]}]}, 1),
-        ({"allOf": [{"$ref": "#/nowhere"}, {"$ref": 3}, {"$ref": "other.json#/a"}]}, 1),
-        ({"anyOf": "x", "allOf": {}, "oneOf": [1, None]}, 1),
-        (_strings(40, 5), 10**9),
-    ],
-)
-def test_combinations_are_counted_where_alternatives_have_to_hold_together(schema: Any, num: int) -> None:
-    assert num_combinations(schema) == num
 
 
 @pytest.mark.parametrize("written", ['{"multipleOf": 4294967291}', '%json{"multipleOf": 4294967291}'])
@@ -307,6 +311,35 @@ def test_samples_of_a_request_compile_once_and_go_their_own_ways(compiler: Gramm
     assert sorted(allowed.nonzero().flatten().tolist()) == sorted([a, y])
 
 
+class Clock:
+    """Masks take so many milliseconds, and nothing else takes any time."""
+
+    def __init__(self, milliseconds: float) -> None:
+        self._now, self._step = 0.0, milliseconds / 1000
+
+    def __call__(self) -> float:
+        self._now += self._step
+        return self._now
+
+
+@pytest.mark.parametrize(("milliseconds", "num_masks"), [(4.9, None), (6.5, 334), (50.0, 12), (600.0, 1)])
+def test_masks_that_take_long_end_their_own_request(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, milliseconds: float, num_masks: int | None
+) -> None:
+    texts = [compiler.start(StructuredOutputs(regex="[ab]*"))]
+    texts.append(texts[0].copy())
+    other = compiler.start(StructuredOutputs(regex="[ab]*"))
+    path = (compiler._tokenizer.encode("a")[0],)
+    monkeypatch.setattr(grammar, "thread_time", Clock(milliseconds))
+    for count in range(1, num_masks or 2000):
+        texts[count % 2].allowed(path, 4096)
+    if num_masks is not None:
+        with pytest.raises(grammar.GrammarError, match=f"too much work: its {num_masks} masks took {milliseconds} ms each"):
+            texts[0].allowed(path, 4096)
+    monkeypatch.undo()
+    assert other.allowed(path, 4096) is not None
+
+
 def _advance(state: grammar.GrammarState, num_tokens: int) -> None:
     for _ in range(num_tokens):
         state.advance(_forced(state))
@@ -317,6 +350,62 @@ def test_what_explodes_later_ends_then_and_soon(compiler: GrammarCompiler) -> No
     state.advance(compiler._tokenizer.encode("b")[0])
     with pytest.raises(grammar.GrammarError, match="too much for its automaton"):
         _advance(state, 10)
+
+
+def test_a_large_step_ends_where_it_is_come_to(compiler: GrammarCompiler) -> None:
+    later = f'start: "x" %json {{"type": "integer", "multipleOf": {_PRIME}}} "y"'
+    state = compiler.start(StructuredOutputs(grammar=later))
+    with pytest.raises(grammar.GrammarError, match="too much for its automaton"):
+        _advance(state, 3)
+
+
+@pytest.mark.parametrize("rule", ["e e e e e e | /./ |", "e e e e | /./ |", 'e e | e e e | "a" | "b" | /[a-z]/'])
+def test_an_ambiguous_grammar_ends_before_a_mask_takes_long(compiler: GrammarCompiler, rule: str) -> None:
+    longest, before = 0.0, time.thread_time()
+    with pytest.raises((grammar.GrammarError, InvalidParameterError), match="Too many items"):  # noqa: PT012
+        state = compiler.start(StructuredOutputs(grammar=f"start: e\ne: {rule}"))
+        for token in compiler._tokenizer.encode("def first(values): return values[0] if values else None") * 5:
+            before = time.thread_time()
+            state.advance(token)
+            state.allowed((), 4096)
+            longest = max(longest, time.thread_time() - before)
+    assert max(longest, time.thread_time() - before) < 0.2  # about 0.05 on a machine with nothing else to do
+
+
+_LANGUAGE = r"""
+start: statement+
+statement: "let " NAME " = " either ";\n" | "while (" either ") {\n" statement* "}\n" | either ";\n"
+    | "fn " NAME "(" (NAME (", " NAME)*)? ") {\n" statement* "return " either ";\n}\n"
+    | "if (" either ") {\n" statement* "}" (" else {\n" statement* "}")? "\n"
+either: both (" || " both)*
+both: compared (" && " compared)*
+compared: sum ((" < " | " > " | " == " | " != " | " <= " | " >= ") sum)?
+sum: product ((" + " | " - ") product)*
+product: signed ((" * " | " / " | " % ") signed)*
+signed: ("-" | "!")? called
+called: value ("(" (either (", " either)*)? ")" | "[" either "]" | "." NAME)*
+value: NAME | NUMBER | TEXT | "(" either ")" | "[" (either (", " either)*)? "]"
+NAME: /[a-zA-Z_][a-zA-Z0-9_]*/
+NUMBER: /[0-9]+(\.[0-9]+)?/
+TEXT: /"[^"\n]*"/
+"""
+_PROGRAM = """fn largest(list, least) {
+let found = least;
+while (i < list.size() && (found != -1 || !done)) {
+if (list[i] > found) {
+found = list[i] * (2 + f(a, [1, 2.5])(3).b);
+} else {
+print("no " + list[i]);
+}
+}
+return found;
+}
+"""
+
+
+def test_a_programming_language_is_followed(compiler: GrammarCompiler) -> None:
+    source = _PROGRAM.replace("found = list", "let found = list")
+    assert _takes(compiler.start(StructuredOutputs(grammar=_LANGUAGE)), compiler._tokenizer, source)
 
 
 @pytest.mark.parametrize(("num_characters", "fits"), [(15_000, True), (30_000, False)])

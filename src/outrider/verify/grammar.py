@@ -9,10 +9,8 @@ and still take seconds for a mask.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
-from contextlib import suppress
-from functools import lru_cache
+from threading import Lock
+from time import thread_time
 from typing import Any
 
 import numpy as np
@@ -22,26 +20,19 @@ from torch import Tensor
 
 from outrider.errors import ContradictionError, InvalidParameterError, OutriderError, UnsupportedParameterError
 from outrider.params import StructuredOutputs
-from outrider.verify.combinations import num_combinations
-from outrider.verify.multiples import num_remainders
+from outrider.verify.structures import StructureError, Vocabulary, Written, compiled
+from outrider.verify.trials import Trials
 
 _FIELD = "structured_outputs"
 #: The largest structures that the automaton begins with in a fraction of a second. Beyond them its time grows with the
 #: square of the size, and all requests wait for it.
 MAX_CHOICES = 10_000
 MAX_CHARACTERS = 200_000
-#: Numbers that a `multipleOf` tells apart. The library has no limit of its own here; 99,991 take it half a second.
-MAX_REMAINDERS = 100_000
-#: Combinations of alternatives that have to hold together: 625 of strings with a pattern take 0.2 s, 15,625 more than 15 s.
-MAX_COMBINATIONS = 1_000
-#: What an automaton may spend until its first mask is there, and then on each mask. The library counts the expressions that
-#: it makes of regular expressions. `((((a{100}){100}){100}){100})` is given up after 0.1 s at the beginning of a text, and
-#: after 0.03 s in the middle of one. With the library's own limits it held a text up for 1.4 s and 0.2 s. A text may then
-#: begin with a literal of some 100,000 characters, and one behind something else may have 20,000.
-_LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "max_lexer_states": 50_000, "verbose_errors": False}
-#: White space between the parts of a JSON text, where a schema does not say otherwise with "x-guidance": enough for what
-#: people and json.dumps write. The library's own has no end, so that a model may write blanks for ever.
-_WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,64}"
+#: What the masks of a request may take of a processor's time: so much in all, and for each mask. Those of JSON and of
+#: programming languages take 0.1 to 0.3 ms, and 2 ms where most of 120,000 tokens may follow. One inside a literal of
+#: 60,000 characters takes 9 ms.
+_SECONDS = 0.5
+_SECONDS_A_MASK = 0.005
 #: What the library says where a limit is reached, and not where something is wrong.
 _TOO_MUCH = (
     "too big",
@@ -52,9 +43,8 @@ _TOO_MUCH = (
     "max is",
     "recursion limit",
     "precomputation failed",
+    "too much work",
 )
-#: How a rule begins in GBNF. Lark may have the same signs in a text or a schema, but not behind a name that starts a line.
-_GBNF_RULE = re.compile(r"^[ \t]*[\w-]*[ \t]*::=", re.MULTILINE)
 #: And where nothing more may follow, although the structure is not complete.
 _DEAD_END = "NoExtension"
 
@@ -63,33 +53,43 @@ class GrammarError(OutriderError):
     """The automaton refused a token or gave up; its request fails with a ProcessingError."""
 
 
+class _MaskTimes:
+    """What the masks of a request's texts have taken of a processor's time, which all other requests wait for."""
+
+    def __init__(self) -> None:
+        self._seconds, self._num_masks = 0.0, 0
+
+    def add(self, seconds: float) -> None:
+        """Count one more.
+
+        Raises:
+            GrammarError: They take too long.
+        """
+        self._seconds += seconds
+        self._num_masks += 1
+        if self._seconds > _SECONDS + _SECONDS_A_MASK * self._num_masks:
+            mean = 1000 * self._seconds / self._num_masks
+            raise GrammarError(_gave_up(f"too much work: its {self._num_masks:,} masks took {mean:.1f} ms each"))
+
+
 class GrammarState:
     """Where one text stands in its structure.
 
     Args:
         matcher: An llguidance.LLMatcher.
         bits: Its mask; None where it is not known yet.
+        times: Of all texts of its request; None for the first of them.
     """
 
-    def __init__(self, matcher: Any, bits: bytes | None = None) -> None:
+    def __init__(self, matcher: Any, bits: bytes | None = None, times: _MaskTimes | None = None) -> None:
         self._matcher = matcher
+        self._times = _MaskTimes() if times is None else times
         self._bits = bits  # of what may follow the committed text; asked for by the draft and by the target
 
     def copy(self) -> GrammarState:
         """Another text of the same request, at the same place. They share what the automaton has computed, so nothing is
-        compiled anew, and where one has failed all have."""
-        return GrammarState(self._matcher.deep_copy(), self._bits)
-
-    def rehearse(self) -> None:
-        """Do the work of the first mask, and see that a token of it can be taken.
-
-        Raises:
-            GrammarError: No text has the structure, or it is too much for the automaton.
-        """
-        bits = self._committed_bits()
-        ahead = self._matcher.deep_copy()  # a matcher that has failed once has failed for ever
-        if not ahead.consume_token(int(np.flatnonzero(_flags(bits))[0])):
-            raise GrammarError(_gave_up(ahead.get_error()))
+        compiled anew, and where one has failed all have. So is the time that their masks may take."""
+        return GrammarState(self._matcher.deep_copy(), self._bits, self._times)
 
     def advance(self, token_id: int) -> None:
         """A token was committed; one that the structure allows.
@@ -105,7 +105,7 @@ class GrammarState:
         """Tokens [vocab_size] bool that may follow the committed text and `path`; None where the path itself may not.
 
         Raises:
-            GrammarError: The automaton gave up (its limits on complexity).
+            GrammarError: The automaton gave up (its limits on complexity), or its masks take too long.
         """
         bits = self._bits_behind(path) if path else self._committed_bits()
         if bits is None:
@@ -129,9 +129,11 @@ class GrammarState:
                 self._matcher.rollback(taken)
 
     def _compute(self) -> bytes:
+        begun = thread_time()
         bits: bytes = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise GrammarError(_gave_up(self._matcher.get_error()))
+        self._times.add(thread_time() - begun)
         return bits
 
 
@@ -142,13 +144,19 @@ class GrammarCompiler:
         tokenizer: Of the target; None where it has none.
         vocab_size: Width of the target's logits.
         eos_token_ids: Tokens that end a text.
+
+    Attributes:
+        trials: Where structures are tried before anything is made of them here; None where those who write them are trusted
+            with the whole process.
     """
 
     def __init__(self, tokenizer: Any | None, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        self._vocabulary: Any | None = None
+        self._lock = Lock()
+        self._wrapped: Any | None = None
+        self.trials: Trials | None = None
 
     def start(self, structure: StructuredOutputs) -> GrammarState:
         """A text that has yet to begin, with its first mask. Any thread may call this, and it may take tenths of a second.
@@ -158,34 +166,30 @@ class GrammarCompiler:
             ContradictionError: The model has no tokenizer, or no token that ends a text.
             InvalidParameterError: The structure is malformed, no text has it, it is larger than one of the limits here, or
                 it is too much for an automaton.
+            TrialError, ClosedError: It cannot be tried.
         """
         written = _written(structure)
-        _check_size(structure, written)
         library = _library()
-        if self._vocabulary is None:
-            self._vocabulary = self._wrap(library)
+        with self._lock:
+            if self._wrapped is None:
+                self._wrapped = self._read_vocabulary().wrapped(library)
+        if self.trials is not None:
+            refusal = self.trials.verdict(written, self._read_vocabulary)
+            if refusal is not None:
+                raise _refused(structure, refusal)
         try:
-            source = _source(structure, written, library)
-            limits = library.LLParserLimits(**_LIMITS)
-            matcher = library.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
-        except Exception as error:  # the library's readers raise whatever happened to them
+            return GrammarState(*compiled(written, self._wrapped, library))
+        except StructureError as error:
             raise _refused(structure, error) from error
-        if matcher.is_error():
-            raise _refused(structure, matcher.get_error())
-        state = GrammarState(matcher)
-        try:
-            state.rehearse()
-        except GrammarError as error:
-            raise _refused(structure, error) from error
-        return state
 
-    def _wrap(self, library: Any) -> Any:
+    def _read_vocabulary(self) -> Vocabulary:
         if self._tokenizer is None or not self._eos_token_ids:
             lacks = "tokenizer" if self._tokenizer is None else "token that ends a text"
             raise ContradictionError(_FIELD, "...", f"the model has no {lacks}", "Use a model that has one.")
-        from llguidance.hf import from_tokenizer
-
-        return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+        if getattr(self._tokenizer, "backend_tokenizer", None) is None:
+            problem = "the model's tokenizer is none of the fast ones, which structures need"
+            raise UnsupportedParameterError(_FIELD, "...", problem, "Use a model that has a tokenizer.json.")
+        return Vocabulary.of(self._tokenizer, self._vocab_size, self._eos_token_ids)
 
 
 def _library() -> Any:
@@ -202,21 +206,31 @@ def _given(structure: StructuredOutputs) -> object:
     return next(v for v in dict(structure).values() if v not in (None, False, ()))
 
 
-def _written(structure: StructuredOutputs) -> str:
-    """The structure as text, in the language that it was given in; choices one after another."""
-    if structure.json_object:
-        return '{"type": "object"}'
+def _written(structure: StructuredOutputs) -> Written:
+    """The structure as text, which is not too large."""
     if structure.choice:
-        return "".join(structure.choice)
-    if isinstance(structure.json_schema, dict):
-        try:
-            return json.dumps(structure.json_schema)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise _refused(structure, error) from error
-    return structure.json_schema or structure.regex or structure.grammar or ""
+        _check_size(structure, sum(map(len, structure.choice)))
+        return Written.choices(structure.choice)
+    if structure.json_object or structure.json_schema is not None:
+        written = Written("schema", '{"type": "object"}' if structure.json_object else _schema_text(structure))
+    elif structure.regex is not None:
+        written = Written("regex", structure.regex)
+    else:
+        written = Written.grammar(structure.grammar or "")
+    _check_size(structure, len(written.text))
+    return written
 
 
-def _check_size(structure: StructuredOutputs, written: str) -> None:
+def _schema_text(structure: StructuredOutputs) -> str:
+    if isinstance(structure.json_schema, str):
+        return structure.json_schema
+    try:
+        return json.dumps(structure.json_schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _refused(structure, error) from error
+
+
+def _check_size(structure: StructuredOutputs, num_characters: int) -> None:
     if len(structure.choice) > MAX_CHOICES:
         raise InvalidParameterError(
             _FIELD,
@@ -224,51 +238,20 @@ def _check_size(structure: StructuredOutputs, written: str) -> None:
             f"it is too large: {len(structure.choice):,} choices",
             f"Use up to {MAX_CHOICES:,} choices; a regex or a grammar says many alike in one.",
         )
-    if len(written) > MAX_CHARACTERS:
+    if num_characters > MAX_CHARACTERS:
         raise InvalidParameterError(
             _FIELD,
             _given(structure),
-            f"it is too large: {len(written):,} characters",
+            f"it is too large: {num_characters:,} characters",
             f"Use up to {MAX_CHARACTERS:,} characters in all.",
         )
-    for schema in () if structure.choice or structure.regex else _schemas(written):
-        _check_schema(structure, schema)
-
-
-def _check_schema(structure: StructuredOutputs, schema: object) -> None:
-    """Refuse what the library has no limit of its own for."""
-    remainders, combinations = num_remainders(schema), num_combinations(schema)
-    if remainders > MAX_REMAINDERS:
-        raise InvalidParameterError(
-            _FIELD,
-            _given(structure),
-            f"it is too much for an automaton: its multipleOf leaves {remainders:,} remainders",
-            f"Use steps with up to {MAX_REMAINDERS:,} remainders, counted in units of the last decimal place.",
-        )
-    if combinations > MAX_COMBINATIONS:
-        raise InvalidParameterError(
-            _FIELD,
-            _given(structure),
-            f"it is too much for an automaton: its alternatives have {combinations:,} combinations or more",
-            f"Use up to {MAX_COMBINATIONS:,} combinations of anyOf and oneOf that have to hold together.",
-        )
-
-
-def _schemas(written: str) -> Iterator[object]:
-    """The schemas in a text, where they can be read: itself, or what stands behind `%json` in a grammar. The library that
-    reads the rest says what is wrong."""
-    places = [found.end() for found in re.finditer(r"%json\s*", written)] or [0]
-    decoder = json.JSONDecoder()
-    for place in places:
-        with suppress(ValueError, RecursionError):
-            yield decoder.raw_decode(written, place)[0]
 
 
 def _refused(structure: StructuredOutputs, reason: object) -> InvalidParameterError:
     """Why a structure cannot be followed: it is more than an automaton can do, nothing has it, or it is written wrongly."""
     line = _first_line(reason)
     if _is_too_much(line):
-        remedy = "Use fewer or shorter repetitions, fewer alternatives, and less nesting."
+        remedy = "Use fewer or shorter repetitions, fewer alternatives, smaller multiples, and less nesting."
         return InvalidParameterError(_FIELD, _given(structure), f"it is too much for an automaton ({line})", remedy)
     if _DEAD_END in line:
         return InvalidParameterError(_FIELD, _given(structure), "no text can have it", "Give one that a text can have.")
@@ -295,27 +278,3 @@ def _first_line(reason: object, limit: int = 200) -> str:
     """What an error says, without the states and lists that may follow."""
     line = next(iter(str(reason).strip().splitlines()), "no reason was given")
     return line if len(line) <= limit else f"{line[: limit - 1]}…"
-
-
-@lru_cache(maxsize=64)
-def _from_schema(schema: str, library: Any) -> str:
-    read = json.loads(schema)
-    own = read.get("x-guidance") if isinstance(read, dict) else None
-    defaults = None if own else {"whitespace_pattern": _WHITESPACE}
-    grammar: str = library.LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
-    return grammar
-
-
-def _source(structure: StructuredOutputs, written: str, library: Any) -> str:
-    """The structure in llguidance's own form."""
-    if structure.json_object or structure.json_schema is not None:
-        return _from_schema(written, library)
-    if structure.regex is not None:
-        return str(library.LLMatcher.grammar_from_regex(written))
-    if structure.choice:
-        return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in structure.choice)
-    if _GBNF_RULE.search(written) is None:
-        return str(library.LLMatcher.grammar_from_lark(written))
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    return str(library.LLMatcher.grammar_from_lark(any_to_lark(written)))
