@@ -1,8 +1,9 @@
 """`outrider serve` with planted faults, each to be had by a signal.
 
 SIGUSR1 lets the next verification raise, in the middle of a step. SIGUSR2 does the same and loses a block from the books,
-so that the engine must begin anew. With OUTRIDER_PLANTED a defect is there from the beginning. If it is
-"a tenant's requests take long to prepare", those of the tenant `flood` take until SIGHUP comes.
+so that the engine must begin anew. With OUTRIDER_HANGS in the environment the verification hangs for ever instead. With
+OUTRIDER_PLANTED a defect is there from the beginning. If it is "a tenant's requests take long to prepare", those of the
+tenant `flood` take until SIGHUP comes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -37,6 +39,8 @@ def plant_faults() -> None:
         if _due:
             if _due.pop() == signal.SIGUSR2:
                 plan.items[0].seq.kv.block_table.pop()
+            while "OUTRIDER_HANGS" in os.environ:
+                time.sleep(1)
             raise RuntimeError("a planted fault")
         return sound(self, plan, drafts, out)
 

@@ -126,6 +126,22 @@ async def undisturbed(url: str, texts: Sequence[tuple[dict[str, Any], str]]) -> 
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
+def test_a_server_whose_engine_hangs_comes_to_its_end() -> None:
+    with running("--drain-seconds", "1", module="tests.server.broken_server", OUTRIDER_HANGS="1") as server:
+
+        async def ask() -> Any:
+            asked = asyncio.create_task(stream(server.url, {"prompt": "import os\n", "max_tokens": 500}, told := Told()))
+            await asyncio.wait_for(told.begun.wait(), 60)
+            server.process.send_signal(signal.SIGUSR1)
+            await asyncio.sleep(1)
+            server.process.send_signal(signal.SIGTERM)
+            return (await asked).error
+
+        assert asyncio.run(ask())["code"] == "drain_timeout"
+        assert server.process.wait(60) == 1
+        assert [line["event"] for line in server.ended()][-1] == "the engine does not come to its end"
+
+
 @pytest.mark.parametrize(
     ("number", "counted"),
     [
@@ -149,7 +165,7 @@ def test_a_fault_of_the_engine_ends_those_concerned_alone(
         for told in failed:
             assert told.done
             assert told.error is not None
-            assert (told.error["type"], told.error["code"]) == ("server_error", "StepAbortedError")
+            assert (told.error["type"], told.error["code"]) == ("server_error", "step_aborted")
         for told, (_, want) in zip(found, asked, strict=True):
             assert (told.text == want) if told.error is None else want.startswith(told.text)
         assert server.metric(counted) == 1
@@ -158,7 +174,7 @@ def test_a_fault_of_the_engine_ends_those_concerned_alone(
         assert [told.text for told in again] == [want for _, want in texts]
         server.process.send_signal(number)
         status, body = asyncio.run(post(server.url, json.dumps({"prompt": "x"}).encode()))
-        assert (status, body["error"]["code"]) == (500, "StepAbortedError")
+        assert (status, body["error"]["code"]) == (500, "step_aborted")
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
         assert [line["books"] for line in server.ended() if line["event"] == "ended"] == ["agree"]

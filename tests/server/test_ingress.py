@@ -35,6 +35,7 @@ with warnings.catch_warnings():
 EVENTS = Opening(200, ((b"content-type", b"text/event-stream; charset=utf-8"),), b"data: 1\n\n")
 FILE = Opening(200, ((b"content-type", b"text/javascript"), (b"content-length", b"6")), b"abc")
 LOST = RayActorError()
+SETTINGS = ServerSettings(model_name="m", max_body_bytes=1000, max_body_values=100)
 
 
 @pytest.fixture(autouse=True)
@@ -89,20 +90,20 @@ class Parts:
         self._engine.num_cancelled += 1
 
 
-def asked(engine: Engine, path: str = "/v1/completions") -> tuple[int, bytes]:
+def asked(engine: Engine, path: str = "/v1/completions", body: bytes = b'{"prompt": "x"}') -> tuple[int, bytes]:
     """The status and the body that a client gets."""
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [(b"a", b"b")]}
     scope |= {"asgi": {"spec_version": "2.4"}}
     sent: list[Message] = []
 
     async def receive() -> Message:
-        return {"type": "http.request", "body": b'{"prompt": "x"}', "more_body": False}
+        return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: Message) -> None:
         sent.append(message)
 
     async def ask() -> None:
-        response = await Ingress(engine, ApiKeys.of(None), 1000)(Request(scope, receive))
+        response = await Ingress(engine, ApiKeys.of(None), SETTINGS)(Request(scope, receive))
         await response(scope, receive, send)
 
     try:
@@ -149,6 +150,13 @@ def test_a_body_that_is_no_stream_gets_no_event_in_its_middle() -> None:
     with pytest.raises(RayActorError):
         asked(engine, "/assets/page.js")
     assert (len(engine.parcels), engine.num_cancelled) == (1, 1)
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": [%s]}' % b",".join([b"1"] * 200), b'{"prompt": "%s"}' % (b"x" * 1000)])
+def test_a_body_that_is_too_large_reaches_no_replica(body: bytes) -> None:
+    engine = Engine([EVENTS])
+    status, found = asked(engine, body=body)
+    assert (status, json.loads(found)["error"]["code"], engine.parcels) == (413, "body_too_large", [])
 
 
 def test_what_an_engine_raises_is_not_asked_of_another_one() -> None:

@@ -414,7 +414,7 @@ def test_what_cannot_be_served_is_refused_by_its_name(server: Server, fields: An
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tool_choice": "auto"}, "tool_choice"),
-        ({"functions": []}, "functions"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"chat_template": "x"}, "chat_template"),
@@ -433,7 +433,7 @@ def test_the_same_for_chats(server: Server, fields: Any, param: str | None) -> N
 def test_fields_that_ask_for_nothing_are_taken(server: Server) -> None:
     fields = {"best_of": 1, "suffix": None, "store": False, "n": None, "stop": None, "service_tier": "auto"}
     assert complete(server, **GREEDY, **fields)["choices"]
-    assert chat(server, max_tokens=2, functions=None, modalities=["text"], parallel_tool_calls=True)["choices"]
+    assert chat(server, max_tokens=2, functions=[], modalities=["text"], parallel_tool_calls=True)["choices"]
     assert chat(server, max_tokens=2, chat_template_kwargs={"ending": "class"})["usage"]["prompt_tokens"] > 2
 
 

@@ -88,6 +88,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return used
 
 
+def test_a_malformed_regex_is_refused_with_what_is_wrong_with_it(compiler: GrammarCompiler) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        compiler.start(StructuredOutputs(regex="a("))
+    assert "unclosed group" in caught.value.problem
+
+
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_structure_is_refused_with_its_reason(compiler: GrammarCompiler, name: str) -> None:
     structure = StructuredOutputs(**MALFORMED[name])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import ssl
 from math import ceil
 from pathlib import Path
+from threading import Timer
 from time import monotonic
 from types import FrameType
 from typing import Any, NoReturn
@@ -21,6 +23,9 @@ from outrider.server.deadlines import PARTING_SECONDS
 from outrider.server.logs import log
 from outrider.server.protocol import Protocol
 from outrider.server.service import Service
+
+#: How long the engine may take to end its step and to free its memory, once everybody was told that the server ends.
+_HANGING_SECONDS = 15
 
 
 def listen(host: str, port: int, stalled_seconds: int) -> socket.socket:
@@ -74,6 +79,8 @@ def check_tls(certificate: Path | None, key: Path | None) -> None:
 def serve(service: Service, place: socket.socket, *, drain_seconds: int, **tls: Any) -> None:
     """Serve until SIGTERM or Ctrl-C, then refuse what is new and let those who are being served finish.
 
+    Where the engine hangs in a step, the process ends with exit code 1 some 25 seconds after the time to finish.
+
     Args:
         service: What to serve.
         place: Where.
@@ -91,7 +98,11 @@ def serve(service: Service, place: socket.socket, *, drain_seconds: int, **tls: 
         **tls,
     )
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends itself what it was sent once it has ended
-    _Server(config, service, drain_seconds).run(sockets=[place])
+    server = _Server(config, service, drain_seconds)
+    try:
+        server.run(sockets=[place])
+    finally:
+        server.has_ended()
 
 
 class _Server(uvicorn.Server):
@@ -108,6 +119,7 @@ class _Server(uvicorn.Server):
         self._service, self._drain_seconds = service, drain_seconds
         self._end: float | None = None
         self._has_cut_off = self._hangs = False
+        self._last_resort: Timer | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -123,10 +135,18 @@ class _Server(uvicorn.Server):
         wait = max(0.0, (self._end or 0.0) + PARTING_SECONDS - monotonic())
         self.config.timeout_graceful_shutdown = ceil(wait + PARTING_SECONDS)
         parting = asyncio.get_running_loop().call_later(wait, self._cut_connections)
+        self._last_resort = Timer(wait + PARTING_SECONDS + _HANGING_SECONDS, _end_at_once)
+        self._last_resort.daemon = True
+        self._last_resort.start()
         try:
             await super().shutdown(sockets)
         finally:
             parting.cancel()
+
+    def has_ended(self) -> None:
+        """Nothing hangs any more."""
+        if self._last_resort is not None:
+            self._last_resort.cancel()
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; whether uvicorn closes its sockets now. Before that nobody would be told why."""
@@ -156,6 +176,14 @@ class _Server(uvicorn.Server):
     def _cut_connections(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+
+def _end_at_once() -> NoReturn:
+    """End the process although its engine's thread does not come to its end. Nobody can end a thread, and whoever looks
+    after the process would have to kill it."""
+    log("the engine does not come to its end", {}, logging.CRITICAL)
+    logging.shutdown()
+    os._exit(1)
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

@@ -2,8 +2,7 @@
 
 The automaton is llguidance's, an optional extra. It advances by committed tokens only; a look along a draft path consumes
 the path and takes it back. A text is started with its first mask, where most of the work may be. The library bounds
-the work of later masks too, and a text that comes to a bound is ended alone. Some ambiguous grammars stay below the bounds
-and still take seconds for a mask.
+the work of later masks too, and a text that comes to a bound is ended alone.
 """
 
 from __future__ import annotations
@@ -276,5 +275,8 @@ def _gave_up(reason: object) -> str:
 
 def _first_line(reason: object, limit: int = 200) -> str:
     """What an error says, without the states and lists that may follow."""
-    line = next(iter(str(reason).strip().splitlines()), "no reason was given")
+    lines = str(reason).strip().splitlines() or ["no reason was given"]
+    # Behind a drawing of a regular expression comes what is wrong with it.
+    told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "")
+    line = f"{lines[0].removesuffix('regex parse error:')}{told}" if told else lines[0]
     return line if len(line) <= limit else f"{line[: limit - 1]}…"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -19,6 +20,8 @@ from outrider.server.metrics import MEDIA_TYPE
 from outrider.server.replicas.metrics import merged
 from outrider.server.replicas.parcels import Opening, Parcel
 from outrider.server.replicas.prefixes import beginnings
+from outrider.server.settings import ServerSettings
+from outrider.server.sizes import check_values
 from outrider.server.streams import DONE, event
 
 #: A request is sent to a second replica if the first one dies before anything of the answer was sent. Not to a third one: a
@@ -35,12 +38,12 @@ class Ingress:
     Args:
         engine: Calls a replica of the engine, behind our router.
         keys: Who may ask. The engines refuse others; here they tell whose caches may be used.
-        max_body_bytes: Of one request.
+        settings: How large a request may be.
     """
 
-    def __init__(self, engine: Any, keys: ApiKeys, max_body_bytes: int) -> None:
+    def __init__(self, engine: Any, keys: ApiKeys, settings: ServerSettings) -> None:
         write_json()
-        self._engine, self._keys, self._max_body_bytes = engine, keys, max_body_bytes
+        self._engine, self._keys, self._settings = engine, keys, settings
 
     async def __call__(self, request: Request) -> Response:
         """One request."""
@@ -65,9 +68,12 @@ class Ingress:
         return Response(merged([text for text in texts if isinstance(text, tuple)]), media_type=MEDIA_TYPE)
 
     async def _parcel(self, request: Request) -> Parcel:
-        body = await read_body(request, self._max_body_bytes)
+        body = await read_body(request, self._settings.max_body_bytes)
         tenant = self._keys.tenant(bearer(request))
-        pieces = beginnings(body, tenant) if tenant is not None or not self._keys else ()
+        pieces: tuple[bytes, ...] = ()
+        if tenant is not None or not self._keys:
+            check_values(body, self._settings.max_body_values)
+            pieces = await asyncio.to_thread(beginnings, body, tenant)  # others are served meanwhile
         path, query = request.url.path, request.scope["query_string"]
         return Parcel(request.method, path, query, tuple(request.headers.raw), body, pieces)
 

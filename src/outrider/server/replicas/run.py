@@ -131,7 +131,7 @@ def _application(
     ingress = serve.deployment(
         Ingress, name=_INGRESS, max_ongoing_requests=_NO_LIMIT, ray_actor_options={"num_cpus": 0}, **_HEALTH
     )
-    return ingress.bind(engine, keys, settings.max_body_bytes)
+    return ingress.bind(engine, keys, settings)
 
 
 def _reason(error: Exception) -> str:
