@@ -46,10 +46,10 @@ from outrider.model.loader import LoadedModel, adopt_model, check_sources, load_
 from outrider.model.target import Target
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.prompts import PromptEncoder
-from outrider.propose.auto import Auto
+from outrider.propose.auto import Auto, usual_methods
 from outrider.propose.draft_model import DraftModel
 from outrider.propose.method import Method
-from outrider.propose.speculation import PLAIN, SpeculationConfig
+from outrider.propose.speculation import SpeculationConfig
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,10 @@ class LLM:
         consume: Take the weights of a model that is given loaded without a copy. It is changed in place, and is of no use
             for anything else from then on.
         speculation: Who drafts, unless a call says otherwise: a SpeculationConfig, a flat mapping of the same settings, a
-            method or its name. None drafts with the embedded draft for the embedded pair, and not at all for other models.
-        draft_model: Short for speculation=SpeculationConfig(method=DraftModel(model=...)): local folder or hub id.
+            method or its name. None is "auto": the engine chooses in every step among the draft model, where there is one,
+            `suffix`, and none, by what each costs and brings. "none" decodes plainly.
+        draft_model: A draft model for that choice, or for speculation="draft_model": local folder or hub id. The embedded
+            pair brings its own.
         dtype: "auto" (the checkpoint's), "float64", "float32", "bfloat16" or "float16", or PyTorch's own name for one.
         device: A torch device; None takes CUDA where there is one.
         revision: Hub revision.
@@ -179,9 +181,9 @@ class LLM:
         )
         self._cache_config = CacheConfig(block_size=block_size, num_tokens=kv_cache_tokens, prefix_caching=prefix_caching)
         scheduling = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        self.speculation = self.resolve(_chosen(speculation, draft_model, embedded=self._embedded))
-        method = self.speculation.method
-        check_sources(draft_model=method.model if isinstance(method, DraftModel) else None)
+        self.speculation = self.resolve(_chosen(speculation, draft_model))
+        draft = _draft_of(self.speculation)
+        check_sources(draft_model=None if draft is None else draft.model)
         self._thread = EngineThread()
         self._thread.load(partial(self._build, model, tokenizer, scheduling, consume=consume))
 
@@ -195,7 +197,8 @@ class LLM:
         self.prompts = PromptEncoder(loaded.tokenizer, None if self._embedded else config.model, loaded.max_model_len)
         self.default_params = _default_params(loaded)
         load_runner = DraftLoader(runner, config, cache, scheduling.max_num_seqs)
-        proposers = ProposerSet(Target(runner), scheduling.max_num_batched_tokens, load_runner, method)
+        kept = _draft_of(self.speculation) if isinstance(method, Auto) else method
+        proposers = ProposerSet(Target(runner), scheduling.max_num_batched_tokens, load_runner, kept)
         if method is not None and not isinstance(method, Auto):
             proposers.get(method)  # a draft model that cannot be used is better known now than at the first prompt
         engine = Engine(runner, scheduling, proposers)
@@ -223,7 +226,7 @@ class LLM:
             runner = self.engine.runner
         except ClosedError:
             return f"<LLM model={_shown(self._model_config.model)} closed>"
-        config, speculation = self._model_config, self.speculation
+        config, speculation, draft = self._model_config, self.speculation, _draft_of(self.speculation)
         loaded = runner.loaded
         facts = {
             "model": _shown(loaded.name),
@@ -235,7 +238,7 @@ class LLM:
             "batch_invariant": config.batch_invariant or None,
             "speculation": speculation.name,
             "num_draft_tokens": speculation.num_draft_tokens if speculation.enabled else None,
-            "draft_model": _shown(speculation.method.model) if isinstance(speculation.method, DraftModel) else None,
+            "draft_model": None if draft is None else _shown(draft.model),
         }
         return f"<LLM {' '.join(f'{name}={fact}' for name, fact in facts.items() if fact is not None)}>"
 
@@ -507,8 +510,8 @@ class LLM:
             return self._resolve_auto(config, config.method)
         if not isinstance(config.method, DraftModel) or config.method.model is not None:
             return config
-        standing = self.speculation.method if hasattr(self, "speculation") else None
-        if isinstance(standing, DraftModel):
+        standing = _draft_of(self.speculation) if hasattr(self, "speculation") else None
+        if standing is not None:
             given = {name for name in config.method.model_fields_set if getattr(config.method, name) is not None}
             known = type(config.method).model_fields.keys() - given
             left_open = {name: value for name, value in standing if name in known}
@@ -521,13 +524,14 @@ class LLM:
     def _resolve_auto(self, config: SpeculationConfig, settings: Auto) -> SpeculationConfig:
         """The settings with the methods to choose from: those that are given, or else the LLM's own draft model, where it
         has one, and a lookup."""
-        methods = settings.methods
+        methods, standing = settings.methods, self.speculation if hasattr(self, "speculation") else None
+        if not methods and standing is not None and isinstance(standing.method, Auto):
+            return (
+                standing if config.num_draft_tokens == standing.num_draft_tokens else config.replace(method=standing.method)
+            )
         if not methods:
-            standing = self.speculation.method if hasattr(self, "speculation") else None
-            has_draft = isinstance(standing, DraftModel) or self._embedded
-            methods = tuple(SpeculationConfig.of(name) for name in (("draft_model",) if has_draft else ()) + ("suffix",))
-        if isinstance(self.speculation.method if hasattr(self, "speculation") else None, Auto) and not settings.methods:
-            return self.speculation
+            has_draft = self._embedded or (standing is not None and _draft_of(standing) is not None)
+            methods = usual_methods(DraftModel() if has_draft else None, config.num_draft_tokens)
         return config.replace(method=settings.replace(methods=tuple(self.resolve(each) for each in methods)))
 
     def _pieces(self, request: Request, inbox: Inbox) -> Iterator[StreamPiece]:
@@ -579,21 +583,28 @@ def _default_params(loaded: LoadedModel) -> SamplingParams:
     return SamplingParams(**taken)
 
 
-def _chosen(speculation: Speculation | None, draft_model: str | PathLike[str] | None, *, embedded: bool) -> Speculation:
-    """What LLM's arguments ask for; drafting with the embedded draft where they leave it open for the embedded pair."""
+def _chosen(speculation: Speculation | None, draft_model: str | PathLike[str] | None) -> Speculation:
+    """What LLM's arguments ask for; the engine chooses where they leave it open."""
     if draft_model is None:
-        return ("draft_model" if embedded else PLAIN) if speculation is None else speculation
+        return Auto.name if speculation is None else speculation
     if not isinstance(draft_model, str | PathLike) or not fspath(draft_model):
         raise InvalidParameterError("draft_model", draft_model, "no path", "Give a local folder or a hub id.")
     draft_model = fspath(draft_model)
-    if speculation is None:
-        return DraftModel(model=draft_model)
-    config = SpeculationConfig.of(speculation)
+    config = SpeculationConfig.of(Auto.name if speculation is None else speculation)
+    if isinstance(config.method, Auto) and not config.method.methods:
+        methods = usual_methods(DraftModel(model=draft_model), config.num_draft_tokens)
+        return config.replace(method=config.method.replace(methods=methods))
     if not isinstance(config.method, DraftModel):
         raise ContradictionError(
             "draft_model", draft_model, f"speculation names method={config.name!r}", "Leave one of them out."
         )
     return config.replace(method=config.method.replace(model=draft_model))
+
+
+def _draft_of(config: SpeculationConfig) -> DraftModel | None:
+    """The draft model of some settings, or of the first among which the engine chooses."""
+    found = [config, *(config.method.methods if isinstance(config.method, Auto) else ())]
+    return next((each.method for each in found if isinstance(each.method, DraftModel)), None)
 
 
 def _shown(model: str | None) -> str | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from outrider.errors import InvalidParameterError
 from outrider.propose.base import Proposer
 from outrider.propose.method import Method, ProposerContext
-from outrider.propose.speculation import Members
+from outrider.propose.speculation import Members, SpeculationConfig
+
+if TYPE_CHECKING:
+    from outrider.propose.draft_model import DraftModel
 
 
 class Auto(Method):
@@ -32,3 +35,14 @@ class Auto(Method):
             InvalidParameterError: Always.
         """
         raise InvalidParameterError("method", self.name, "the governor chooses for requests alone", "Name a method.")
+
+
+def usual_methods(draft: DraftModel | None, longest: int = Auto.default_num_draft_tokens) -> tuple[SpeculationConfig, ...]:
+    """What the engine chooses from where nobody says: a draft model, if there is one, and a lookup.
+
+    Args:
+        draft: The draft model.
+        longest: Most draft tokens.
+    """
+    methods = ("suffix",) if draft is None else (draft, "suffix")
+    return tuple(SpeculationConfig.of(method).replace(num_draft_tokens=longest) for method in methods)
