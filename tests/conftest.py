@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from outrider import LLM
+
+#: No test measures what passes cost, but those that ask for it, and none leaves files in the user's folders.
+os.environ["OUTRIDER_COSTS"] = "off"
 
 PROMPTS = ["def parse(line):\n", "class Reader:\n", "import os\n", "for name in names:\n"]
 
@@ -23,7 +27,7 @@ def llm(template: str) -> LLM:
     """The embedded pair, with a chat template."""
     from outrider import LLM
 
-    llm = LLM(kv_cache_tokens=4096)
+    llm = LLM(speculation="draft_model", kv_cache_tokens=4096)
     assert llm.tokenizer is not None
     llm.tokenizer.chat_template = template
     return llm

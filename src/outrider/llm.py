@@ -49,9 +49,9 @@ from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.profile import Identity, Profile, read_profile
 from outrider.prompts import PromptEncoder
 from outrider.propose.auto import Auto
-from outrider.propose.draft_model import DraftModel
+from outrider.propose.defaults import SpeculationDefaults
 from outrider.propose.method import Method
-from outrider.propose.speculation import PLAIN, SpeculationConfig
+from outrider.propose.speculation import SpeculationConfig
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +120,10 @@ class LLM:
         consume: Take the weights of a model that is given loaded without a copy. It is changed in place, and is of no use
             for anything else from then on.
         speculation: Who drafts, unless a call says otherwise: a SpeculationConfig, a flat mapping of the same settings, a
-            method or its name. None drafts with the embedded draft for the embedded pair, and not at all for other models.
-        draft_model: Short for speculation=SpeculationConfig(method=DraftModel(model=...)): local folder or hub id.
+            method or its name. None is "auto": the engine chooses in every step among the draft model, where there is one,
+            `suffix`, and none, by what each costs and brings. "none" decodes plainly.
+        draft_model: A draft model for that choice, or for speculation="draft_model": local folder or hub id. The embedded
+            pair brings its own.
         profile: A file that `outrider tune` wrote, in place of both: its settings are used. Where it was made for another
             dtype or another machine, a warning says so and it is ignored.
         dtype: "auto" (the checkpoint's), "float64", "float32", "bfloat16" or "float16", or PyTorch's own name for one.
@@ -184,10 +186,11 @@ class LLM:
         )
         self._cache_config = CacheConfig(block_size=block_size, num_tokens=kv_cache_tokens, prefix_caching=prefix_caching)
         scheduling = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        self.speculation = self.resolve(_chosen(speculation, draft_model, embedded=self._embedded))
+        embedded_draft = default_model("draft") if self._embedded else None
+        self._defaults = SpeculationDefaults.of(speculation, draft_model, embedded_draft)
         self._profile = None if profile is None else _profile(profile, speculation, draft_model)
-        method = self.speculation.method
-        check_sources(draft_model=method.model if isinstance(method, DraftModel) else None)
+        draft = self._defaults.draft
+        check_sources(draft_model=None if draft is None else draft.model)
         self._thread = EngineThread()
         self._thread.load(partial(self._build, model, tokenizer, scheduling, consume=consume))
 
@@ -203,7 +206,7 @@ class LLM:
         self.prompts = PromptEncoder(loaded.tokenizer, None if self._embedded else config.model, loaded.max_model_len)
         self.default_params = _default_params(loaded)
         load_runner = DraftLoader(runner, config, cache, scheduling.max_num_seqs)
-        proposers = ProposerSet(Target(runner), scheduling.max_num_batched_tokens, load_runner, method)
+        proposers = ProposerSet(Target(runner), scheduling.max_num_batched_tokens, load_runner, self._defaults.kept)
         if method is not None and not isinstance(method, Auto):
             proposers.get(method)  # a draft model that cannot be used is better known now than at the first prompt
         engine = Engine(runner, scheduling, proposers)
@@ -222,7 +225,12 @@ class LLM:
         if misfit:
             logger.warning("%s: the profile is ignored, since it was made for other circumstances: %s", path, misfit)
         else:
-            self.speculation = self.resolve(config)
+            self._defaults = replace(self._defaults, config=self.resolve(config))
+
+    @property
+    def speculation(self) -> SpeculationConfig:
+        """The settings of calls that bring none."""
+        return self._defaults.config
 
     def __enter__(self) -> Self:
         return self
@@ -244,7 +252,7 @@ class LLM:
             runner = self.engine.runner
         except ClosedError:
             return f"<LLM model={_shown(self._model_config.model)} closed>"
-        config, speculation = self._model_config, self.speculation
+        config, speculation, draft = self._model_config, self.speculation, self._defaults.draft
         loaded = runner.loaded
         facts = {
             "model": _shown(loaded.name),
@@ -256,7 +264,7 @@ class LLM:
             "batch_invariant": config.batch_invariant or None,
             "speculation": speculation.name,
             "num_draft_tokens": speculation.num_draft_tokens if speculation.enabled else None,
-            "draft_model": _shown(speculation.method.model) if isinstance(speculation.method, DraftModel) else None,
+            "draft_model": None if draft is None else _shown(draft.model),
         }
         return f"<LLM {' '.join(f'{name}={fact}' for name, fact in facts.items() if fact is not None)}>"
 
@@ -528,21 +536,7 @@ class LLM:
 
     def resolve(self, speculation: Speculation) -> SpeculationConfig:
         """The settings with what the caller left to us: the LLM's own draft model, or the embedded one."""
-        config = SpeculationConfig.of(speculation)
-        if isinstance(config.method, Auto):
-            return self._resolve_auto(config, config.method)
-        if not isinstance(config.method, DraftModel) or config.method.model is not None:
-            return config
-        standing = self.speculation.method if hasattr(self, "speculation") else None
-        if isinstance(standing, DraftModel):
-            given = {name for name in config.method.model_fields_set if getattr(config.method, name) is not None}
-            known = type(config.method).model_fields.keys() - given
-            left_open = {name: value for name, value in standing if name in known}
-            return config.replace(method=config.method.replace(**left_open))
-        if self._embedded:
-            return config.replace(method=config.method.replace(model=default_model("draft")))
-        remedy = 'Use LLM(..., draft_model="..."), or SpeculationConfig(method=DraftModel(model="...")).'
-        raise InvalidParameterError("draft_model", None, f"method={config.name!r} needs one", remedy)
+        return self._defaults.complete(speculation)
 
     def load_method(self, speculation: Speculation) -> None:
         """Load what these settings draft with now, and not when the first request asks for them.
@@ -555,18 +549,6 @@ class LLM:
             self.between_steps(lambda engine: engine.governing.admit(method))
         elif method is not None:
             self.proposers.get(method)
-
-    def _resolve_auto(self, config: SpeculationConfig, settings: Auto) -> SpeculationConfig:
-        """The settings with the methods to choose from: those that are given, or else the LLM's own draft model, where it
-        has one, and a lookup."""
-        methods = settings.methods
-        if not methods:
-            standing = self.speculation.method if hasattr(self, "speculation") else None
-            has_draft = isinstance(standing, DraftModel) or self._embedded
-            methods = tuple(SpeculationConfig.of(name) for name in (("draft_model",) if has_draft else ()) + ("suffix",))
-        if isinstance(self.speculation.method if hasattr(self, "speculation") else None, Auto) and not settings.methods:
-            return self.speculation
-        return config.replace(method=settings.replace(methods=tuple(self.resolve(each) for each in methods)))
 
     def _pieces(self, request: Request, inbox: Inbox) -> Iterator[StreamPiece]:
         """What comes in for a streaming request; who drops this drops the inbox, and so cancels the request."""
@@ -615,23 +597,6 @@ def _default_params(loaded: LoadedModel) -> SamplingParams:
         named = ", ".join(f"{name}={value}" for name, value in taken.items())
         logger.info("%s: without SamplingParams its own generation defaults are used: %s", loaded.name, named)
     return SamplingParams(**taken)
-
-
-def _chosen(speculation: Speculation | None, draft_model: str | PathLike[str] | None, *, embedded: bool) -> Speculation:
-    """What LLM's arguments ask for; drafting with the embedded draft where they leave it open for the embedded pair."""
-    if draft_model is None:
-        return ("draft_model" if embedded else PLAIN) if speculation is None else speculation
-    if not isinstance(draft_model, str | PathLike) or not fspath(draft_model):
-        raise InvalidParameterError("draft_model", draft_model, "no path", "Give a local folder or a hub id.")
-    draft_model = fspath(draft_model)
-    if speculation is None:
-        return DraftModel(model=draft_model)
-    config = SpeculationConfig.of(speculation)
-    if not isinstance(config.method, DraftModel):
-        raise ContradictionError(
-            "draft_model", draft_model, f"speculation names method={config.name!r}", "Leave one of them out."
-        )
-    return config.replace(method=config.method.replace(model=draft_model))
 
 
 def _profile(profile: Any, speculation: Speculation | None, draft_model: Any) -> tuple[str, Profile, SpeculationConfig]:

@@ -24,7 +24,7 @@ FAST = "fused" if available_sets() else "paged"
             {},
             None,
             f"model=embedded dtype=bfloat16 device=cpu attention_backend={FAST} kernels={BEST} "
-            "speculation=draft_model num_draft_tokens=5 draft_model=embedded",
+            "speculation=auto num_draft_tokens=16 draft_model=embedded",
         ),
         (
             {"speculation": "suffix", "quantization": "int8", "attention_backend": "paged"},

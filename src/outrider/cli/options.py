@@ -71,23 +71,30 @@ def speculation(
     rule: str | None,
     tree: str | None = None,
 ) -> Any:
-    """A SpeculationConfig from what was given; where only its own fields were, these as changes to LLM's choice; None where
-    nothing was."""
+    """A SpeculationConfig from what was given. A draft model without a method is one to choose from. Where only fields of a
+    draft were given, these, for the draft model of the embedded pair; None where nothing was."""
     with light_imports():
+        from outrider.propose.auto import Auto
+        from outrider.propose.defaults import usual_methods
+        from outrider.propose.draft_model import DraftModel as Draft
         from outrider.propose.speculation import SpeculationConfig
 
     widths = None if tree is None else _widths(tree)
     changes = {"num_draft_tokens": num_draft_tokens, "rule": rule, "tree": widths}
     changes = {name: value for name, value in changes.items() if value is not None}
     settings = {} if method is None else method_settings(method)
+    if draft_model is not None and method is None and not changes:
+        return SpeculationConfig(method=Auto(methods=usual_methods(Draft(model=draft_model))))
     if draft_model is not None:
         settings = {"method": "draft_model", **settings}
         if settings["method"] not in ("draft_model", "cross_vocabulary"):
             problem = f"method {settings['method']!r} has no use for it"
             raise ContradictionError("draft_model", draft_model, problem, "Leave one of them out.")
         settings["model"] = draft_model
-    config = SpeculationConfig.of({**settings, **changes})  # also where only changes are given: refused now
-    return config if settings else (changes or None)
+    if not settings and not changes:
+        return None
+    config = SpeculationConfig.of({"method": "draft_model", **settings, **changes})  # what does not fit is refused now
+    return config if settings else changes
 
 
 def method_settings(text: str) -> dict[str, Any]:
@@ -192,7 +199,7 @@ def load(console: Console, model: str | None, settings: Any, **options: Any) -> 
     Args:
         console: Where the spinner turns.
         model: As LLM takes it.
-        settings: A SpeculationConfig, a dict of changes to LLM's own choice, or None.
+        settings: A SpeculationConfig, fields of a draft of the embedded pair, or None.
         options: Passed on to LLM.
     """
     changes = settings if isinstance(settings, dict) else {}
@@ -205,10 +212,7 @@ def load(console: Console, model: str | None, settings: Any, **options: Any) -> 
     with _spinner(console, f"loading {model or 'the embedded pair'}"), light_imports():
         from outrider.llm import LLM
 
-        llm = LLM(model, speculation=None if changes else settings, **options)
-        if changes:
-            llm.speculation = llm.speculation.replace(**changes)
-        return llm
+        return LLM(model, speculation={"method": "draft_model", **changes} if changes else settings, **options)
 
 
 @contextmanager

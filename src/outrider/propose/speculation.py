@@ -159,6 +159,9 @@ class SpeculationConfig(Frozen):
 
     @model_validator(mode="after")
     def _shape_fits(self) -> SpeculationConfig:
+        if self.tree and self.method is None:
+            remedy = 'Name one, as in method="draft_model".'
+            raise ContradictionError("tree", self.tree, "no method is named that could draft it", remedy)
         if self.tree and self.method is not None and not self.method.allows_tree:
             problem = f"method={self.method.name!r} takes no tree"
             raise ContradictionError("tree", self.tree, problem, self.method.instead_of_tree)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
+from outrider.propose.auto import Auto
 from outrider.propose.prediction import Prediction
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 from outrider.propose.tree import MAX_ROWS
@@ -35,6 +36,8 @@ class AllowedMethods:
     def __init__(self, usual: SpeculationConfig, others: Sequence[SpeculationConfig] = ()) -> None:
         self.usual = usual
         self._by_name = {config.name: config for config in (usual,) if config.enabled}
+        if isinstance(usual.method, Auto):
+            self._by_name.update({member.name: member for member in usual.method.methods})
         for config in others:
             if config.name in self._by_name:
                 problem = "another method of this name is there already"

@@ -1,0 +1,117 @@
+"""Who drafts where the caller leaves it open?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Any, Self
+
+from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.propose.auto import Auto
+from outrider.propose.draft_model import DraftModel
+from outrider.propose.method import Method
+from outrider.propose.speculation import PLAIN, SpeculationConfig
+
+
+@dataclass(frozen=True)
+class SpeculationDefaults:
+    """What an engine was told at its start about speculation, from which it completes the settings of later calls.
+
+    Attributes:
+        config: The settings of calls that bring none.
+        embedded_draft: The draft model that comes with the package, where the target came with it too.
+    """
+
+    config: SpeculationConfig = PLAIN
+    embedded_draft: str | None = None
+
+    @classmethod
+    def of(cls, speculation: Any, draft_model: str | PathLike[str] | None, embedded_draft: str | None) -> Self:
+        """From the arguments of `LLM`; the engine chooses where they leave everything open.
+
+        Args:
+            speculation: As `SpeculationConfig.of` takes it, or None.
+            draft_model: A draft model to choose from, or for a method that needs one.
+            embedded_draft: That of the package, for its own target.
+
+        Raises:
+            InputError: They do not fit together.
+        """
+        asked = _asked(Auto.name if speculation is None else speculation, draft_model)
+        return cls(cls(embedded_draft=embedded_draft).complete(asked), embedded_draft)
+
+    @property
+    def draft(self) -> DraftModel | None:
+        """The draft model, or the first among the methods that the engine chooses from."""
+        method = self.config.method
+        found = (self.config, *(method.methods if isinstance(method, Auto) else ()))
+        return next((each.method for each in found if isinstance(each.method, DraftModel)), None)
+
+    @property
+    def kept(self) -> Method | None:
+        """The method whose models stay loaded: where the engine chooses, its draft model."""
+        return self.draft if isinstance(self.config.method, Auto) else self.config.method
+
+    def complete(self, speculation: Any) -> SpeculationConfig:
+        """Settings of a call with what they leave open: the draft model, or the methods to choose from.
+
+        Raises:
+            InputError: They are malformed, or they need a draft model and there is none.
+        """
+        config = SpeculationConfig.of(speculation)
+        if isinstance(config.method, Auto):
+            return config.replace(method=self._complete_auto(config.method, config.num_draft_tokens))
+        if isinstance(config.method, DraftModel) and config.method.model is None:
+            return config.replace(method=self._complete_draft(config.method))
+        return config
+
+    def _complete_draft(self, asked: DraftModel) -> DraftModel:
+        standing = self.draft
+        if standing is not None:
+            given = {name for name in asked.model_fields_set if getattr(asked, name) is not None}
+            known = type(asked).model_fields.keys() - given
+            return asked.replace(**{name: value for name, value in standing if name in known})
+        if self.embedded_draft is not None:
+            return asked.replace(model=self.embedded_draft)
+        remedy = 'Use LLM(..., draft_model="..."), or SpeculationConfig(method=DraftModel(model="...")).'
+        raise InvalidParameterError("draft_model", None, f"method={asked.name!r} needs one", remedy)
+
+    def _complete_auto(self, asked: Auto, longest: int) -> Auto:
+        """The methods that are given; or else the engine's own, or its draft model, where it has one, and a lookup."""
+        if not asked.methods and isinstance(self.config.method, Auto):
+            return self.config.method
+        methods: Sequence[SpeculationConfig] = asked.methods
+        if not methods:
+            has_draft = self.draft is not None or self.embedded_draft is not None
+            methods = usual_methods(DraftModel() if has_draft else None, longest)
+        return asked.replace(methods=tuple(map(self.complete, methods)))
+
+
+def usual_methods(draft: DraftModel | None, longest: int = Auto.default_num_draft_tokens) -> tuple[SpeculationConfig, ...]:
+    """What the engine chooses from where nobody says: a draft model, if there is one, and a lookup.
+
+    Args:
+        draft: The draft model.
+        longest: Most draft tokens.
+    """
+    methods = ("suffix",) if draft is None else (draft, "suffix")
+    return tuple(SpeculationConfig.of(method).replace(num_draft_tokens=longest) for method in methods)
+
+
+def _asked(speculation: Any, draft_model: str | PathLike[str] | None) -> Any:
+    """The settings with a draft model that was given beside them."""
+    if draft_model is None:
+        return speculation
+    if not isinstance(draft_model, str | PathLike) or not fspath(draft_model):
+        raise InvalidParameterError("draft_model", draft_model, "no path", "Give a local folder or a hub id.")
+    draft_model, config = fspath(draft_model), SpeculationConfig.of(speculation)
+    method = config.method
+    if isinstance(method, Auto) and not method.methods:
+        return config.replace(
+            method=method.replace(methods=usual_methods(DraftModel(model=draft_model), config.num_draft_tokens))
+        )
+    if isinstance(method, DraftModel):
+        return config.replace(method=method.replace(model=draft_model))
+    problem = f"speculation names method={config.name!r}"
+    raise ContradictionError("draft_model", draft_model, problem, "Leave one of them out.")
