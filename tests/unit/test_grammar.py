@@ -386,7 +386,7 @@ def test_a_large_step_ends_where_it_is_come_to(compiler: GrammarCompiler) -> Non
 @pytest.mark.parametrize("rule", ["e e e e e e | /./ |", "e e e e | /./ |", 'e e | e e e | "a" | "b" | /[a-z]/'])
 def test_an_ambiguous_grammar_ends_before_a_mask_takes_long(compiler: GrammarCompiler, rule: str) -> None:
     longest, before = 0.0, time.thread_time()
-    with pytest.raises((grammar.GrammarError, InvalidParameterError), match="Too many items|too much work"):  # noqa: PT012
+    with pytest.raises((grammar.GrammarError, InvalidParameterError), match=r"Too many items|too much work"):  # noqa: PT012
         state = compiler.start(StructuredOutputs(grammar=f"start: e\ne: {rule}"))
         for token in compiler._tokenizer.encode("def first(values): return values[0] if values else None") * 5:
             before = time.thread_time()
