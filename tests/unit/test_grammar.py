@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -328,7 +328,7 @@ class Clock:
         return self._now
 
 
-@pytest.mark.parametrize(("milliseconds", "num_masks"), [(4.9, None), (6.5, 334), (50.0, 12), (600.0, 1)])
+@pytest.mark.parametrize(("milliseconds", "num_masks"), [(4.9, None), (6.5, 134), (50.0, 5), (600.0, 1)])
 def test_masks_that_take_long_end_their_own_request(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, milliseconds: float, num_masks: int | None
 ) -> None:
@@ -344,6 +344,24 @@ def test_masks_that_take_long_end_their_own_request(
             texts[0].allowed(path, 4096)
     monkeypatch.undo()
     assert other.allowed(path, 4096) is not None
+
+
+def test_what_it_takes_to_come_to_a_mask_counts_too(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = compiler.start(StructuredOutputs(regex="[ab]*"))
+    other = state.copy()
+    token = compiler._tokenizer.encode("a")[0]
+    monkeypatch.setattr(grammar, "thread_time", Clock(10.1))
+    _repeat(19, lambda: state.advance(token))
+    with pytest.raises(grammar.GrammarError, match="too much work: its 0 masks"):
+        state.advance(token)
+    other._matcher = Spent()  # the other texts of the request end without more work
+    with pytest.raises(grammar.GrammarError, match="too much work: its 0 masks"):
+        other.allowed((token,), 4096)
+
+
+def _repeat(times: int, act: Callable[[], object]) -> None:
+    for _ in range(times):
+        act()
 
 
 def _advance(state: grammar.GrammarState, num_tokens: int) -> None:
@@ -368,7 +386,7 @@ def test_a_large_step_ends_where_it_is_come_to(compiler: GrammarCompiler) -> Non
 @pytest.mark.parametrize("rule", ["e e e e e e | /./ |", "e e e e | /./ |", 'e e | e e e | "a" | "b" | /[a-z]/'])
 def test_an_ambiguous_grammar_ends_before_a_mask_takes_long(compiler: GrammarCompiler, rule: str) -> None:
     longest, before = 0.0, time.thread_time()
-    with pytest.raises((grammar.GrammarError, InvalidParameterError), match="Too many items"):  # noqa: PT012
+    with pytest.raises((grammar.GrammarError, InvalidParameterError), match=r"Too many items|too much work"):  # noqa: PT012
         state = compiler.start(StructuredOutputs(grammar=f"start: e\ne: {rule}"))
         for token in compiler._tokenizer.encode("def first(values): return values[0] if values else None") * 5:
             before = time.thread_time()

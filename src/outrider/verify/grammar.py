@@ -8,6 +8,8 @@ the work of later masks too, and a text that comes to a bound is ended alone.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Lock
 from time import thread_time
 from typing import Any
@@ -27,10 +29,10 @@ _FIELD = "structured_outputs"
 #: square of the size, and all requests wait for it.
 MAX_CHOICES = 10_000
 MAX_CHARACTERS = 200_000
-#: What the masks of a request may take of a processor's time: so much in all, and for each mask. Those of JSON and of
+#: What following a request's texts may take of a processor's time: so much in all, and for each mask. Masks of JSON and of
 #: programming languages take 0.1 to 0.3 ms, and 2 ms where most of 120,000 tokens may follow. One inside a literal of
 #: 60,000 characters takes 9 ms.
-_SECONDS = 0.5
+_SECONDS = 0.2
 _SECONDS_A_MASK = 0.005
 #: What the library says where a limit is reached, and not where something is wrong.
 _TOO_MUCH = (
@@ -52,22 +54,29 @@ class GrammarError(OutriderError):
     """The automaton refused a token or gave up; its request fails with a ProcessingError."""
 
 
-class _MaskTimes:
-    """What the masks of a request's texts have taken of a processor's time, which all other requests wait for."""
+class _Times:
+    """What following a request's texts has taken of a processor's time, which all other requests wait for."""
 
     def __init__(self) -> None:
         self._seconds, self._num_masks = 0.0, 0
 
-    def add(self, seconds: float) -> None:
-        """Count one more.
+    @contextmanager
+    def counted(self, num_masks: int) -> Iterator[None]:
+        """A block of work for so many masks.
 
         Raises:
-            GrammarError: They take too long.
+            GrammarError: The work takes too long. Where it did so before, the block is not begun.
         """
-        self._seconds += seconds
-        self._num_masks += 1
+        self._check()
+        begun = thread_time()
+        yield
+        self._seconds += thread_time() - begun
+        self._num_masks += num_masks
+        self._check()
+
+    def _check(self) -> None:
         if self._seconds > _SECONDS + _SECONDS_A_MASK * self._num_masks:
-            mean = 1000 * self._seconds / self._num_masks
+            mean = 1000 * self._seconds / max(self._num_masks, 1)
             raise GrammarError(_gave_up(f"too much work: its {self._num_masks:,} masks took {mean:.1f} ms each"))
 
 
@@ -80,9 +89,9 @@ class GrammarState:
         times: Of all texts of its request; None for the first of them.
     """
 
-    def __init__(self, matcher: Any, bits: bytes | None = None, times: _MaskTimes | None = None) -> None:
+    def __init__(self, matcher: Any, bits: bytes | None = None, times: _Times | None = None) -> None:
         self._matcher = matcher
-        self._times = _MaskTimes() if times is None else times
+        self._times = _Times() if times is None else times
         self._bits = bits  # of what may follow the committed text; asked for by the draft and by the target
 
     def copy(self) -> GrammarState:
@@ -97,7 +106,9 @@ class GrammarState:
             GrammarError: It does not allow it, or the automaton gave up.
         """
         self._bits = None
-        if not self._matcher.consume_token(token_id):
+        with self._times.counted(num_masks=0):
+            taken = self._matcher.consume_token(token_id)
+        if not taken:
             raise GrammarError(_gave_up(self._matcher.get_error()))
 
     def allowed(self, path: tuple[int, ...], vocab_size: int) -> Tensor | None:
@@ -116,23 +127,23 @@ class GrammarState:
 
     def _committed_bits(self) -> bytes:
         if self._bits is None:
-            self._bits = self._compute()
+            with self._times.counted(num_masks=1):
+                self._bits = self._compute()
         return self._bits
 
     def _bits_behind(self, path: tuple[int, ...]) -> bytes | None:
-        taken = self._matcher.try_consume_tokens(list(path))
-        try:
-            return self._compute() if taken == len(path) else None
-        finally:
-            if taken and not self._matcher.is_error():
-                self._matcher.rollback(taken)
+        with self._times.counted(num_masks=1):
+            taken = self._matcher.try_consume_tokens(list(path))
+            try:
+                return self._compute() if taken == len(path) else None
+            finally:
+                if taken and not self._matcher.is_error():
+                    self._matcher.rollback(taken)
 
     def _compute(self) -> bytes:
-        begun = thread_time()
         bits: bytes = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise GrammarError(_gave_up(self._matcher.get_error()))
-        self._times.add(thread_time() - begun)
         return bits
 
 
