@@ -171,7 +171,7 @@ def test_forgotten_sinks_and_soft_caps_are_noticed(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("layers", "seed"), [(1, 0), (4, 0), (4, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize(("layers", "seed"), [(1, 0), (4, 0), (4, 3), (4, 5)])
 def test_encoders_are_refused(tmp_path: Path, layers: int, seed: int, dtype: Any) -> None:
     from transformers import BertConfig, BertLMHeadModel
 

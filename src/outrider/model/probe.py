@@ -24,8 +24,6 @@ _WIDE = (torch.float64, torch.float32)
 _PROBE_LEN, _PROBE_CUT, _PROBE_BLOCK = 12, 7, 4
 #: The texts of a model whose router may choose otherwise after a rounding. One of them must agree.
 _ROUTED_TEXTS = 5
-#: The pairs of texts that part in the middle, to find an encoder.
-_PARTING_TEXTS = 3
 
 
 @dataclass(frozen=True)
@@ -42,36 +40,26 @@ class Reference:
 
 
 def reference(loaded: LoadedModel) -> Reference:
-    """One pass of the stock model over the texts of the probe, and over pairs of texts that part in the middle beside them:
-    a model is read from its file once."""
+    """One pass of the stock model over the texts of the probe, and over one of them with another second half beside them: a
+    model is read from its file once."""
     hf.set_attention(loaded.model, hf.stock_attention(loaded.model))
-    texts, pairs = _texts(loaded), _parting(loaded)
+    texts = _texts(loaded)
+    changed = [*texts[0][:_PROBE_CUT], *((token + 1) % loaded.vocab_size for token in texts[0][_PROBE_CUT:])]
     with hf.noting_layers(loaded.model):
-        logits = _plain_logits(loaded, [*texts, *pairs])
-    ones, others = logits[len(texts) :: 2], logits[len(texts) + 1 :: 2]
-    is_causal = _untouched(loaded, ones, others)
+        *logits, others = _plain_logits(loaded, [*texts, changed])
+    is_causal = _untouched(loaded, others, logits[0])
     if not is_causal:  # rows of one pass may be added up in another order, and those of two passes are not
-        is_causal = _untouched(loaded, _plain_logits(loaded, pairs[::2]), _plain_logits(loaded, pairs[1::2]))
-    return Reference(logits[: len(texts)], is_causal)
+        is_causal = _untouched(loaded, _plain_logits(loaded, [changed])[0], _plain_logits(loaded, texts[:1])[0])
+    return Reference(torch.stack(logits), is_causal)
 
 
-def _parting(loaded: LoadedModel) -> list[list[int]]:
-    """Pairs of texts, one after the other, with the same first half and another second half.
+def _untouched(loaded: LoadedModel, changed: Tensor, logits: Tensor) -> bool:
+    """Whether the rows before the second half are what they are with another one, [num_tokens, vocab_size] both.
 
-    Attention may be so sharp that the rows of an encoder see nothing of the second half of one text. That they see nothing
-    of the second half of all of them hardly happens.
+    Attention may be so sharp that hardly any of them sees the second half, so one row that differs is enough. Where a
+    router sends tokens to experts beside other tokens, some rows may be added up in another order, and most rows count.
     """
-    pairs = []
-    for start in range(_PARTING_TEXTS):
-        text = _text(loaded, start)
-        pairs += [text, [*text[:_PROBE_CUT], *((token + 1) % loaded.vocab_size for token in text[_PROBE_CUT:])]]
-    return pairs
-
-
-def _untouched(loaded: LoadedModel, ones: Tensor, others: Tensor) -> bool:
-    """Whether the rows before the place where texts part are the same, [num_texts, num_tokens, vocab_size] both."""
-    by_row = (ones - others).abs().amax(-1)[:, :_PROBE_CUT].flatten() / ones.abs().max()
-    # A router sends tokens to experts beside other tokens, so that the rows of some may be added up in another order.
+    by_row = (changed - logits).abs().amax(-1)[:_PROBE_CUT] / logits.abs().max()
     differing = by_row.median() if _is_routed(loaded) else by_row.max()
     return bool(differing <= _SAME[loaded.dtype])
 
@@ -90,11 +78,7 @@ def _texts(loaded: LoadedModel) -> list[list[int]]:
     that row. Such ties lie elsewhere in each text, and what is wrong is wrong in all of them.
     """
     starts = range(_ROUTED_TEXTS if loaded.dtype not in _WIDE and _is_routed(loaded) else 1)
-    return [_text(loaded, start) for start in starts]
-
-
-def _text(loaded: LoadedModel, start: int) -> list[int]:
-    return [(7 * i + 3 + 17 * start) % loaded.vocab_size for i in range(_PROBE_LEN)]
+    return [[(7 * i + 3 + 17 * start) % loaded.vocab_size for i in range(_PROBE_LEN)] for start in starts]
 
 
 def _is_routed(loaded: LoadedModel) -> bool:
