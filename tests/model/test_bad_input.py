@@ -192,7 +192,7 @@ def test_prompts_may_come_from_an_iterator(llm: LLM) -> None:
 
 
 def test_chat_without_a_template_is_the_models_fault(llm: LLM) -> None:
-    for model, value in ((llm, None), (LLM(default_model("draft")), default_model("draft"))):
+    for model, value in ((llm, "the embedded default"), (LLM(default_model("draft")), default_model("draft"))):
         with pytest.raises(InvalidParameterError, match="chat template") as caught:
             model.chat([{"role": "user", "content": "hi"}])
         assert (caught.value.field, caught.value.value) == ("model", value)

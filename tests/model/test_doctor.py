@@ -73,7 +73,7 @@ def test_plain_decoding_has_facts_and_no_findings() -> None:
 def test_other_tokens_are_wrong_and_the_way_out_is_named(tmp_path: Path) -> None:
     other = save_permuted_and_cut(tmp_path / "draft", num_merges=500)
     code, found = examined("--draft-model", other)
-    (method,) = found["methods"]
+    method, _ = found["methods"]
     said = topics(method)["vocabulary"]
     assert (code, said["level"], method["measured"]) == (1, "wrong", None)
     assert "cross_vocabulary" in said["remedy"]
@@ -86,7 +86,7 @@ def test_other_tokens_are_wrong_and_the_way_out_is_named(tmp_path: Path) -> None
 
 def test_a_target_that_drafts_for_itself_is_too_slow() -> None:
     _, found = examined("--draft-model", default_model("target"), "--max-tokens", "64")
-    (method,) = found["methods"]
+    method, _ = found["methods"]
     assert method["acceptance"]["by_position"][0] > 0.95
     assert "the draft is too slow" in topics(method)["speed"]["text"]
 

@@ -15,7 +15,7 @@ PROMPT = "def read(self):\n    return self."
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(dtype="float64")
+    return LLM(speculation="draft_model", dtype="float64")
 
 
 def speculations() -> list[SpeculationConfig | str]:

@@ -42,7 +42,7 @@ LARGE = {
     "logprobs": 20,
     "n": 4,
     "trace": True,
-    "speculation": {"num_draft_tokens": 16},
+    "speculation": {"method": "draft_model", "num_draft_tokens": 16},
 }
 
 

@@ -37,7 +37,8 @@ def test_the_embedded_draft_model_drafts_for_it(loaded: list[Any]) -> None:
             command.serve(wide=True, **given)
         model, settings = loaded.pop()
         assert model == f"wide-{given.get('dtype', 'bfloat16')}"
-        assert (settings.method.name, settings.method.model) == ("draft_model", default_model("draft"))
+        draft = settings.method.methods[0] if "method" not in given else settings
+        assert (draft.method.name, draft.method.model) == ("draft_model", default_model("draft"))
 
 
 def test_another_method_may(loaded: list[Any]) -> None:

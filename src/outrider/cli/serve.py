@@ -261,11 +261,11 @@ def _serve_replicas(
 def _draft_model(model: str | None, settings: Any) -> str | None:
     """The model that drafts; None where none does."""
     from outrider.llm import default_model
+    from outrider.propose.defaults import SpeculationDefaults
 
-    method = getattr(settings, "method", None)
-    if model is None and (method is None or (method.name == "draft_model" and method.model is None)):
-        return default_model("draft")
-    return getattr(method, "model", None)
+    asked = {"method": "draft_model", **settings} if isinstance(settings, dict) else settings
+    draft = SpeculationDefaults.of(asked, None, default_model("draft") if model is None else None).draft
+    return None if draft is None else draft.model
 
 
 def _check_seconds(name: str, value: int | None, least: int) -> None:

@@ -36,13 +36,14 @@ class AllowedMethods:
     def __init__(self, usual: SpeculationConfig, others: Sequence[SpeculationConfig] = ()) -> None:
         self.usual = usual
         self._by_name = {config.name: config for config in (usual,) if config.enabled}
-        if isinstance(usual.method, Auto):
-            self._by_name.update({member.name: member for member in usual.method.methods})
         for config in others:
             if config.name in self._by_name:
                 problem = "another method of this name is there already"
                 raise ContradictionError("allow", config.name, problem, "Give each method once.")
             self._by_name[config.name] = config
+        if isinstance(usual.method, Auto):  # what the engine may choose, a request may choose, too
+            for member in usual.method.methods:
+                self._by_name.setdefault(member.name, member)
         self._by_name.setdefault(Prediction.name, SpeculationConfig(method=Prediction()))
 
     @property
