@@ -24,7 +24,7 @@ demo: $(STAMP)
 
 playground: $(STAMP)
 	@echo "Open http://127.0.0.1:8000/ when the server listens."
-	$(BIN)/outrider serve --wide --allow auto --allow suffix --allow layer_skip --allow token_recycling
+	$(BIN)/outrider serve --wide --allow suffix --allow layer_skip --allow token_recycling
 
 pages:
 	cd web && npm ci --no-audit --no-fund && npm run build

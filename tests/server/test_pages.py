@@ -20,7 +20,7 @@ REASONS = {"accepted": "It stands", "recovered": " fell.", "bonus": "one token m
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running("--allow", "suffix", "--allow", "auto", "--max-n", "8") as server:
+    with running("--allow", "suffix", "--max-n", "8") as server:
         yield server
 
 
@@ -190,6 +190,7 @@ def note(number: int, likely: dict[str, Any], coin: float | None, fallen: list[s
 @pytest.mark.parametrize("shape", ["chain", "3,2,1"])
 def test_rounds_are_stepped_to_the_end(page: Any, server: Server, shape: str) -> None:
     open_playground(page, server)
+    page.select_option("#method", "draft_model")
     page.select_option("#shape", shape)
     set_slider(page, "tokens", 24)
     _, fast = run(page)
@@ -414,6 +415,7 @@ def test_axe_finds_nothing_and_nothing_is_cut_off(browser: Any, server: Server, 
     page.watch = Watch(page)
     open_playground(page, server)
     check(axe, page)
+    page.select_option("#method", "draft_model")
     set_slider(page, "tokens", 48)
     run(page)
     for _ in range(6):

@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     template = tmp_path_factory.mktemp("server") / "template.jinja"
     template.write_text(TEMPLATE, "utf-8")
     allowed = ("--allow", "suffix", "--allow", '{"method": "ngram", "min_match": 1}')
-    with running("--chat-template", str(template), *allowed, "--max-n", "64") as server:
+    with running("--method", "draft_model", "--chat-template", str(template), *allowed, "--max-n", "64") as server:
         yield server
 
 

@@ -146,7 +146,8 @@ def test_help_loads_no_torch() -> None:
 
 
 def test_json_is_one_object_with_everything() -> None:
-    answer = as_json("-p", "def f(", "--max-tokens", "12", "--seed", "3", "--dtype", "float64")
+    given = ("-p", "def f(", "--max-tokens", "12", "--seed", "3", "--dtype", "float64")
+    answer = as_json(*given, "--method", "draft_model")
     assert set(answer["time_shares"]) == {"propose", "forward", "verify", "host"}
     assert answer["tokens_per_second"] > 0
     ((sample,),) = (request["samples"] for request in answer["requests"])
@@ -156,7 +157,7 @@ def test_json_is_one_object_with_everything() -> None:
     stats = sample["stats"]
     assert stats["num_accepted_tokens"] == sample["origins"].count("accepted")
     assert stats["mean_acceptance_length"] == pytest.approx(1 + stats["num_accepted_tokens"] / stats["num_drafts"])
-    plain = sample_json("-p", "def f(", "--max-tokens", "12", "--seed", "3", "--dtype", "float64", "--method", "none")
+    plain = sample_json(*given, "--method", "none")
     assert plain["text"] == sample["text"]
     assert set(plain["origins"]) == {"plain"}
 
@@ -190,9 +191,10 @@ def test_prompts_from_files_and_standard_input(tmp_path: Path) -> None:
 
 
 def test_text_goes_to_standard_output_without_colours() -> None:
-    result = outrider("generate", "-p", "def f(", "--max-tokens", "8", "--seed", "1")
+    given = ("-p", "def f(", "--max-tokens", "8", "--seed", "1", "--method", "draft_model")
+    result = outrider("generate", *given)
     assert result.returncode == 0
-    answer = sample_json("-p", "def f(", "--max-tokens", "8", "--seed", "1")
+    answer = sample_json(*given)
     assert result.stdout == f"def f({answer['text']}\n"
     assert "\x1b" not in result.stdout
     assert "tokens/s" in result.stderr
@@ -208,7 +210,7 @@ def test_text_is_kept_character_for_character() -> None:
 
 
 def test_colours_only_on_a_terminal_that_wants_them() -> None:
-    command = ("generate", "-p", "def f(", "--max-tokens", "8", "-t", "0")
+    command = ("generate", "-p", "def f(", "--max-tokens", "8", "-t", "0", "--method", "draft_model")
     assert "38;2;18;160;122" in inside(*command, **COLOURS)
     assert "38;2" not in inside(*command, **COLOURS, NO_COLOR="1")
     assert "38;2" not in inside(*command, "--no-color", **COLOURS)
