@@ -16,86 +16,22 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
+from benchmarks.blind import Blind
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.bench.machine import describe
 from outrider.bench.run import EncodedTask, Run, write
 from outrider.bench.ways import Way, parse_ways
 from outrider.bench.widen import wide_target
 from outrider.bench.widen_heads import wide_heads
-from outrider.draft import Draft
 from outrider.llm import default_model
-from outrider.propose.base import (
-    DraftNoise,
-    ObservedRows,
-    PromptRows,
-    Proposer,
-    ProposeRequest,
-    ProposerSequence,
-)
 from outrider.propose.head_method import HeadMethod
-from outrider.propose.method import Method, ProposerContext
-from outrider.propose.methods import register
 from outrider.stats import RequestStats
-from outrider.verify.processing import Processing
-
-
-@register
-class Blind(Method):
-    """Another method whose drafts do not pass the logits processors of the request, so that a replay cannot lead them.
-
-    Attributes:
-        of: Its settings.
-    """
-
-    name: ClassVar[str] = "blind"
-
-    of: Method
-
-    def build(self, context: ProposerContext) -> Proposer:
-        return BlindProposer(context.build(self.of))
-
-
-class BlindProposer(Proposer):
-    """Shows another proposer every sequence without its logits processors.
-
-    Args:
-        inner: The other proposer.
-    """
-
-    def __init__(self, inner: Proposer) -> None:
-        self.inner = inner
-        self.requires = inner.requires
-
-    def begin(self, sequence: ProposerSequence) -> None:
-        self.inner.begin(_blind(sequence))
-
-    def fork(self, parent: ProposerSequence, child: ProposerSequence) -> None:
-        self.inner.fork(_blind(parent), _blind(child))
-
-    def prefill(self, prompts: Sequence[PromptRows]) -> None:
-        self.inner.prefill([replace(prompt, sequence=_blind(prompt.sequence)) for prompt in prompts])
-
-    def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
-        return self.inner.propose([replace(r, sequence=_blind(r.sequence)) for r in requests], noise)
-
-    def observe(self, rows: Sequence[ObservedRows]) -> None:
-        self.inner.observe([replace(seen, sequence=_blind(seen.sequence)) for seen in rows])
-
-    def finish(self, sequence: ProposerSequence) -> None:
-        self.inner.finish(_blind(sequence))
-
-
-def _blind(sequence: ProposerSequence) -> ProposerSequence:
-    sampling = sequence.sampling.replace(logits_processors=())
-    plain = Processing(sampling, sequence.token_ids, sequence.num_prompt_tokens)
-    return replace(sequence, sampling=sampling, processing=plain)
 
 
 @dataclass

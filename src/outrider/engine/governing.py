@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
+from time import perf_counter
 
 from outrider.draft import Draft
 from outrider.engine.drafting import StepDraft
@@ -46,14 +48,34 @@ class _Pending:
     Attributes:
         method: Whose.
         draft: The draft.
-        start: Length of the text that it follows.
+        length: Of the text up to which it was compared.
         asked: Tokens that were asked for.
+        seconds: That it took.
+        node: Where the text is in it.
+        accepted: Tokens of it that stand.
     """
 
     method: str
     draft: Draft
-    start: int
+    length: int
     asked: int
+    seconds: float = 0.0
+    node: int = -1
+    accepted: int = 0
+
+    def follow(self, token_ids: Seq[int]) -> bool:
+        """Go along the text; returns whether there may be more to come.
+
+        Args:
+            token_ids: The whole text.
+        """
+        for token in token_ids[self.length :]:
+            child = self.draft.child(self.node, token)
+            if child is None:
+                return False
+            self.node, self.accepted = child, self.accepted + 1
+        self.length = len(token_ids)
+        return bool(self.draft.children(self.node))
 
 
 @dataclass
@@ -71,6 +93,16 @@ class _Governed:
     members: dict[str, SpeculationConfig]
     governor: Governor
     lengths: dict[tuple[str, int], SpeculationConfig] = field(default_factory=dict)
+
+    @cached_property
+    def methods(self) -> dict[str, Method]:
+        """Those of the members."""
+        return {name: config.method for name, config in self.members.items() if config.method is not None}
+
+    @cached_property
+    def models(self) -> frozenset[str]:
+        """The members with a model of their own."""
+        return frozenset(name for name, each in self.governor.candidates.items() if not each.lookup)
 
     def config(self, decision: Decision) -> SpeculationConfig:
         """The settings of a decision to draft."""
@@ -194,6 +226,8 @@ class Governing:
             depth: Longest draft that may be of use to one.
         """
         self._decoding = [seq for seq in running if seq.status is Status.RUNNING and seq.num_missing == 1 and seq.forked]
+        if self._all_rest():
+            return
         self.decisions.clear()
         for seq in self._decoding:
             self.begin(seq)
@@ -201,6 +235,16 @@ class Governing:
             own = [self._running(seq, found, depth(seq)) for seq in self._decoding if self._of.get(seq.seq_id) is found]
             if own:
                 self.decisions |= found.governor.decide(own)
+
+    def _all_rest(self) -> bool:
+        """Whether all that decode were decided for before, by one governor, and go on plainly as then."""
+        if len(self._governed) != 1 or self.decisions.keys() != {seq.seq_id for seq in self._decoding}:
+            return False
+        governor = self._governed[0].governor
+        if not governor.rests([seq.seq_id for seq in self._decoding]):
+            return False
+        governor.rest()
+        return True
 
     def planner(self, seq: Sequence) -> tuple[SpeculationConfig, ...]:
         """A planner: the governor's decision where the request leaves it the choice, else what the request asks for."""
@@ -224,12 +268,9 @@ class Governing:
             why = _FIRST
         elif not self._invariant and (params.greedy or params.seed is not None):
             why = "plain, since rows depend on their pass here, and this text must not depend on a clock"
-        lags = {
-            name: self._lag(seq, config.method)
-            for name, config in found.members.items()
-            if config.method is not None and _usable(seq, config.method)
-        }
-        return Running(seq.seq_id, len(seq.token_ids), 0 if why else depth, tuple(lags), lags, why)
+        methods = tuple(name for name, method in found.methods.items() if _usable(seq, method))
+        lags = {name: self._lag(seq, found.methods[name]) for name in methods if name in found.models}
+        return Running(seq.seq_id, len(seq.token_ids), 0 if why else depth, methods, lags, why)
 
     def _lag(self, seq: Sequence, method: Method) -> int:
         drafter = seq.drafter(method)
@@ -243,6 +284,8 @@ class Governing:
         found = []
         by_id = {seq.seq_id: seq for seq in self._decoding}
         for governed in self._governed:
+            if not governed.governor.scores_now:
+                continue
             own = [self._running(seq, governed, 1) for seq in self._decoding if self._of.get(seq.seq_id) is governed]
             for shadow in governed.governor.shadows(own):
                 if not any(each.method == shadow.method for each in self._pending.get(shadow.request, ())):
@@ -267,12 +310,7 @@ class Governing:
     def watches(self, seq: Sequence) -> bool:
         """Whether it is to be told with which probabilities the target writes this text: where a model is idle."""
         governed, decision = self._of.get(seq.seq_id), self.decisions.get(seq.seq_id)
-        return (
-            governed is not None
-            and decision is not None
-            and decision.method is None
-            and any(not each.lookup for each in governed.governor.candidates.values())
-        )
+        return governed is not None and decision is not None and decision.method is None and bool(governed.models)
 
     def note(self, seq: Sequence, prob: float) -> None:
         """The target wrote a token with this probability."""
@@ -280,34 +318,37 @@ class Governing:
 
     def spent(self, seq: Sequence, shadow: Shadow, seconds: float) -> None:
         """A shadow took so long."""
-        times = self._clock(StepWork(0, 1, 0), StepTimes(seconds, 0.0, 0.0))
-        self._of[seq.seq_id].governor.observe_shadow_seconds(shadow.method, 1, times.propose)
+        seconds, governor = self._believed(seconds), self._of[seq.seq_id].governor
+        pending = [each for each in self._pending.get(seq.seq_id, ()) if each.method == shadow.method]
+        if pending:
+            pending[-1].seconds = seconds  # and more, until it is known what it was worth
+        else:
+            governor.observe_shadow_seconds(shadow.method, 1, seconds)
+
+    def _believed(self, seconds: float) -> float:
+        return self._clock(StepWork(0, 1, 0), StepTimes(seconds, 0.0, 0.0)).propose
 
     def _settle(self, seq: Sequence) -> None:
         """Score the drafts that the text has come past."""
         left = []
-        for pending in self._pending.get(seq.seq_id, ()):
-            text = seq.token_ids[pending.start :]
-            node, accepted = -1, 0
-            for token in text:
-                child = pending.draft.child(node, token)
-                if child is None:
-                    break
-                node, accepted = child, accepted + 1
-            offered, ended = len(pending.draft), not pending.draft.children(node)
-            if accepted == len(text) and not ended:
+        for pending in self._pending.pop(seq.seq_id, ()):
+            if pending.follow(seq.token_ids):
                 left.append(pending)
                 continue
-            self._of[seq.seq_id].governor.observe_draft(
+            begun, governor = perf_counter(), self._of[seq.seq_id].governor
+            governor.observe_draft(
                 seq.seq_id,
                 pending.method,
                 pending.asked,
-                offered,
-                accepted,
-                rejected=not ended,
+                len(pending.draft),
+                pending.accepted,
+                rejected=bool(pending.draft.children(pending.node)),
                 shadow=True,
             )
-        self._pending[seq.seq_id] = left
+            seconds = pending.seconds + self._believed(perf_counter() - begun)
+            governor.observe_shadow_seconds(pending.method, 1, seconds)
+        if left:
+            self._pending[seq.seq_id] = left
 
     # -- learning ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from outrider.errors import NonFiniteLogitsError, NoTokenLeftError, ProcessingEr
 from outrider.model.runner import ForwardOutput
 from outrider.trace import CoinToss
 from outrider.verify.grammar import GrammarError
-from outrider.verify.logits import target_probs
 from outrider.verify.noise import NoiseSource
 from outrider.verify.verifier import Candidate, CandidateKeys, Verdict, Verifier, rule_for
 
@@ -72,8 +71,8 @@ class Verification:
             with self._failures.contained(seq, "its log probabilities"):
                 score(seq, alive[place], verdict, out.logits, logits, self._decode)
                 judged[place] = Judged(alive[place], verdict, logits)
-                if self._governing.watches(seq):
-                    self._governing.note(seq, _probability(alive[place], verdict, logits))
+                if verdict.chance is not None and self._governing.watches(seq):
+                    self._governing.note(seq, verdict.chance)
         return judged
 
     def _verdicts(self, plan: Schedule, candidates: dict[int, Candidate], logits: Tensor) -> dict[int, Verdict]:
@@ -148,11 +147,3 @@ def _nothing_left(count: int) -> str:
         f"after {count} {'token' if count == 1 else 'tokens'} of the text" if count else "at the first token of the text"
     )
     return f"{where}, its parameters together forbid every token"
-
-
-def _probability(candidate: Candidate, verdict: Verdict, logits: Tensor) -> float:
-    """With which the target wrote the token behind a text without a draft."""
-    if candidate.sampling.greedy:
-        return 1.0
-    first = candidate.rows[0]
-    return float(target_probs(logits[first : first + 1], [candidate.sampling])[0, verdict.token_id])

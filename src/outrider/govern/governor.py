@@ -16,6 +16,9 @@ from outrider.govern.costs import CostModel, CostTable, StepTimes, StepWork
 
 #: Steps for which a plan holds while the same requests decode and nothing seems to have changed.
 HOLDS = 4
+#: Planning takes longer where more texts decode, and each of them counts for less. With n times as many texts as this, a
+#: plan holds for n times as many steps, and idle methods are scored in every n-th step.
+_TEXTS_A_STEP = 4
 #: By which factor drafting must be expected to beat plain decoding to begin and to go on, and another plan the present one.
 _BEGINS, _GOES_ON, _BEATS_PLAN = 1.05, 1.02, 1.03
 #: After so many steps without one, a step decodes plainly so that its time is known; sooner where drafting is expected to
@@ -25,7 +28,8 @@ _PLAIN_EVERY, _PLAIN_SOON, _CLOSE = 200, 24, 1.12
 #: the time that this may take.
 _LONGER_EVERY, _LONGER_SHARE = 12, 0.008
 #: Share of the time in which idle methods may show what they would be worth. Lookups and models have half of it each where
-#: there are both, so that lookups, of which each is cheap, leave something for models that have much to read.
+#: there are both, so that lookups, of which each is cheap, leave something for models that have much to read. It is half of
+#: this where many texts decode, since what is learnt from one helps all of them.
 _SHADOW_SHARE = 0.009
 #: Unspent time of that kind is kept up to so many steps' worth.
 _SAVED_STEPS = 16.0
@@ -185,6 +189,16 @@ class Governor:
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
+    def rests(self, requests: Sequence[int]) -> bool:
+        """Whether nothing has to be decided for these requests: all of them go on as plainly as before."""
+        return not self._plan.rows and self._batch == tuple(requests) and self._plan_holds()
+
+    def rest(self) -> None:
+        """A step in which everybody does what was decided for the one before it."""
+        self._step += 1
+        self._age += 1
+        self.chosen["none", 0] += len(self._batch)
+
     def decide(self, running: Sequence[Running]) -> dict[int, Decision]:
         """What each request does in the coming step."""
         self._step += 1
@@ -200,10 +214,15 @@ class Governor:
     def _must_plan(self, running: Sequence[Running]) -> bool:
         batch = tuple(each.request for each in running if each.longest > 0)
         self._age += 1
-        if batch == self._batch and self._age < self._holds and not self._changed:
+        if batch == self._batch and self._plan_holds():
             return False
         self._batch, self._age, self._changed = batch, 0, False
         return True
+
+    def _plan_holds(self) -> bool:
+        pause = _pause(len(self._batch))
+        holds = self._holds * pause * (1 if self._plan.rows or pause == 1 else 2)  # of idle methods little is learnt
+        return self._age < holds and not (self._changed and self._age >= pause)
 
     def _make_plan(self, running: Sequence[Running], free: Sequence[Running]) -> None:
         steady = self._step < self._steady_until
@@ -280,6 +299,11 @@ class Governor:
 
     # -- scoring idle methods --------------------------------------------------------------------------------------------
 
+    @property
+    def scores_now(self) -> bool:
+        """Whether idle methods are scored in this step."""
+        return self._step % _pause(len(self._batch)) == 0
+
     def shadows(self, running: Sequence[Running]) -> list[Shadow]:
         """Idle methods to score in this step, on texts where they were not scored for longest, within their share of the
         time."""
@@ -355,9 +379,14 @@ class Governor:
     def observe_step(self, work: StepWork, times: StepTimes) -> None:
         """A step in which texts decoded and nothing else was done."""
         self._plain_due |= self.costs.observe(work, times)
+        share = _SHADOW_SHARE / min(2, _pause(len(self._batch)))
         for lookup, saved in self._saved.items():
-            more = _SHADOW_SHARE * times.total / len(self._saved)
+            more = share * times.total / len(self._saved)
             self._saved[lookup] = min(saved + more, _SAVED_STEPS * times.total)
+
+
+def _pause(num_texts: int) -> int:
+    return max(1, num_texts // _TEXTS_A_STEP)
 
 
 def _longest_ago(idle: _Idle) -> tuple[int, int]:

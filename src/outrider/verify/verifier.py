@@ -102,11 +102,13 @@ class Verdict:
         path: Accepted nodes, root side first.
         token_id: The one more token.
         origin: How it came about.
+        chance: With which the target chose the token by itself, 1 where it is greedy; None where a test had a part in it.
     """
 
     path: tuple[int, ...]
     token_id: int
     origin: TokenOrigin
+    chance: float | None = None
 
 
 def rule_for(draft: Draft, rule_name: RuleName, *, coupled: bool = False) -> Rule:
@@ -167,32 +169,34 @@ class Verifier:
         alive = list(range(len(candidates)))
         while alive:
             nodes = [paths[i][-1] if paths[i] else -1 for i in alive]
-            tokens = self._draw(rows, alive, nodes, [len(paths[i]) for i in alive])
-            for i, node, token in zip(alive, nodes, tokens, strict=True):
+            drawn = self._draw(rows, alive, nodes, [len(paths[i]) for i in alive])
+            for i, node, (token, chance) in zip(alive, nodes, drawn, strict=True):
                 draft = candidates[i].draft
                 child = draft.child(node, token)
                 if child is None:
-                    verdicts[i] = Verdict(tuple(paths[i]), token, _origin(draft, node))
+                    verdicts[i] = Verdict(tuple(paths[i]), token, _origin(draft, node), chance)
                 else:
                     paths[i].append(child)
             alive = [i for i in alive if i not in verdicts]
         return [verdicts[i] for i in range(len(candidates))]
 
-    def _draw(self, rows: _TargetRows, members: list[int], nodes: list[int], depths: list[int]) -> list[int]:
-        """The target's own choice after each node: its most likely token, or a draw."""
-        tokens = [0] * len(members)
+    def _draw(self, rows: _TargetRows, members: list[int], nodes: list[int], depths: list[int]) -> list[tuple[int, float]]:
+        """The target's own choice after each node, its most likely token or a draw, and the chance of it."""
+        found = [(0, 1.0)] * len(members)
         drawing = []
         for place, (member, node) in enumerate(zip(members, nodes, strict=True)):
             if rows.candidates[member].sampling.greedy:
-                tokens[place] = rows.best(member, node)
+                found[place] = rows.best(member, node), 1.0
             else:
                 drawing.append(place)
         if drawing:
             probs = torch.stack([rows.probs(members[p], nodes[p]) for p in drawing])
             keys = [rows.candidates[members[p]].keys.next(depths[p], owed=False) for p in drawing]
-            for place, token in zip(drawing, self.noise.categorical(probs, keys).tolist(), strict=True):
-                tokens[place] = token
-        return tokens
+            tokens = self.noise.categorical(probs, keys)
+            chances = probs.gather(-1, tokens[:, None])[:, 0]
+            for place, token, chance in zip(drawing, tokens.tolist(), chances.tolist(), strict=True):
+                found[place] = token, chance
+        return found
 
     def _test_chains(self, rule: Rule, length: int, candidates: Sequence[Candidate], logits: Tensor) -> list[Verdict]:
         """Rules R1 and R3 on chains of one length."""
