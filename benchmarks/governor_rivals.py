@@ -163,7 +163,7 @@ def main() -> None:
     keep("wrong", wrong(llm, given.rounds, given.max_tokens))
     for workload, batch in _CELLS:
         keep(f"{workload} {batch}", best(llm, draft, workload, batch, given.rounds, given.max_tokens))
-    keep("change", change(llm, draft, max(3, given.rounds // 6), 16, given.max_tokens))
+    keep("change", change(llm, draft, max(3, given.rounds // 6), 8, given.max_tokens))
 
 
 if __name__ == "__main__":

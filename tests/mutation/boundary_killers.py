@@ -190,7 +190,7 @@ class _Drawn(Method):
 def drafters_draw_apart() -> None:
     """Two proposers and their members at one place of one round: no key is used twice, and no two draw the same."""
     methods = (_Drawn(tag=1), _Drawn(tag=2))
-    output = _in_turns(_tiny(), [m.turn for m in methods], SamplingParams(max_tokens=50))
+    output = _in_turns(_tiny(), [m.turn for m in methods], SamplingParams(max_tokens=50, ignore_eos=True))
     assert output.stats.num_proposer_faults == 0, "a key that was used before is a fault"
     drawn: dict[tuple[int, int], dict[tuple[int, int, int], int]] = {}
     for method in methods:
@@ -205,7 +205,7 @@ def drafters_draw_apart() -> None:
 def a_fault_is_ones_own() -> None:
     """From its fault on the one that had it is believed nothing, and the one behind it as before."""
     turns = (_Drawn(tag=3, fault_at=5).turn, _Drawn(tag=4).turn)
-    output = _in_turns(_tiny(), turns, SamplingParams(max_tokens=50))
+    output = _in_turns(_tiny(), turns, SamplingParams(max_tokens=50, ignore_eos=True))
     assert output.stats.num_proposer_faults == 1
     laws = [found.laws for found in output.rounds if len(found.laws) == 2]
     demoted = [law for law in laws if law != ("sampled", "sampled")]
