@@ -1,6 +1,9 @@
 """The engine's own choice (`auto`) beside plain decoding, in paired and interleaved rounds.
 
-python -m benchmarks.governor --wide --dtype bfloat16 --rounds 24 --out benchmarks/results/governor.json
+python -m benchmarks.governor --wide --dtype bfloat16 --rounds 24 --max-tokens 64 --out benchmarks/results/governor.json
+
+`--out` of a run that measured other cells keeps them, so that a long table can be measured in parts; beside the file it
+writes a heat map.
 
 A cell is a workload and a batch size. In a round both ways write the same prompts, and which one begins alternates. The
 table gives the median of the ratios of decoding speeds with the lower end of the 95% range of a bootstrap over rounds, and
@@ -19,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from outrider import LLM, SpeculationConfig
+from outrider.bench.machine import describe
 from outrider.bench.replay import copy_tasks
 from outrider.bench.run import EncodedTask, Run, write
 from outrider.bench.tasks import Task, built_in
@@ -71,6 +75,41 @@ def lower_bound(ratios: list[float]) -> float:
     return float(np.percentile(drawn, 2.5))
 
 
+def keep(path: Path, machine: dict[str, Any], cells: list[dict[str, Any]]) -> None:
+    """Write the figures, beside those of other cells that are there, and draw all of them."""
+    known = json.loads(path.read_text("utf-8"))["cells"] if path.exists() else []
+    new = {(each["workload"], each["batch"]) for each in cells}
+    found = [each for each in known if (each["workload"], each["batch"]) not in new] + cells
+    found.sort(key=lambda each: (WORKLOADS.index(each["workload"]), each["batch"]))
+    path.write_text(json.dumps({"machine": machine, "cells": found}), "utf-8")
+    draw(found, path.with_suffix(".png"))
+
+
+def draw(cells: list[dict[str, Any]], path: Path) -> None:
+    """A heat map: the speedup of auto by workload and batch."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    workloads = [each for each in WORKLOADS if any(found["workload"] == each for found in cells)]
+    batches = sorted({found["batch"] for found in cells})
+    grid = np.full((len(workloads), len(batches)), np.nan)
+    for found in cells:
+        grid[workloads.index(found["workload"]), batches.index(found["batch"])] = np.median(found["speedup"])
+    figure, axes = plt.subplots(figsize=(1.6 + 1.1 * len(batches), 1.0 + 0.7 * len(workloads)))
+    axes.imshow(np.log2(grid), cmap="RdYlGn", vmin=-2, vmax=2, aspect="auto")
+    axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
+    axes.set_yticks(range(len(workloads)), [each.replace("_", " ") for each in workloads])
+    axes.set_xlabel("texts at a time")
+    axes.set_title("auto over plain decoding", fontsize=10)
+    for (row, column), value in np.ndenumerate(grid):
+        axes.text(column, row, "" if np.isnan(value) else f"{value:.2f}x", ha="center", va="center", color="black")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--wide", action="store_true")
@@ -94,7 +133,7 @@ def main() -> None:
             speed = f"{middle:.3f}x (at least {low:.3f}x)  first token {first:.3f}x"
             print(f"{workload:16} batch {batch:2}  {speed}  in {cells[-1]['seconds']:.0f} s", flush=True)
             if given.out is not None:
-                given.out.write_text(json.dumps(cells), "utf-8")
+                keep(given.out, describe(llm.engine.runner.loaded.device), cells)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import numpy as np
 from benchmarks.blind import Blind
 from benchmarks.governor import PLAIN, encoded, lower_bound
 from outrider import LLM, SpeculationConfig
+from outrider.bench.machine import describe
 from outrider.bench.replay import copy_tasks
 from outrider.bench.run import EncodedTask, write
 from outrider.bench.tasks import built_in
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     llm = LLM(wide_target("bfloat16"), speculation="none", prefix_caching=False, max_num_seqs=32)
-    draft, found = DraftModel(model=default_model("draft")), dict[str, Any]()
+    draft, found = DraftModel(model=default_model("draft")), {"machine": describe(llm.engine.runner.loaded.device)}
 
     def keep(name: str, value: Any) -> None:
         found[name] = value

@@ -28,8 +28,8 @@ _PLAIN_EVERY, _PLAIN_SOON, _CLOSE = 200, 24, 1.12
 #: the time that this may take.
 _LONGER_EVERY, _LONGER_SHARE = 12, 0.008
 #: Share of the time in which idle methods may show what they would be worth. Lookups and models have half of it each where
-#: there are both, so that lookups, of which each is cheap, leave something for models that have much to read. It is half of
-#: this where many texts decode, since what is learnt from one helps all of them.
+#: there are both, so that lookups, of which each is cheap, leave something for models that have much to read. It is down
+#: to a quarter of this where many texts decode, since what is learnt from one helps all of them.
 _SHADOW_SHARE = 0.009
 #: Unspent time of that kind is kept up to so many steps' worth.
 _SAVED_STEPS = 16.0
@@ -379,7 +379,7 @@ class Governor:
     def observe_step(self, work: StepWork, times: StepTimes) -> None:
         """A step in which texts decoded and nothing else was done."""
         self._plain_due |= self.costs.observe(work, times)
-        share = _SHADOW_SHARE / min(2, _pause(len(self._batch)))
+        share = _SHADOW_SHARE / min(4, _pause(len(self._batch)))
         for lookup, saved in self._saved.items():
             more = share * times.total / len(self._saved)
             self._saved[lookup] = min(saved + more, _SAVED_STEPS * times.total)
