@@ -120,8 +120,9 @@ class LLM:
         consume: Take the weights of a model that is given loaded without a copy. It is changed in place, and is of no use
             for anything else from then on.
         speculation: Who drafts, unless a call says otherwise: a SpeculationConfig, a flat mapping of the same settings, a
-            method or its name. None is "auto": the engine chooses in every step among the draft model, where there is one,
-            `suffix`, and none, by what each costs and brings. "none" decodes plainly.
+            method or its name. None is "auto": the engine chooses in every step among `suffix`, the draft model, or
+            `token_recycling` where there is none, and plain decoding, by what each costs and brings. "none" decodes
+            plainly.
         draft_model: A draft model for that choice, or for speculation="draft_model": local folder or hub id. The embedded
             pair brings its own.
         profile: A file that `outrider tune` wrote, in place of both: its settings are used. Where it was made for another

@@ -143,7 +143,7 @@ def test_the_methods_that_it_takes_by_itself(pair: tuple[str, str]) -> None:
     with LLM(pair[0], dtype="float64", speculation="auto") as llm:
         method = llm.speculation.method
         assert isinstance(method, Auto)
-        assert [each.name for each in method.methods] == ["suffix"]
+        assert [each.name for each in method.methods] == ["suffix", "token_recycling"]
         assert llm.resolve("auto") == llm.speculation
     with LLM(pair[0], dtype="float64", draft_model=pair[1]) as llm:
         method = llm.resolve("auto").method

@@ -15,7 +15,8 @@ class Auto(Method):
 
     Attributes:
         methods: What it may choose from, each with whole settings of its own; num_draft_tokens is the longest draft that is
-            considered. Empty takes the LLM's own draft model, where it has one, and `suffix`.
+            considered. Empty takes `suffix` and the LLM's own draft model, or `token_recycling` where
+            it has none.
     """
 
     name: ClassVar[str] = "auto"

@@ -89,13 +89,15 @@ class SpeculationDefaults:
 
 
 def usual_methods(draft: DraftModel | None, longest: int = Auto.default_num_draft_tokens) -> tuple[SpeculationConfig, ...]:
-    """What the engine chooses from where nobody says: a draft model, if there is one, and a lookup.
+    """What the engine chooses from where nobody says: a lookup, beside a draft model if there is one, and else beside what
+    the target held likely before. Its own first layers draft only where a request says so: without a head that was trained
+    to exit there they cost more than they bring.
 
     Args:
         draft: The draft model.
         longest: Most draft tokens.
     """
-    methods = ("suffix",) if draft is None else (draft, "suffix")
+    methods = ("suffix", "token_recycling") if draft is None else (draft, "suffix")
     return tuple(SpeculationConfig.of(method).replace(num_draft_tokens=longest) for method in methods)
 
 
