@@ -201,6 +201,21 @@ def test_an_idle_model_reads_in_parts_and_is_scored_where_the_text_is_new(
     assert scores == [1.0] * len(scores)
 
 
+@pytest.mark.parametrize("params", [{"seed": 4}, {"seed": 4, "top_k": 3}, {"temperature": 0.0}], ids=str)
+def test_it_is_told_how_probable_every_token_was(
+    params: dict[str, float], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+    monkeypatch.setattr(governing.Governing, "note", lambda self, seq, prob: told.append(prob))
+    with LLM(pair[0], dtype="float64", speculation=auto({"method": "draft_model", "model": pair[0]})) as llm:
+        llm.engine.governing.script(STEEP, steady)
+        (output,) = llm.generate([COPY], SamplingParams(max_tokens=30, ignore_eos=True, **params), trace=True)
+    rounds = output.first.rounds or ()
+    want = [each.target for found in rounds for each in found.rows[0].likely if each.token_id == found.token_id]
+    assert told == pytest.approx(want[1:])
+    assert len(told) == 29, "all but the first token"
+
+
 def test_what_was_learnt_is_kept_for_a_few_sets_of_methods(pair: tuple[str, str]) -> None:
     with LLM(pair[0], dtype="float64", speculation="none") as llm:
         for longest in range(1, 30):

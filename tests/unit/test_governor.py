@@ -275,6 +275,23 @@ def test_what_is_assumed_without_a_calibration_is_soon_corrected() -> None:
     assert run(world, chosen, tokens=2000).seconds <= 1.03 * run(world, None, tokens=2000).seconds
 
 
+def test_a_batch_rests_only_where_the_same_texts_go_on_plainly() -> None:
+    governor = Governor([Candidate("draft", 4, prior=0.01)], CostTable.assumed(1.0), holds=3)
+    running = [Running(request, 10, 4, ("draft",)) for request in (1, 2)]
+    for request in (1, 2):
+        governor.begin(request)
+    assert not governor.rests([1, 2]), "nothing was decided yet"
+    assert all(decision.method is None for decision in governor.decide(running).values())
+    assert governor.rests([1, 2])
+    assert not governor.rests([1]), "one has ended"
+    assert not governor.rests([1, 2, 3]), "one has begun"
+    governor.rest()
+    governor.rest()
+    assert governor.chosen["none", 0] == 6
+    governor.rest()
+    assert not governor.rests([1, 2]), "the plan is due"
+
+
 # -- acceptance --------------------------------------------------------------------------------------------------------
 
 
