@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.chance import begin_chance
+
 if TYPE_CHECKING:
     from outrider import LLM
 
 #: No test measures what passes cost, but those that ask for it, and none leaves files in the user's folders.
 os.environ["OUTRIDER_COSTS"] = "off"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Every test begins with the chance of its file, before its fixtures: what passes once passes in any order."""
+    begin_chance(item.location[0])
+
 
 PROMPTS = ["def parse(line):\n", "class Reader:\n", "import os\n", "for name in names:\n"]
 

@@ -198,7 +198,7 @@ def drafters_draw_apart() -> None:
     assert len(drawn) == 6
     for one, other in combinations(drawn.values(), 2):
         both = one.keys() & other.keys()
-        assert len(both) > 20
+        assert len(both) > 12, "one place in every round of up to three tokens, in 50 tokens"
         assert sum(one[place] == other[place] for place in both) < 0.4 * len(both), "1 in 16 by chance"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from tests.chance import begin_chance
 from tests.mutation import boundary_killers, killers
 
 CLAIM = "the claim does not hold"
@@ -29,6 +30,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 def judge(check: Callable[[], None]) -> str | None:
     """What stopped it, in one line; None where it came through."""
+    begin_chance(check.__name__)
     try:
         check()
     except Exception as error:
