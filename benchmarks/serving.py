@@ -40,7 +40,7 @@ from outrider.bench.machine import describe
 from outrider.bench.peers.base import PeerMode, PeerModels
 from outrider.bench.peers.llama_cpp import LlamaCppEngine, LlamaCppPeer
 from outrider.bench.widen import cache_folder, wide_target
-from outrider.llm import default_model
+from outrider.embedded import default_model
 
 RESULTS = Path(__file__).parent / "results" / "serving.json"
 CLIENTS = 16

@@ -26,8 +26,9 @@ from outrider.bench.ways import parse_ways
 from outrider.bench.widen import stretched, widen
 from outrider.cli.app import app
 from outrider.config import ModelConfig
+from outrider.embedded import default_model
 from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError, ModelLoadError
-from outrider.llm import LLM, default_model
+from outrider.llm import LLM
 from outrider.model.context import LayerReach
 from outrider.model.loader import read_context
 from outrider.params import SamplingParams
