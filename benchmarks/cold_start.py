@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.bench.machine import describe
-from outrider.llm import default_model
+from outrider.embedded import default_model
 
 RESULTS = Path(__file__).parent / "results" / "cold_start.json"
 COMMAND = [sys.executable, "-m", "outrider"]

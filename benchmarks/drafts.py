@@ -29,7 +29,7 @@ from outrider.bench.run import EncodedTask, Run, write
 from outrider.bench.ways import Way, parse_ways
 from outrider.bench.widen import wide_target
 from outrider.bench.widen_heads import wide_heads
-from outrider.llm import default_model
+from outrider.embedded import default_model
 from outrider.propose.head_method import HeadMethod
 from outrider.stats import RequestStats
 

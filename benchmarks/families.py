@@ -6,7 +6,8 @@
 Every model is random, in bfloat16, with a hidden size of 1,024, 12 to 16 layers and 32,000 tokens. Its weights are about
 0.22 billion numbers, which is far more than any cache holds. The figures are:
 
-- the least time of a pass of one row behind 128 and 1,000 tokens, and that of four rows over that of one;
+- the least time of a pass of one row behind 128 and 1,000 tokens, and the median of that of four rows over that of one
+  within a round;
 - the time of reading the weights of a row over that of a pass, since a pass cannot be faster. Of experts these
   are the ones that the row has;
 - tokens a second behind the first token, and the time to the first token, ours and those of `generate` of transformers.
@@ -22,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.box import MARKDOWN
@@ -93,30 +94,41 @@ def random_model(name: str) -> Any:
     return model
 
 
-def passes(runner: ModelRunner, num_bytes: int | None, rounds: int) -> tuple[dict[int, dict[int, float]], list[float]]:
-    """Times of passes, and of reading as many bytes as a pass has weights, in turns: what memory gives drifts.
+class Passes(NamedTuple):
+    """What passes take.
 
-    Returns:
-        The least milliseconds of a pass by its context and its number of rows, and for each round the time of reading over
-        that of a pass of one row behind the shorter context; nothing where the bytes are not known.
+    Attributes:
+        ms: The least milliseconds of a pass, by its context and its number of rows.
+        ratios: C(4) by context: the median over rounds of the time of four rows over that of one.
+        shares: For each round, the time of reading as many bytes as a pass has weights over that of a pass of one row
+            behind the shorter context; nothing where the bytes are not known.
     """
+
+    ms: dict[int, dict[int, float]]
+    ratios: dict[int, float]
+    shares: list[float]
+
+
+def passes(runner: ModelRunner, num_bytes: int | None, rounds: int) -> Passes:
+    """Times of passes and of reading, in turns: what memory gives drifts."""
     table = runner.blocks.allocate(runner.blocks.blocks_for(max(CONTEXTS) + max(ROWS)))
     tokens = _tokens(max(CONTEXTS) + max(ROWS))
     runner.forward([Segment(tokens[: max(CONTEXTS)], 0, table)])
     found: dict[int, dict[int, float]] = {context: dict.fromkeys(ROWS, float("inf")) for context in CONTEXTS}
-    shares = []
+    shares, ratios = [], dict[int, list[float]]()
     for _ in range(rounds):
-        spent = {}
+        spent: dict[tuple[int, int], float] = {}
         for context in CONTEXTS:
             for rows in ROWS:
                 segment = Segment(tokens[context : context + rows], context, table)
                 spent[context, rows] = _timed(partial(runner.forward, [segment]))
                 found[context][rows] = min(found[context][rows], 1e3 * spent[context, rows])
+            ratios.setdefault(context, []).append(spent[context, ROWS[-1]] / spent[context, ROWS[0]])
         if num_bytes is not None:
             reading = num_bytes / read_bandwidth(torch.device("cpu"), num_bytes, repeats=1)
             shares.append(reading / spent[CONTEXTS[0], 1])
     runner.blocks.free(table)
-    return found, shares
+    return Passes(found, {context: median(each) for context, each in ratios.items()}, shares)
 
 
 def _tokens(count: int) -> list[int]:
@@ -184,12 +196,13 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     llm = LLM(model, speculation="none", prefix_caching=False, kv_cache_tokens=4096)
     runner = llm.engine.runner
     num_bytes = runner.backend.weight_bytes(runner.loaded.model) or weight_bytes(model)
-    spent, shares = passes(runner, num_bytes, 6 * rounds)
+    spent = passes(runner, num_bytes, 6 * rounds)
     return {
         "backend": runner.backend.name,
         "weight_bytes": num_bytes,
-        "pass_ms": spent,
-        "share_of_bandwidth": median(shares) if shares else None,
+        "pass_ms": spent.ms,
+        "four_rows_over_one": spent.ratios,
+        "share_of_bandwidth": median(spent.shares) if spent.shares else None,
         "writing": writing(llm, model, rounds),
     }
 
@@ -212,7 +225,7 @@ def shown(found: dict[str, Any]) -> Table:
             f"{near[0]:.1f}",
             "" if share is None else f"{share:.0%}",
             f"{far[0]:.1f}",
-            f"{near[1] / near[0]:.2f} / {far[1] / far[0]:.2f}",
+            " / ".join(f"{ratio:.2f}" for ratio in entry["four_rows_over_one"].values()),
             *rates,
         )
     return table

@@ -28,7 +28,7 @@ from outrider.bench.run import EncodedTask, Run, write
 from outrider.bench.tasks import Task, built_in
 from outrider.bench.ways import Way
 from outrider.bench.widen import wide_target
-from outrider.llm import default_model
+from outrider.embedded import default_model
 
 WORKLOADS = ("code_completion", "json", "replay")
 PLAIN = Way("plain", SpeculationConfig())

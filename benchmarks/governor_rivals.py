@@ -32,7 +32,7 @@ from outrider.bench.tasks import built_in
 from outrider.bench.ways import Way
 from outrider.bench.widen import wide_target
 from outrider.draft import Draft, Law
-from outrider.llm import default_model
+from outrider.embedded import default_model
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.draft_model import DraftModel
 from outrider.propose.method import Method, ProposerContext

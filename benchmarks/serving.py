@@ -40,7 +40,7 @@ from outrider.bench.machine import describe
 from outrider.bench.peers.base import PeerMode, PeerModels
 from outrider.bench.peers.llama_cpp import LlamaCppEngine, LlamaCppPeer
 from outrider.bench.widen import cache_folder, wide_target
-from outrider.llm import default_model
+from outrider.embedded import default_model
 
 RESULTS = Path(__file__).parent / "results" / "serving.json"
 CLIENTS = 16
@@ -53,7 +53,7 @@ class Target:
     """What is served.
 
     Attributes:
-        model, draft: Folders; a draft of None stands for plain decoding.
+        model, draft: Folders; a draft of None stands for plain decoding, and with one the engine chooses.
         dtype: Of the weights.
     """
 
@@ -64,9 +64,8 @@ class Target:
     @property
     def settings(self) -> dict[str, Any]:
         """For LLM."""
-        speculation: Any = "none" if self.draft is None else {"method": "draft_model", "model": self.draft}
-        common = {"dtype": self.dtype, "kv_cache_tokens": 8192, "prefix_caching": False}
-        return {"model": self.model, "speculation": speculation, **common}
+        chosen = {"speculation": "none"} if self.draft is None else {"draft_model": self.draft}
+        return {"model": self.model, **chosen, "dtype": self.dtype, "kv_cache_tokens": 8192, "prefix_caching": False}
 
     @property
     def named(self) -> dict[str, str | None]:

@@ -2,40 +2,25 @@
 
     python recipes/prompts.py DIR       # writes train.jsonl, unittest.jsonl, json.jsonl, and held-out ones beside them
 
-A file of the library stands on the side where `train_target.py` put it, one in fifty held out by the hash of its path. The
-target has never seen what a draft is measured with. Two files hold one narrow kind of text alone: unit tests, of which the
-library has many, and JSON, of which it has next to none. The documents of JSON are made here, from a fixed seed.
+A file of the library stands on the side where `train_target.py` put it (`library_files.py`). The target has never seen what
+a draft is measured with. Two files hold one narrow kind of text alone: unit tests, of which the library has many, and JSON,
+of which it has next to none. The documents of JSON are made here, from a fixed seed.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import random
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from library_files import library_files
+
 #: Prompts of the files that measure: some of the lines of a text, which a recorded answer follows.
 PROMPT_LINES, ANSWER_LINES = 12, 24
 HELD_OUT_TEXTS = 64
-
-
-def files() -> Iterator[tuple[bool, Path, str]]:
-    """(held out, path, text) of every file that `train_target.py` takes."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        if {"site-packages", "encodings", "pydoc_data"} & set(path.parts) or "lib2to3/tests/data" in str(path):
-            continue
-        try:
-            text = path.read_text("utf-8")
-        except UnicodeDecodeError:
-            continue
-        if 400 <= len(text) <= 400_000:
-            digest = hashlib.md5(str(path.relative_to(root)).encode()).hexdigest()
-            yield int(digest, 16) % 50 == 0, path, text
 
 
 def is_test(text: str) -> bool:
@@ -87,7 +72,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
-    everything = list(files())
+    everything = list(library_files())
     tests = [each for each in everything if is_test(each[2])]
     rng = random.Random(1)
     made = [(place % 50 == 0, Path(), text) for place, text in enumerate(documents(rng, 1000))]

@@ -10,14 +10,13 @@ of its path, is held out. Its draft model is made by `outrider train`; docs/trai
 """
 
 import argparse
-import hashlib
 import pathlib
-import sysconfig
 import time
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from library_files import library_files
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -25,18 +24,9 @@ VOCAB = 4096
 
 
 def corpus(folder: pathlib.Path) -> None:
-    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, list[str]] = {"train": [], "held": []}
-    for path in sorted(root.rglob("*.py")):
-        if {"site-packages", "encodings", "pydoc_data"} & set(path.parts) or "lib2to3/tests/data" in str(path):
-            continue
-        try:
-            text = path.read_text("utf-8")
-        except UnicodeDecodeError:
-            continue
-        if 400 <= len(text) <= 400_000:
-            digest = hashlib.md5(str(path.relative_to(root)).encode()).hexdigest()
-            texts["held" if int(digest, 16) % 50 == 0 else "train"].append(text)
+    for held_out, _, text in library_files():
+        texts["held" if held_out else "train"].append(text)
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r"\n[ \t]*|[ ]?[A-Za-z_]+|[0-9]{1,3}|[ ]?[^\sA-Za-z_0-9]+|[ \t]+|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

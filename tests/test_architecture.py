@@ -15,7 +15,7 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 #: Lower first; a module may import from its own layer and from those before it.
 LAYERS = (
-    ("errors",),
+    ("errors", "embedded"),
     ("validation",),
     ("draft", "trace", "stats", "params", "config"),
     ("kernels",),
@@ -29,6 +29,8 @@ LAYERS = (
     ("arguments",),
     ("prompts",),
     ("profile",),
+    ("options",),
+    ("building",),
     ("llm",),
     ("async_llm",),
     ("convert",),

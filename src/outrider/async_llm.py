@@ -12,7 +12,8 @@ from outrider.arguments import Conversation, Prompt
 from outrider.engine.mail import Mailbox, News
 from outrider.engine.preparing import PreparingThreads
 from outrider.engine.sequence import Request
-from outrider.llm import LLM, CallOptions
+from outrider.llm import LLM
+from outrider.options import CallOptions
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.validation import unknown_setting
 from outrider.verify.trials import Trials

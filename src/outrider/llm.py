@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from importlib.resources import files
 from inspect import signature
-from os import PathLike, fspath
+from os import PathLike
 from types import TracebackType
-from typing import Any, Never, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Never, Self, TypeVar, Unpack, cast
 
 import torch
 
 from outrider.arguments import (
     Conversation,
     Prompt,
-    check_namespace,
     dtype_name,
     refuse_keywords,
     refuse_settings,
@@ -26,83 +23,25 @@ from outrider.arguments import (
     split_prompts,
     spread,
 )
+from outrider.building import EnginePlan, RecommendedSettings, model_name
 from outrider.config import AttentionName, CacheConfig, DTypeName, ModelConfig, QuantizationName, SchedulerConfig
+from outrider.embedded import default_model, shown_name
 from outrider.engine.engine import Engine
 from outrider.engine.mail import Inbox, Mailbox
 from outrider.engine.proposers import ProposerSet
 from outrider.engine.sequence import Request
 from outrider.engine.stats import EngineStats
 from outrider.engine.thread import EngineThread, Health
-from outrider.errors import (
-    ClosedError,
-    ContradictionError,
-    InputError,
-    InvalidParameterError,
-    OutriderError,
-)
-from outrider.model.draft_loader import DraftLoader
-from outrider.model.factory import make_runner
-from outrider.model.loader import LoadedModel, adopt_model, check_sources, load_model
-from outrider.model.runner import ModelRunner
-from outrider.model.target import Target
+from outrider.errors import ClosedError, InvalidParameterError, OutriderError
+from outrider.model.loader import check_sources
+from outrider.options import CallOptions, CallSettings, Speculation
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
-from outrider.profile import Identity, Profile, read_profile
-from outrider.prompts import PromptEncoder
+from outrider.profile import Identity
 from outrider.propose.auto import Auto
 from outrider.propose.defaults import SpeculationDefaults
-from outrider.propose.method import Method
 from outrider.propose.speculation import SpeculationConfig
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
-
-#: Any form that SpeculationConfig.of takes.
-Speculation = SpeculationConfig | Method | Mapping[str, Any] | str
-
-
-def default_model(part: str) -> str:
-    """Folder of the embedded default pair: part is "target" or "draft"."""
-    return str(files("outrider") / "assets" / part)
-
-
-class CallOptions(TypedDict, total=False):
-    """What a call may ask for beside a prompt and parameters.
-
-    Attributes:
-        speculation: Who drafts, in place of the LLM's own; "none" decodes plainly.
-        namespace: Whose prompt it is: caches are shared within a namespace and never beyond it, and namespaces take turns.
-        trace: Whether outputs tell of every round.
-        prediction: A text, or token ids, that the caller expects the output to have, for the method `prediction`.
-        priority: Among the requests of one namespace that wait, lower numbers go first. The usual number is 0.
-    """
-
-    speculation: Speculation | None
-    namespace: str | None
-    trace: bool
-    prediction: str | Sequence[int] | None
-    priority: int
-
-
-@dataclass(frozen=True)
-class _Options:
-    """The same with its usual values, and whether pieces are wanted.
-
-    Raises:
-        InvalidParameterError: The namespace is no name, or the priority no number.
-    """
-
-    namespace: str | None = None
-    trace: bool = False
-    streaming: bool = False
-    speculation: Speculation | None = None
-    prediction: str | Sequence[int] | None = None
-    priority: int = 0
-
-    def __post_init__(self) -> None:
-        check_namespace(self.namespace)
-        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
-            raise InvalidParameterError("priority", self.priority, "no whole number", "Use 0, or less to go first.")
 
 
 class LLM:
@@ -173,9 +112,8 @@ class LLM:
         **unknown: Never,
     ) -> None:
         refuse_settings(unknown, signature(LLM).parameters.keys() - {"unknown"})
-        self._embedded = model is None
-        self._model_config = ModelConfig(
-            model=_name_of(model),
+        config = ModelConfig(
+            model=model_name(model),
             dtype=dtype_name(dtype),
             device=None if device is None else str(device),
             revision=revision,
@@ -185,48 +123,22 @@ class LLM:
             quantization=quantization,
             batch_invariant=batch_invariant,
         )
-        self._cache_config = CacheConfig(block_size=block_size, num_tokens=kv_cache_tokens, prefix_caching=prefix_caching)
-        scheduling = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        embedded_draft = default_model("draft") if self._embedded else None
-        self._defaults = SpeculationDefaults.of(speculation, draft_model, embedded_draft)
-        self._profile = None if profile is None else _profile(profile, speculation, draft_model)
-        draft = self._defaults.draft
+        self._plan = EnginePlan(
+            config,
+            CacheConfig(block_size=block_size, num_tokens=kv_cache_tokens, prefix_caching=prefix_caching),
+            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
+            SpeculationDefaults.of(speculation, draft_model, default_model("draft") if model is None else None),
+            None if profile is None else RecommendedSettings.read(profile, speculation, draft_model),
+            embedded=model is None,
+        )
+        draft = self._plan.defaults.draft
         check_sources(draft_model=None if draft is None else draft.model)
         self._thread = EngineThread()
-        self._thread.load(partial(self._build, model, tokenizer, scheduling, consume=consume))
+        self._thread.load(partial(self._build, model, tokenizer, consume=consume))
 
-    def _build(self, model: Any, tokenizer: Any, scheduling: SchedulerConfig, *, consume: bool) -> Engine:
-        """Load everything; in the engine's thread."""
-        config, cache = self._model_config, self._cache_config
-        loaded = _load(model, config, tokenizer, consume=consume, kv_tokens=cache.num_tokens)
-        runner = make_runner(
-            loaded, config.attention_backend, cache, scheduling.max_num_seqs, batch_invariant=config.batch_invariant
-        )
-        self._apply_profile(runner)
-        method = self.speculation.method
-        self.prompts = PromptEncoder(loaded.tokenizer, None if self._embedded else config.model, loaded.max_model_len)
-        self.default_params = _default_params(loaded)
-        load_runner = DraftLoader(runner, config, cache, scheduling.max_num_seqs)
-        proposers = ProposerSet(Target(runner), scheduling.max_num_batched_tokens, load_runner, self._defaults.kept)
-        if method is not None and not isinstance(method, Auto):
-            proposers.get(method)  # a draft model that cannot be used is better known now than at the first prompt
-        engine = Engine(runner, scheduling, proposers)
-        if isinstance(method, Auto):
-            engine.governing.admit(method)  # models are loaded and costs measured now, not before the first answer
+    def _build(self, model: Any, tokenizer: Any | None, *, consume: bool) -> Engine:
+        engine, self.prompts, self.default_params, self._defaults = self._plan.build(model, tokenizer, consume=consume)
         return engine
-
-    def _apply_profile(self, runner: ModelRunner) -> None:
-        """Speculate as the profile recommends, where there is one and it holds for this model and this machine."""
-        if self._profile is None:
-            return
-        path, profile, config = self._profile
-        found = Identity.of(runner, self._model_config.quantization)
-        profile.check_model(path, found)
-        misfit = profile.misfit(found)
-        if misfit:
-            logger.warning("%s: the profile is ignored, since it was made for other circumstances: %s", path, misfit)
-        else:
-            self._defaults = replace(self._defaults, config=self.resolve(config))
 
     @property
     def speculation(self) -> SpeculationConfig:
@@ -252,11 +164,11 @@ class LLM:
         try:
             runner = self.engine.runner
         except ClosedError:
-            return f"<LLM model={_shown(self._model_config.model)} closed>"
-        config, speculation, draft = self._model_config, self.speculation, self._defaults.draft
+            return f"<LLM model={shown_name(self._plan.model.model)} closed>"
+        config, speculation, draft = self._plan.model, self.speculation, self._defaults.draft
         loaded = runner.loaded
         facts = {
-            "model": _shown(loaded.name),
+            "model": shown_name(loaded.name),
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "quantization": config.quantization,
             "device": loaded.device,
@@ -265,7 +177,7 @@ class LLM:
             "batch_invariant": config.batch_invariant or None,
             "speculation": speculation.name,
             "num_draft_tokens": speculation.num_draft_tokens if speculation.enabled else None,
-            "draft_model": None if draft is None else _shown(draft.model),
+            "draft_model": None if draft is None else shown_name(draft.model),
         }
         return f"<LLM {' '.join(f'{name}={fact}' for name, fact in facts.items() if fact is not None)}>"
 
@@ -277,7 +189,7 @@ class LLM:
     @property
     def identity(self) -> Identity:
         """What a profile of this LLM holds for: its model, its weights' type and its machine."""
-        return Identity.of(self.engine.runner, self._model_config.quantization)
+        return Identity.of(self.engine.runner, self._plan.model.quantization)
 
     @property
     def proposers(self) -> ProposerSet:
@@ -341,7 +253,7 @@ class LLM:
         """
         refuse_keywords(self.generate, unknown)
         items, single = split_prompts(prompts)
-        options = _Options(namespace, trace, prediction=prediction)
+        options = CallSettings(namespace, trace, prediction=prediction)
         return self._complete(items, single, self.prompts.encode, params, speculation, options, on_finished)
 
     def stream(
@@ -403,7 +315,7 @@ class LLM:
         self.prompts.check_template()
         items, single = split_conversations(messages)
         return self._complete(
-            items, single, self.prompts.encode_conversation, params, speculation, _Options(namespace, trace), None
+            items, single, self.prompts.encode_conversation, params, speculation, CallSettings(namespace, trace), None
         )
 
     def chat_prompt(self, messages: Conversation) -> list[int]:
@@ -441,7 +353,7 @@ class LLM:
         """
         self._thread.check()
         encoded = self.prompts.encode(prompt) if messages is None else self.prompts.encode_conversation(messages)
-        return self._prepare(*encoded, params, _Options(streaming=streaming, **options))
+        return self._prepare(*encoded, params, CallSettings(streaming=streaming, **options))
 
     def admit(self, requests: Sequence[Request], mailbox: Mailbox) -> Future[list[OutriderError | None]]:
         """Queue prepared requests; see EngineThread.admit."""
@@ -468,7 +380,7 @@ class LLM:
         encode: Callable[[Any], tuple[str | None, tuple[int, ...]]],
         params: SamplingParams | Sequence[SamplingParams | None] | None,
         speculation: Speculation | Sequence[Speculation | None] | None,
-        options: _Options,
+        options: CallSettings,
         on_finished: Callable[[RequestOutput], None] | None,
     ) -> list[RequestOutput]:
         """Generate from `items`, each of which `encode` turns into its text, if it has one, and its token ids."""
@@ -515,7 +427,7 @@ class LLM:
         text: str | None,
         token_ids: tuple[int, ...],
         params: SamplingParams | None,
-        options: _Options,
+        options: CallSettings,
     ) -> Request:
         params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
@@ -563,51 +475,3 @@ class LLM:
         finally:
             del news  # an error in it points at this frame, and the two would keep everything alive
             self._thread.drop(request)
-
-
-def _name_of(model: Any) -> Any:
-    """What to call a model: its path or hub id, or the class of one that is given loaded."""
-    if isinstance(model, torch.nn.Module):
-        return type(model).__name__
-    source = default_model("target") if model is None else model
-    return fspath(source) if isinstance(source, PathLike) else source
-
-
-def _load(model: Any, config: ModelConfig, tokenizer: Any | None, *, consume: bool, kv_tokens: int | None) -> LoadedModel:
-    if isinstance(model, torch.nn.Module):
-        return adopt_model(model, config, tokenizer, consume=consume)
-    if consume:
-        raise ContradictionError(
-            "consume", consume, "there is no loaded model whose weights could be taken", "Leave it out, or give a model."
-        )
-    check_sources(model=config.model)
-    return load_model(config, tokenizer, kv_tokens=kv_tokens)
-
-
-def _default_params(loaded: LoadedModel) -> SamplingParams:
-    """The parameters of requests that bring none: the checkpoint's own where it names some."""
-    taken: dict[str, Any] = {}
-    for name, value in loaded.generation_defaults.items():
-        try:
-            SamplingParams(**{name: value})
-        except InputError as error:
-            logger.warning("%s: its generation default is left out (%s)", loaded.name, error)
-        else:
-            taken[name] = value
-    if taken:
-        named = ", ".join(f"{name}={value}" for name, value in taken.items())
-        logger.info("%s: without SamplingParams its own generation defaults are used: %s", loaded.name, named)
-    return SamplingParams(**taken)
-
-
-def _profile(profile: Any, speculation: Speculation | None, draft_model: Any) -> tuple[str, Profile, SpeculationConfig]:
-    """A profile with its path and its settings; it takes the place of both other arguments."""
-    for name, value in (("speculation", speculation), ("draft_model", draft_model)):
-        if value is not None:
-            raise ContradictionError(name, value, "the profile says who drafts", "Leave one of them out.")
-    return str(profile), *read_profile(profile)
-
-
-def _shown(model: str | None) -> str | None:
-    """A model's name; where the package lies is of no interest."""
-    return "embedded" if model in (default_model("target"), default_model("draft")) else model

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
+from outrider.embedded import default_model
 from outrider.errors import (
     ContradictionError,
     InputError,
@@ -20,7 +21,6 @@ from outrider.errors import (
     UnsupportedParameterError,
     VocabularyMismatchError,
 )
-from outrider.llm import default_model
 from outrider.model.loader import usable_device
 from tests.model import checkpoints
 

@@ -12,10 +12,10 @@ import torch
 from outrider import LLM, SamplingParams, SpeculationConfig, Suffix
 from outrider.cache.blocks import BlockManager
 from outrider.config import CacheConfig, ModelConfig
+from outrider.embedded import default_model
 from outrider.errors import ContradictionError, UnsupportedModelError
 from outrider.kernels.library import available_sets
 from outrider.kernels.row_by_row import RowByRow
-from outrider.llm import default_model
 from outrider.model.batch import Segment
 from outrider.model.factory import BACKENDS, make_runner
 from outrider.model.loader import load_model

@@ -26,11 +26,14 @@ from outrider.bench.ways import parse_ways
 from outrider.bench.widen import stretched, widen
 from outrider.cli.app import app
 from outrider.config import ModelConfig
+from outrider.embedded import default_model
+from outrider.engine.proposers import MAX_IDLE
 from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError, ModelLoadError
-from outrider.llm import LLM, default_model
+from outrider.llm import LLM
 from outrider.model.context import LayerReach
 from outrider.model.loader import read_context
 from outrider.params import SamplingParams
+from outrider.propose.method import Method, ProposerContext
 from outrider.prove.tiny import save_tiny_llama
 
 ANSWER = (0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 0)
@@ -243,6 +246,17 @@ def test_a_full_run_goes_on_where_it_stopped(tiny: str, tmp_path: Path, monkeypa
     written.clear()
     Session(settings(tiny, tmp_path, full=False)).run()  # who asks for less than everything wants it measured now
     assert written
+
+
+def test_many_methods_do_not_put_each_other_out(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proposer that is built anew in every round has forgotten what its trees have learnt, and loads its model again."""
+    built: list[Method] = []
+    real = ProposerContext.build
+    monkeypatch.setattr(ProposerContext, "build", lambda self, method: built.append(method) or real(self, method))
+    ways = ("ngram:2", "suffix:2", "suffix-tree:2", "lookahead:7", "token_recycling:4", "auto")
+    Session(settings(tiny, tmp_path, ways=ways, num_prompts=3, batches=(1,))).run()
+    assert len(built) > MAX_IDLE
+    assert len(built) == len(set(map(repr, built)))
 
 
 class _Rival(Peer):

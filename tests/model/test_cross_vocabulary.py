@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from outrider import LLM, CrossVocabulary, DraftModel, Ngram, SamplingParams, SpeculationConfig
+from outrider.embedded import default_model
 from outrider.errors import ContradictionError, InvalidParameterError, VocabularyMismatchError
-from outrider.llm import default_model
 from outrider.propose.bridge import SharedTokens
 from outrider.propose.cross_vocabulary import TextProposer
 from outrider.propose.draft_model import DraftModelProposer

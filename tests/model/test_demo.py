@@ -14,7 +14,7 @@ from rich.console import Console
 
 from outrider.bench.figures import Spread
 from outrider.bench.run import Run
-from outrider.llm import default_model
+from outrider.embedded import default_model
 from outrider.stats import RequestStats
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"

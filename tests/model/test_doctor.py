@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
+from outrider.embedded import default_model
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
-from outrider.llm import default_model
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model.vocabularies import save_permuted_and_cut
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from outrider import LLM, Ngram, SamplingParams, SpeculationConfig, TokenOrigin
+from outrider.embedded import default_model
 from outrider.engine.admission import MAX_STOP_CHARACTERS
 from outrider.engine.detokenizer import TextStream
 from outrider.errors import InvalidParameterError
-from outrider.llm import default_model
 
 PROMPT = "def read(self):\n    return self."
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.llm import default_model
+from outrider.embedded import default_model
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 PROMPT = "def parse(line):\n"
@@ -25,7 +25,7 @@ def with_defaults(folder: Path, **defaults: Any) -> Path:
 
 def test_they_are_used_where_no_params_are_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = {"do_sample": True, "temperature": 0.1, "top_k": 1, "repetition_penalty": 1.3, "max_new_tokens": 9}
-    with caplog.at_level(logging.INFO, "outrider.llm"):
+    with caplog.at_level(logging.INFO, "outrider.building"):
         llm = LLM(with_defaults(tmp_path / "m", **given), kv_cache_tokens=512)
     named = "temperature=0.1, top_k=1, repetition_penalty=1.3, max_tokens=9"
     (record,) = [r for r in caplog.records if "generation defaults" in r.message]
@@ -50,7 +50,7 @@ def test_without_any_the_defaults_are_those_of_sampling_params(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, given: dict[str, Any]
 ) -> None:
     """As in vLLM, do_sample decides nothing: only values that are given are taken."""
-    with caplog.at_level(logging.INFO, "outrider.llm"):
+    with caplog.at_level(logging.INFO, "outrider.building"):
         llm = LLM(with_defaults(tmp_path / "m", **given), kv_cache_tokens=512)
     assert "generation defaults" not in caplog.text
     assert llm.default_params == SamplingParams()

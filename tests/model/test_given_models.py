@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
+from outrider.embedded import default_model
 from outrider.errors import ContradictionError, InvalidParameterError, ModelLoadError, UnsupportedModelError
 from outrider.kernels.library import available_sets
-from outrider.llm import default_model
 from outrider.model import hf
 from tests.model import checkpoints
 

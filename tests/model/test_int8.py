@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig, Suffix
+from outrider.embedded import default_model
 from outrider.errors import InvalidParameterError
-from outrider.llm import default_model
 from outrider.model.batch import Segment
 from tests.model import checkpoints
 

@@ -9,9 +9,9 @@ import pytest
 from transformers.utils import logging as hf_logging
 
 from outrider import LLM, DraftModel, SpeculationConfig
+from outrider.embedded import default_model
 from outrider.errors import ModelLoadError
 from outrider.kernels.library import available_sets
-from outrider.llm import default_model
 
 BEST = available_sets()[-1] if available_sets() else "stock"
 FAST = "fused" if available_sets() else "paged"

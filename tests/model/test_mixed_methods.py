@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.llm import default_model
+from outrider.embedded import default_model
 from outrider.propose import methods
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model.vocabularies import save_permuted_and_cut

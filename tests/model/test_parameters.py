@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, NoRepeatNGramLogitsProcessor
 
 from outrider import LLM, Ngram, SamplingParams, SpeculationConfig, StructuredOutputs, Suffix
+from outrider.embedded import default_model
 from outrider.errors import (
     ContradictionError,
     InvalidParameterError,
@@ -23,7 +24,6 @@ from outrider.errors import (
     ProcessingError,
     UnsupportedParameterError,
 )
-from outrider.llm import default_model
 
 DOCS = Path(__file__).parents[2] / "docs" / "parameters.md"
 PROMPTS = ["def parse(line):\n", "for name in names:\n    for name in names:\n    for", '{"name": "']

@@ -7,7 +7,7 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.bench.peers.base import PeerModels
 from outrider.bench.peers.known_peers import PEERS, open_peer
-from outrider.llm import default_model
+from outrider.embedded import default_model
 
 NUM_TOKENS = 32
 TEXT = 'def add(a, b):\n    """Return the sum of a and b."""\n'

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
-from outrider.llm import default_model
+from outrider.embedded import default_model
 from outrider.propose.draft_model import DraftModelProposer
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8)

@@ -15,8 +15,8 @@ from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.bench.run import EncodedTask, write
 from outrider.bench.ways import Way, parse_ways
 from outrider.cli.app import app
+from outrider.embedded import default_model
 from outrider.errors import ContradictionError, InvalidParameterError
-from outrider.llm import default_model
 from outrider.propose.speculation import PLAIN
 from outrider.prove.tiny import save_tiny_llama
 from outrider.tuning.shadow import Shadow, ShadowScorer, score_text

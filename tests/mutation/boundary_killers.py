@@ -33,7 +33,8 @@ from outrider.propose.draft_model import DraftModel
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.speculation import SpeculationConfig
 from outrider.propose.suffix import Suffix
-from outrider.prove.engine_distribution import HEADS_SETTINGS, SETTINGS, SHARED_TARGET_LAYERS, EngineProof, Setting
+from outrider.prove.engine_distribution import EngineProof
+from outrider.prove.settings import HEADS_SETTINGS, SETTINGS, SHARED_TARGET_LAYERS, Setting
 from outrider.prove.tiny import save_tiny_llama
 from outrider.prove.tiny_heads import save_tiny_heads
 from tests.model import checkpoints, test_boundary, test_heads, test_target

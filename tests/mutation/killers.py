@@ -20,9 +20,10 @@ from outrider.propose.draft_model import DraftModel
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.ngram import Ngram
 from outrider.propose.speculation import SpeculationConfig
-from outrider.prove.engine_distribution import DRAFT, SETTINGS, STRUCTURE_SETTINGS, EngineProof, Setting
+from outrider.prove.engine_distribution import EngineProof
 from outrider.prove.reference import ReferenceRule
 from outrider.prove.rules_distribution import prove_verifier
+from outrider.prove.settings import DRAFT, SETTINGS, STRUCTURE_SETTINGS, Setting
 from outrider.prove.tiny import save_tiny_llama
 from outrider.prove.tree_distribution import prove_tree_verifier
 from outrider.prove.tree_reference import TreeRule

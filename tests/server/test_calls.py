@@ -13,7 +13,7 @@ from llguidance.hf import from_tokenizer
 from pydantic import BaseModel
 from transformers import AutoTokenizer
 
-from outrider.llm import default_model
+from outrider.embedded import default_model
 from outrider.server.tools import MAX_CALLS, ToolForm, ToolListener, calls_grammar
 from tests.server.running import TEMPLATE, Server, running
 

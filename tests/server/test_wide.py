@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from outrider.cli import serve as command
+from outrider.embedded import default_model
 from outrider.errors import ContradictionError
-from outrider.llm import default_model
 
 
 class Stop(Exception):

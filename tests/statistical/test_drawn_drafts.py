@@ -15,8 +15,8 @@ from tests.model.vocabularies import save_permuted_and_cut
 
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.draft import Draft, Law
+from outrider.embedded import default_model
 from outrider.engine import engine
-from outrider.llm import default_model
 from outrider.propose import growth, methods
 from outrider.prove.tiny_heads import save_random_heads
 

@@ -11,14 +11,8 @@ from outrider.engine.drafting import StepDraft
 from outrider.propose import growth
 from outrider.propose.base import DraftNoise
 from outrider.propose.suffix import SuffixProposer
-from outrider.prove.engine_distribution import (
-    BOUND,
-    CROSSED_SETTINGS,
-    PARAMETER_SETTINGS,
-    SETTINGS,
-    STRUCTURE_SETTINGS,
-    EngineProof,
-)
+from outrider.prove.engine_distribution import BOUND, EngineProof
+from outrider.prove.settings import CROSSED_SETTINGS, PARAMETER_SETTINGS, SETTINGS, STRUCTURE_SETTINGS
 from outrider.prove.tiny import CROSSED_PIECES, save_tiny_llama
 from outrider.verify import verifier
 

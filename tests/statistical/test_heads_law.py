@@ -10,7 +10,8 @@ import torch
 
 from outrider.propose import growth
 from outrider.propose.row_heads import RowHeadsProposer
-from outrider.prove.engine_distribution import BOUND, HEADS_SETTINGS, SHARED_TARGET_LAYERS, EngineProof
+from outrider.prove.engine_distribution import BOUND, EngineProof
+from outrider.prove.settings import HEADS_SETTINGS, SHARED_TARGET_LAYERS
 from outrider.prove.tiny import save_tiny_llama
 from outrider.prove.tiny_heads import save_tiny_heads
 

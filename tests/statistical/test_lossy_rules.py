@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.embedded import default_model
 from outrider.engine import verification
-from outrider.llm import default_model
-from outrider.prove.engine_distribution import DRAFT, EngineProof, Setting
+from outrider.prove.engine_distribution import EngineProof
+from outrider.prove.settings import DRAFT, Setting
 from outrider.verify import verifier
 from outrider.verify.logits import target_probs
 from outrider.verify.rules import token_acceptance

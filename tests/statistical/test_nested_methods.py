@@ -22,7 +22,8 @@ from outrider.propose.draft_model import DraftModel, DraftModelProposer
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.speculation import Member, Members, SpeculationConfig
 from outrider.propose.tree import CHAIN
-from outrider.prove.engine_distribution import DRAFT, EngineProof, Setting
+from outrider.prove.engine_distribution import EngineProof
+from outrider.prove.settings import DRAFT, Setting
 from outrider.prove.tiny import raise_norms, save_tiny_llama
 from outrider.verify.logits import target_probs
 from outrider.verify.noise import KeyedNoise

@@ -11,7 +11,8 @@ import torch
 from outrider.model import resumed
 from outrider.model.begun import Begun
 from outrider.propose.shared_layers import SharedLayersProposer
-from outrider.prove.engine_distribution import BOUND, SHARED_TARGET_LAYERS, SHARED_TARGET_SETTINGS, EngineProof
+from outrider.prove.engine_distribution import BOUND, EngineProof
+from outrider.prove.settings import SHARED_TARGET_LAYERS, SHARED_TARGET_SETTINGS
 from outrider.prove.tiny import save_tiny_llama
 
 BY_NAME = {setting.name: setting for setting in SHARED_TARGET_SETTINGS}

@@ -18,7 +18,7 @@ from outrider.bench.plan import Cell
 from outrider.bench.results import Advice, CellResult, Outcome, Results, WayResult
 from outrider.bench.ways import parse_ways
 from outrider.cli.options import method_settings
-from outrider.llm import default_model
+from outrider.embedded import default_model
 from outrider.propose.draft_model import DraftModel
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.llm import default_model
+from outrider.embedded import default_model
 from outrider.train.card import _argument
 
 

@@ -23,8 +23,8 @@ from outrider.cli.app import app
 from outrider.cli.endings import ending, warning
 from outrider.cli.options import speculation, structure
 from outrider.cli.render import write
+from outrider.embedded import default_model
 from outrider.errors import InvalidParameterError
-from outrider.llm import default_model
 from outrider.params import CompletionOutput, SamplingParams, TokenOrigin
 from outrider.stats import RequestStats
 from tests.model.vocabularies import save_random, sentencepiece_like

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from outrider.embedded import default_model
 from outrider.engine.detokenizer import TextStream
-from outrider.llm import default_model
 from outrider.params import TokenOrigin
 
 PLAIN, ACCEPTED, RECOVERED, BONUS = TokenOrigin

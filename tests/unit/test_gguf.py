@@ -61,7 +61,7 @@ def test_weights_survive_as_far_as_the_type_allows(llama, tmp_path, dtype, toler
 
 def test_a_tied_head_is_written_once(tmp_path):
     gguf = pytest.importorskip("gguf")
-    from outrider.llm import default_model
+    from outrider.embedded import default_model
 
     names = [t.name for t in gguf.GGUFReader(write_gguf(default_model("draft"), tmp_path / "m.gguf")).tensors]
     assert "token_embd.weight" in names

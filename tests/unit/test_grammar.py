@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from outrider.embedded import default_model
 from outrider.errors import InvalidParameterError
-from outrider.llm import default_model
 from outrider.params import StructuredOutputs
 from outrider.verify import grammar
 from outrider.verify.grammar import GrammarCompiler

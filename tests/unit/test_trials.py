@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from outrider.embedded import default_model
 from outrider.errors import ClosedError, TrialError
-from outrider.llm import default_model
 from outrider.verify import trials
 from outrider.verify.structures import Vocabulary, Written
 from outrider.verify.trials import TOO_MUCH_WORK, Trials
@@ -168,7 +168,7 @@ def test_without_a_process_nothing_is_followed(
 _ORPHAN = """
 import sys, threading, time
 from transformers import AutoTokenizer
-from outrider.llm import default_model
+from outrider.embedded import default_model
 from outrider.verify.structures import Vocabulary, Written
 from outrider.verify.trials import Trials
 tokenizer = AutoTokenizer.from_pretrained(default_model("target"))

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from outrider.cache.blocks import BlockManager
 from outrider.cache.lease import KVLease
+from outrider.embedded import default_model
 from outrider.errors import ContradictionError, InvalidParameterError
-from outrider.llm import default_model
 from outrider.model.vocabulary import Vocabulary, whole_characters
 from outrider.propose.bridge import SameVocabulary, SharedTokens
 from outrider.propose.vocabulary_report import report

@@ -10,6 +10,7 @@ from outrider.bench.run import EncodedTask, Run, write
 from outrider.bench.ways import Way
 from outrider.errors import OtherEngineError
 from outrider.llm import LLM
+from outrider.propose.auto import Auto
 from outrider.stats import RequestStats
 
 
@@ -29,7 +30,11 @@ class Contestant:
 
 
 def ours(llm: LLM, way: Way, temperature: float) -> Contestant:
-    """A contestant for one of our own ways."""
+    """A contestant for one of our own ways. Its proposers stay loaded from now on, with what their trees learn."""
+    method = llm.resolve(way.config).method
+    for member in [each.method for each in method.methods] if isinstance(method, Auto) else [method]:
+        if member is not None:
+            llm.proposers.acquire(member)  # an engine lets go those of many methods that nobody uses for the moment
     return Contestant(way.name, lambda tasks: write(llm, tasks, way, temperature))
 
 

@@ -26,8 +26,9 @@ from outrider.bench.ways import Way
 from outrider.bench.widen import cache_folder, stretched, wide_target
 from outrider.bench.widen_heads import wide_heads
 from outrider.config import ModelConfig
+from outrider.embedded import default_model
 from outrider.errors import InvalidParameterError, MissingExtraError, OtherEngineError
-from outrider.llm import LLM, default_model
+from outrider.llm import LLM
 from outrider.model.loader import check_sources, read_context, usable_device
 from outrider.propose.head_method import HeadMethod
 

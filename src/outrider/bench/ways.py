@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from outrider.embedded import default_model
 from outrider.errors import InvalidParameterError
-from outrider.llm import default_model
 from outrider.model.loader import check_sources
 from outrider.propose import methods
 from outrider.propose.draft_model import DraftModel

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from outrider.llm import default_model
+from outrider.embedded import default_model
 from outrider.model.hf import without_bars
 
 #: The factors for the embedded target: 384 x 1024 becomes 1536 x 8192, with 0.36 B parameters.

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from outrider.bench.widen import HIDDEN, cache_folder
+from outrider.embedded import default_model
 from outrider.heads.checkpoint import FILE, Witness, load_heads, save_heads
 from outrider.heads.config import BlockwiseConfig, ExitConfig, HeadsConfig, MedusaConfig
 from outrider.heads.networks import build_network
-from outrider.llm import default_model
 from outrider.model.hf import without_bars
 
 

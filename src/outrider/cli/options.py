@@ -179,7 +179,7 @@ def wide_pair(model: str | None, method: str | None, draft_model: str | None, dt
     if model is not None:
         raise ContradictionError("wide", True, "it is a copy of the embedded target", "Leave MODEL or --wide out.")
     from outrider.bench.widen import wide_target
-    from outrider.llm import default_model
+    from outrider.embedded import default_model
 
     drafts = draft_model is None and method in (None, "draft_model")
     target = wide_target("bfloat16" if dtype == "auto" else dtype)  # "auto" is the embedded checkpoint's own

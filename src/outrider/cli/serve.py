@@ -229,7 +229,7 @@ def _serve_replicas(
 
     log("loading", {"model": limits.model_name, "replicas": count})  # what comes now takes its time
     from outrider.config import ModelConfig
-    from outrider.llm import default_model
+    from outrider.embedded import default_model
     from outrider.model.loader import read_context, read_needs
     from outrider.profile import read_profile
     from outrider.server.replicas.room import check_cluster, own_machine, share
@@ -260,7 +260,7 @@ def _serve_replicas(
 
 def _draft_model(model: str | None, settings: Any) -> str | None:
     """The model that drafts; None where none does."""
-    from outrider.llm import default_model
+    from outrider.embedded import default_model
     from outrider.propose.defaults import SpeculationDefaults
 
     asked = {"method": "draft_model", **settings} if isinstance(settings, dict) else settings

@@ -103,7 +103,7 @@ def _traffic(model: str | None, traffic: Path | None, log: Path | None, max_toke
 
     with light_imports():
         from outrider.config import ModelConfig
-        from outrider.llm import default_model
+        from outrider.embedded import default_model
         from outrider.model.loader import check_sources, read_context, read_tokenizer
         from outrider.prompts import PromptEncoder
         from outrider.tuning.traffic import read_traffic, sample_traffic
@@ -128,7 +128,7 @@ def _tune(
     how: dict[str, str | None],
 ) -> tuple[TuningResults, Profile]:
     """The results, and the profile that they come to."""
-    from outrider.llm import default_model
+    from outrider.embedded import default_model
     from outrider.profile import Profile
     from outrider.tuning.candidates import candidates
     from outrider.tuning.results import whole_paths

@@ -9,10 +9,10 @@ from typing import Any
 
 from outrider.params import SamplingParams
 from outrider.propose.speculation import SpeculationConfig
-from outrider.prove.engine_distribution import DRAFT, HEADS, LOOKUP, OTHER_DRAFT, Setting
 from outrider.prove.findings import Finding
 from outrider.prove.own_model import OwnModel
 from outrider.prove.running import Proof
+from outrider.prove.settings import DRAFT, HEADS, LOOKUP, OTHER_DRAFT, Setting
 from outrider.prove.tiny_heads import HEAD_METHODS
 
 #: What the caller predicts in every setting, over a vocabulary of three tokens; only the method `prediction` reads it.

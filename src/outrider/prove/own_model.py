@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from outrider.config import DTypeName
-from outrider.llm import LLM, default_model
+from outrider.embedded import default_model
+from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose.draft_model import DraftModel
 from outrider.propose.early_exit import EarlyExit

@@ -15,18 +15,7 @@ from outrider.propose.early_exit import EarlyExit
 from outrider.propose.layer_skip import LayerSkip
 from outrider.propose.method import Method
 from outrider.propose.speculation import SpeculationConfig
-from outrider.prove.engine_distribution import (
-    CROSSED_SETTINGS,
-    HEADS_SETTINGS,
-    PARAMETER_SETTINGS,
-    QUICK_SETTINGS,
-    SETTINGS,
-    SHARED_TARGET_LAYERS,
-    SHARED_TARGET_SETTINGS,
-    STRUCTURE_SETTINGS,
-    EngineProof,
-    Setting,
-)
+from outrider.prove.engine_distribution import EngineProof
 from outrider.prove.findings import Check, Finding, Report
 from outrider.prove.one_method import method_proofs, speculations
 from outrider.prove.own_model import OwnModel
@@ -40,6 +29,17 @@ from outrider.prove.rules_distribution import (
 )
 from outrider.prove.running import Proof, run_in_processes, run_proofs
 from outrider.prove.sampled import prove_sampled
+from outrider.prove.settings import (
+    CROSSED_SETTINGS,
+    HEADS_SETTINGS,
+    PARAMETER_SETTINGS,
+    QUICK_SETTINGS,
+    SETTINGS,
+    SHARED_TARGET_LAYERS,
+    SHARED_TARGET_SETTINGS,
+    STRUCTURE_SETTINGS,
+    Setting,
+)
 from outrider.prove.tiny import CROSSED_PIECES, PIECES, save_tiny_llama
 from outrider.prove.tiny_heads import save_tiny_heads
 from outrider.prove.tree_distribution import prove_tree_verifier

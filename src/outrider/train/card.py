@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider import __version__
-from outrider.llm import default_model
+from outrider.embedded import default_model
 from outrider.stats import RequestStats
 from outrider.train.checkpoint import Measurement, Progress
 from outrider.train.files import write_text

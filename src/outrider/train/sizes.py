@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import median
 
 from outrider.bench.passes import PassTimer
-from outrider.llm import LLM, default_model
+from outrider.embedded import default_model
+from outrider.llm import LLM
 from outrider.propose.draft_model import DraftModel, DraftModelProposer
 from outrider.train.distill import DistillSettings
 from outrider.train.models import Shape

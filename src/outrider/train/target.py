@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from outrider.config import DTypeName, ModelConfig
+from outrider.embedded import default_model
 from outrider.errors import ContradictionError, InvalidParameterError
-from outrider.llm import default_model
 from outrider.model.hf import final_norm, noting_layers, only_head
 from outrider.model.loader import check_sources, load_model
 from outrider.train.batches import Batch

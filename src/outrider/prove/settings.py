@@ -1,0 +1,313 @@
+"""The ways to ask the engine for text that are proven: every method, rule, shape and parameter, with the faults between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from outrider.params import StructuredOutputs
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to ask the engine for text.
+
+    Attributes:
+        name: A short name for reports.
+        speculation: The settings in the form of one mapping. The path of the draft model is filled in later.
+        params: Fields of SamplingParams.
+        turns: The methods that draft in each round; within a round each one drafts behind the one before. Round r takes the
+            entry at r modulo the number of entries. Empty where the request's own method drafts in every round.
+        language: Every text that the requested structure admits. It needs a pair of models with a tokenizer.
+        prediction: The tokens that the caller predicts.
+    """
+
+    name: str
+    speculation: dict[str, Any] = field(default_factory=lambda: {"method": "none"})
+    params: dict[str, Any] = field(default_factory=dict)
+    turns: tuple[tuple[dict[str, Any], ...], ...] = ()
+    language: tuple[str, ...] = ()
+    prediction: tuple[int, ...] = ()
+
+
+#: In a setting this stands for the path of the draft model of the proof.
+DRAFT = "the draft model of the proof"
+#: And this for the folder of its heads for the method of the setting.
+HEADS = "the heads of the proof"
+
+
+def _drafted(rule: str, **more: Any) -> dict[str, Any]:
+    return {"method": "draft_model", "model": DRAFT, "num_draft_tokens": 2, "rule": rule, **more}
+
+
+#: Whether a fault happens depends on the committed length alone, and never on what was drawn.
+FAULTS = ("raises", "nan row", "truncated", "token outside", "too long")
+
+LOOKUP = {"method": "ngram", "num_draft_tokens": 2, "min_match": 1}
+_ONE = _drafted("auto", num_draft_tokens=1)
+_GOVERNED = {"method": "auto", "methods": (_drafted("auto"), LOOKUP)}
+_PREDICTED = {"method": "prediction", "num_draft_tokens": 3, "min_match": 1}
+#: This lookup learns from other texts of its namespace.
+_SHARED = {"method": "suffix", "num_draft_tokens": 2, "min_match": 1, "shared": True}
+#: This one keeps what the target held likely in earlier texts of its namespace.
+_RECYCLED = {"method": "token_recycling", "num_draft_tokens": 4}
+#: Window and guesses have room in the first rounds, and are cut in the later ones.
+_LOOKAHEAD = {"method": "lookahead", "window": 2, "ngram": 3, "guesses": 2, "num_draft_tokens": 7}
+
+QUICK_SETTINGS = (
+    Setting("token", _drafted("token")),
+    Setting("block", _drafted("block")),
+    Setting("coupled", _drafted("coupled")),
+)
+
+SETTINGS = (
+    Setting("plain"),
+    *QUICK_SETTINGS,
+    Setting("walk", _drafted("walk")),
+    Setting("auto, seeded", _drafted("auto"), {"seed": 5}),
+    Setting("greedy drafts", _drafted("auto", draft_sampling="greedy")),
+    Setting("ngram", {"method": "ngram", "num_draft_tokens": 2, "min_match": 1}),
+    Setting("ngram, seeded", {"method": "ngram", "num_draft_tokens": 2, "min_match": 1}, {"seed": 6}),
+    Setting("suffix", {"method": "suffix", "num_draft_tokens": 2, "min_match": 1}),
+    Setting("suffix, seeded", {"method": "suffix", "num_draft_tokens": 2, "min_match": 1}, {"seed": 4}),
+    Setting("suffix, branches", {"method": "suffix", "num_draft_tokens": 3, "min_match": 1, "branches": True}),
+    Setting("suffix, shared texts", _SHARED),
+    Setting("suffix, shared texts, two samples", _SHARED, {"n": 2, "max_tokens": 2}),
+    Setting("token recycling", _RECYCLED),
+    Setting("token recycling, fixed shape, one context", {**_RECYCLED, "context": 1, "tree": (2, 1)}),
+    Setting("token recycling, two samples", _RECYCLED, {"n": 2, "max_tokens": 2}),
+    Setting("token recycling behind a drawn draft", turns=((_ONE, _RECYCLED),)),
+    Setting("lookahead", _LOOKAHEAD, {"max_tokens": 6}),
+    Setting("lookahead, seeded", _LOOKAHEAD, {"max_tokens": 5, "seed": 7}),
+    Setting("lookahead, two samples", _LOOKAHEAD, {"n": 2, "max_tokens": 2}),
+    Setting("lookahead behind a drawn draft", turns=((_ONE, _LOOKAHEAD),)),
+    Setting("tree, traversal", _drafted("block", tree=(2, 1))),
+    Setting("tree, recursive rejection", _drafted("token", tree=(2, 1))),
+    Setting("tree, coupled", _drafted("coupled", tree=(2, 1))),
+    Setting("tree, walk", _drafted("walk", tree=(2,))),
+    Setting("tree, most likely tokens", _drafted("auto", tree=(2, 1), draft_sampling="greedy")),
+    Setting("best-first tree, traversal", _drafted("block", tree="best_first", num_draft_tokens=4)),
+    Setting("best-first tree, recursive rejection", _drafted("token", tree="best_first", num_draft_tokens=3)),
+    Setting("best-first tree, top_k", _drafted("auto", tree="best_first", num_draft_tokens=4), {"top_k": 2}),
+    Setting("best-first tree, seeded", _drafted("auto", tree="best_first", num_draft_tokens=3), {"seed": 5}),
+    Setting("best-first tree, most likely tokens", _drafted("auto", tree="best_first", draft_sampling="greedy")),
+    Setting("Sequoia's tree", _drafted("block", tree="sequoia", num_draft_tokens=3)),
+    Setting("stop behind a token of low confidence", _drafted("block", min_confidence=0.4, num_draft_tokens=3)),
+    Setting("the same in a tree", _drafted("block", min_confidence=0.4, tree=(2, 1))),
+    Setting("the same in a best-first tree", _drafted("auto", min_confidence=0.4, tree="best_first", num_draft_tokens=3)),
+    Setting("tree, wider than the tokens left", _drafted("block", tree=(3, 1)), {"top_k": 2}),
+    Setting("merged tree", _drafted("auto", tree=(1, 1), num_draft_tokens=4) | {"method": "_prove_merged"}),
+    Setting("merged tree, three laws", _drafted("token", tree=(2,), num_draft_tokens=4) | {"method": "_prove_merged"}),
+    Setting("a text that the caller predicts", _PREDICTED, prediction=(1, 0, 1, 2)),
+    Setting("the same, seeded", _PREDICTED, {"seed": 3}, prediction=(0, 1, 0, 1)),
+    Setting("the engine chooses", _GOVERNED, {"max_tokens": 5}),
+    Setting("the engine chooses, token rule", {"method": "auto", "methods": (_drafted("token"),)}),
+    Setting("the engine chooses, trees", {"method": "auto", "methods": (_drafted("block", tree=(2, 1)), LOOKUP)}),
+    Setting("the engine chooses, a lookup of other texts", {"method": "auto", "methods": (_SHARED, _drafted("block"))}),
+    Setting("the engine chooses, seeded", _GOVERNED, {"seed": 5}),
+    Setting("the engine chooses, two samples", _GOVERNED, {"n": 2, "max_tokens": 3}),
+    Setting("two methods in turns", turns=((_drafted("block"),), (LOOKUP,), (_drafted("token", tree=(2,)),))),
+    Setting("a lookup, then the draft model behind it", turns=((LOOKUP | {"num_draft_tokens": 1}, _drafted("block")),)),
+    Setting(
+        "the draft model, then a lookup behind it",
+        turns=((_drafted("block", num_draft_tokens=1), LOOKUP | {"num_draft_tokens": 1}),),
+    ),
+    Setting(
+        "two drawn drafts, one behind the other", turns=((_ONE, _drafted("block", dtype="float64", num_draft_tokens=1)),)
+    ),
+    Setting("the same under the token rule", turns=((_ONE | {"rule": "token"}, _drafted("block", dtype="float64")),)),
+    Setting("a drawn tree behind a drawn chain", turns=((_ONE, _drafted("block", dtype="float64", tree=(2,))),)),
+    Setting("coupled drafts, one behind the other", turns=((_ONE, _drafted("auto", dtype="float64")),), params={"seed": 2}),
+    Setting("block, temperature", _drafted("block"), {"temperature": 0.6}),
+    Setting("block, top_k", _drafted("block"), {"top_k": 2}),
+    Setting("token, top_p", _drafted("token"), {"top_p": 0.8, "temperature": 1.5}),
+    Setting("block, min_p", _drafted("block"), {"min_p": 0.3}),
+    Setting("coupled, all filters", _drafted("coupled"), {"top_k": 2, "top_p": 0.9, "min_p": 0.1, "temperature": 1.3}),
+    Setting("block, stop tokens", _drafted("block"), {"stop_token_ids": (2,)}),
+    Setting("token, min_tokens", _drafted("token"), {"stop_token_ids": (1,), "min_tokens": 2}),
+    Setting("block, two samples", _drafted("block", num_draft_tokens=1), {"n": 2, "max_tokens": 2}),
+    Setting("auto, seeded, two samples", _drafted("auto", num_draft_tokens=1), {"n": 2, "max_tokens": 2, "seed": 3}),
+    *(Setting(f"block, fault: {f}", _drafted("block", fault=f) | {"method": "_prove_faulty"}) for f in FAULTS),
+    *(Setting(f"token, fault: {f}", _drafted("token", fault=f) | {"method": "_prove_faulty"}) for f in FAULTS[1:3]),
+    Setting("coupled, fault: raises", _drafted("coupled", fault="raises") | {"method": "_prove_faulty"}),
+    Setting("tree, fault: nan row", _drafted("block", tree=(2,), fault="nan row") | {"method": "_prove_faulty"}),
+)
+
+#: Layers of the target of `SHARED_TARGET_SETTINGS`.
+SHARED_TARGET_LAYERS = 3
+_EXIT = {"method": "early_exit", "layers": 1, "num_draft_tokens": 2}
+_DEEPER = _EXIT | {"layers": 2}
+_SKIP = {"method": "layer_skip", "skip": (1,), "num_draft_tokens": 2}
+_EXIT_ONE, _SKIP_ONE = _EXIT | {"num_draft_tokens": 1}, _SKIP | {"num_draft_tokens": 1}
+
+
+def _exit_tree(rule: str) -> dict[str, Any]:
+    return {"method": "early_exit", "layers": 1, "tree": (2, 1), "rule": rule}
+
+
+def _skip_tree(rule: str) -> dict[str, Any]:
+    return {"method": "layer_skip", "skip": (1,), "tree": (2, 1), "rule": rule}
+
+
+#: Methods that draft with some of the target's own layers; the target of these proofs has several.
+SHARED_TARGET_SETTINGS = (
+    Setting("early exit, block", _EXIT | {"rule": "block"}),
+    Setting("early exit, token", _EXIT | {"rule": "token"}),
+    Setting("early exit, seeded", _EXIT, {"seed": 5}),
+    Setting("early exit, most likely tokens", _EXIT | {"draft_sampling": "greedy"}),
+    Setting("early exit, two samples", _EXIT_ONE, {"n": 2, "max_tokens": 2}),
+    Setting("early exit, tree, traversal", _exit_tree("block")),
+    Setting("early exit, tree, recursive rejection", _exit_tree("token")),
+    Setting("early exit, tree, seeded", _exit_tree("auto"), {"seed": 6}),
+    Setting("early exit in turns with the draft model", turns=((_EXIT,), (_drafted("block"),))),
+    Setting("early exit behind a lookup", turns=((LOOKUP | {"num_draft_tokens": 1}, _EXIT),)),
+    Setting("early exit, then the draft model behind it", turns=((_EXIT_ONE, _drafted("block", num_draft_tokens=1)),)),
+    Setting("early exit, then a deeper one behind it", turns=((_EXIT_ONE, _DEEPER | {"num_draft_tokens": 1}),)),
+    Setting("early exit, then a tree behind it", turns=((_EXIT_ONE, _skip_tree("block") | {"num_draft_tokens": 2}),)),
+    Setting("layer skip behind early exit", turns=((_EXIT_ONE, _SKIP_ONE),)),
+    Setting("early exit behind layer skip", turns=((_SKIP_ONE, _EXIT_ONE),)),
+    Setting("layer skip, block", _SKIP | {"rule": "block"}),
+    Setting("layer skip, token", _SKIP | {"rule": "token"}),
+    Setting("layer skip, without the first layer", _SKIP | {"skip": (0,)}),
+    Setting("layer skip, seeded", _SKIP, {"seed": 7}),
+    Setting("layer skip, tree, traversal", _skip_tree("block")),
+    Setting("layer skip, tree, recursive rejection", _skip_tree("token")),
+    Setting("layer skip in turns with early exit", turns=((_SKIP_ONE,), (_EXIT,), (_exit_tree("block"),))),
+)
+
+
+_MEDUSA = {"method": "medusa", "model": HEADS, "num_draft_tokens": 2}
+_BLOCKWISE = {"method": "blockwise", "model": HEADS, "num_draft_tokens": 2}
+_EXIT_HEAD = {"method": "exit", "model": HEADS, "num_draft_tokens": 2}
+_MEDUSA_ONE = _MEDUSA | {"num_draft_tokens": 1}
+#: The row that heads read was computed for an earlier text here, so a text begins with a token that is decoded plainly.
+_FOUR, _PAIR = {"max_tokens": 4}, {"n": 2, "max_tokens": 3, "top_k": 2}
+
+#: Methods that draft with heads on the target's hidden states. They need the pair with several layers.
+HEADS_SETTINGS = (
+    Setting("Medusa, block", _MEDUSA | {"rule": "block"}, _FOUR),
+    Setting("Medusa, token", _MEDUSA | {"rule": "token"}, _FOUR),
+    Setting("Medusa, walk", _MEDUSA | {"rule": "walk"}, _FOUR),
+    Setting("Medusa, seeded", _MEDUSA, {"seed": 5, **_FOUR}),
+    Setting("Medusa, most likely tokens", _MEDUSA | {"draft_sampling": "greedy"}, _FOUR),
+    Setting("Medusa, two samples", _MEDUSA_ONE, _PAIR),
+    Setting("Medusa, temperature and filters", _MEDUSA, {"top_k": 2, "top_p": 0.9, "temperature": 1.3, **_FOUR}),
+    Setting("Medusa, penalties", _MEDUSA, {"frequency_penalty": -0.6, "repetition_penalty": 1.7, **_FOUR}),
+    Setting("Medusa, stop tokens", _MEDUSA, {"stop_token_ids": (2,), **_FOUR}),
+    Setting("Medusa, low confidence", _MEDUSA | {"min_confidence": 0.4}, _FOUR),
+    Setting("Medusa, tree, traversal", _MEDUSA | {"tree": (2, 1), "rule": "block"}, _FOUR),
+    Setting("Medusa, tree, recursive rejection", _MEDUSA | {"tree": (2, 1), "rule": "token"}, _FOUR),
+    Setting("Medusa, tree, seeded", _MEDUSA | {"tree": (2, 1)}, {"seed": 6, **_FOUR}),
+    Setting("Medusa, best-first tree", _MEDUSA | {"tree": "best_first", "num_draft_tokens": 4}, _FOUR),
+    Setting("Medusa, Sequoia's tree", _MEDUSA | {"tree": "sequoia", "num_draft_tokens": 3}, _FOUR),
+    Setting("Medusa in turns with others", turns=((_MEDUSA,), (), (LOOKUP,), (_drafted("block"),)), params=_FOUR),
+    Setting("Medusa behind a lookup", turns=((LOOKUP | {"num_draft_tokens": 1}, _MEDUSA),), params=_FOUR),
+    Setting("Medusa behind the draft model", turns=((_ONE, _MEDUSA_ONE),), params=_FOUR),
+    Setting("the draft model behind Medusa", turns=((_MEDUSA_ONE, _ONE),), params=_FOUR),
+    Setting("Medusa behind early exit", turns=((_EXIT_ONE, _MEDUSA_ONE),), params=_FOUR),
+    Setting("blockwise, block", _BLOCKWISE | {"rule": "block"}, _FOUR),
+    Setting("blockwise, token", _BLOCKWISE | {"rule": "token"}, _FOUR),
+    Setting("blockwise, seeded", _BLOCKWISE, {"seed": 7, **_FOUR}),
+    Setting("blockwise, two samples", _BLOCKWISE | {"num_draft_tokens": 1}, _PAIR),
+    Setting("blockwise, tree", _BLOCKWISE | {"tree": (2, 1)}, _FOUR),
+    Setting("exit, block", _EXIT_HEAD | {"rule": "block"}),
+    Setting("exit, token", _EXIT_HEAD | {"rule": "token"}),
+    Setting("exit, seeded", _EXIT_HEAD, {"seed": 5}),
+    Setting("exit, two samples", _EXIT_HEAD | {"num_draft_tokens": 1}, {"n": 2, "max_tokens": 2}),
+    Setting("exit, tree, traversal", _EXIT_HEAD | {"tree": (2, 1), "rule": "block"}),
+    Setting("exit, tree, recursive rejection", _EXIT_HEAD | {"tree": (2, 1), "rule": "token"}),
+    Setting("exit behind Medusa", turns=((_MEDUSA_ONE, _EXIT_HEAD | {"num_draft_tokens": 1}),), params=_FOUR),
+    Setting("exit in turns with early exit", turns=((_EXIT_HEAD,), (_EXIT,)), params=_FOUR),
+)
+
+
+def _every_other(ids: Tensor, scores: Tensor) -> Tensor:
+    """A logits processor whose answer depends on the whole prefix."""
+    pushed = scores.clone()
+    pushed[:, int(ids.sum()) % scores.shape[-1]] -= 1.5
+    return pushed
+
+
+#: One setting of every parameter that changes logits and whose effect depends, or may depend, on the path of a row.
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "presence_penalty": {"presence_penalty": 1.1},
+    "frequency_penalty": {"frequency_penalty": -0.6},
+    "logit_bias": {"logit_bias": {0: 1.0, 2: -0.7}},
+    "bad_words_ids": {"bad_words_ids": ((1, 1), (2, 0), (0,))},
+    "allowed_token_ids": {"allowed_token_ids": (0, 2)},
+    "logits_processors": {"logits_processors": (_every_other,)},
+    "min_tokens": {"stop_token_ids": (1,), "min_tokens": 2},
+    "all together": {
+        "repetition_penalty": 0.8, "presence_penalty": -0.3, "frequency_penalty": 0.4, "logit_bias": {1: 0.5},
+        "bad_words_ids": ((2, 1),), "logits_processors": (_every_other,), "temperature": 1.4, "top_p": 0.95,
+    },
+}  # fmt: skip
+
+#: Ways to draft, at least one for each rule, with the parameters that each of them needs.
+DRAFTED_BY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "block": (_drafted("block"), {}),
+    "token": (_drafted("token"), {}),
+    "tree": (_drafted("block", tree=(2, 1)), {"max_tokens": 2}),
+    "recursive": (_drafted("token", tree=(2,)), {"max_tokens": 2}),
+    "merged": (_drafted("auto", tree=(2,), num_draft_tokens=4) | {"method": "_prove_merged"}, {"max_tokens": 2}),
+    "coupled": (_drafted("auto"), {"seed": 8}),
+    "lookup": ({"method": "ngram", "num_draft_tokens": 2, "min_match": 1}, {}),
+}
+
+PARAMETER_SETTINGS = tuple(
+    Setting(f"{name}, {way}", speculation, {**asked, **extra})
+    for name, asked in PARAMETERS.items()
+    for way, (speculation, extra) in DRAFTED_BY.items()
+)
+
+_LANGUAGE = ('""', '"a"', '"aa"')
+_RULE = " | ".join('"' + text.replace('"', '\\"') + '"' for text in _LANGUAGE)
+
+#: The same structure, in every form in which a caller may ask for it.
+STRUCTURES: dict[str, StructuredOutputs] = {
+    "choice": StructuredOutputs(choice=_LANGUAGE),
+    "regex": StructuredOutputs(regex='""|"a"|"aa"'),
+    "json_schema": StructuredOutputs(json_schema={"enum": ["", "a", "aa"]}),
+    "lark": StructuredOutputs(grammar=f"start: {_RULE}"),
+    "gbnf": StructuredOutputs(grammar=f"root ::= {_RULE}"),
+}
+
+STRUCTURE_SETTINGS = (
+    *(
+        Setting(f"{name}, block", _drafted("block"), {"structured_outputs": structure, "max_tokens": 5}, language=_LANGUAGE)
+        for name, structure in STRUCTURES.items()
+    ),
+    *(
+        Setting(
+            f"regex, {way}",
+            speculation,
+            {"structured_outputs": STRUCTURES["regex"], **extra, "max_tokens": 5, "frequency_penalty": 0.5},
+            language=_LANGUAGE,
+        )
+        for way, (speculation, extra) in DRAFTED_BY.items()
+        if way != "block"
+    ),
+)
+
+
+#: The same in settings whose draft model has another vocabulary than the target.
+OTHER_DRAFT = "the draft model of another vocabulary"
+_CROSSED = {"method": "cross_vocabulary", "model": OTHER_DRAFT, "num_draft_tokens": 2}
+
+#: Drafts from a model of another vocabulary. They need the pair of CROSSED_PIECES.
+CROSSED_SETTINGS = (
+    Setting("other vocabulary", _CROSSED),
+    Setting("other vocabulary, token rule", _CROSSED | {"rule": "token"}, {"temperature": 1.4, "top_k": 2}),
+    Setting("other vocabulary, seeded", _CROSSED, {"seed": 5}),
+    Setting("other vocabulary, most likely tokens", _CROSSED | {"draft_sampling": "greedy"}),
+    Setting("other vocabulary, tree", _CROSSED | {"tree": (2, 1), "num_draft_tokens": 4}),
+    Setting("other vocabulary, penalties", _CROSSED, {"repetition_penalty": 1.7, "frequency_penalty": -0.6}),
+    Setting("other vocabulary, only tokens outside it", _CROSSED, {"allowed_token_ids": (1,)}),
+    Setting("other vocabulary, two samples", _CROSSED | {"num_draft_tokens": 1}, {"n": 2, "max_tokens": 2}),
+    Setting("other vocabulary, behind a lookup", turns=((LOOKUP | {"num_draft_tokens": 1}, _CROSSED),)),
+    Setting("other vocabulary, by text", _CROSSED | {"match": "text"}),
+    Setting("other vocabulary, by text, behind a lookup", turns=((LOOKUP, _CROSSED | {"match": "text"}),)),
+)
