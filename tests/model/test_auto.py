@@ -76,6 +76,26 @@ def test_nothing_is_drafted_before_the_first_token_and_every_round_says_why(pair
         assert sum(llm.stats.chosen.values()) == len(others)
 
 
+def test_an_idle_lookup_is_charged_for_its_draft_and_for_what_becomes_of_it(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock says 0.01 s for each of the two."""
+    charged: dict[str, list[float]] = {}
+    real = Governor.observe_shadow_seconds
+
+    def observe(governor: Governor, method: str, num_texts: int, seconds: float) -> None:
+        charged.setdefault(method, []).append(seconds)
+        real(governor, method, num_texts, seconds)
+
+    monkeypatch.setattr(Governor, "observe_shadow_seconds", observe)
+    with governed(pair) as llm:
+        rows_never_pay = CostTable({1: 1.0, 2: 99.0, 128: 9999.0}, 0.0, FREE.drafts)
+        llm.engine.governing.script(rows_never_pay, steady)
+        llm.generate([COPY] * 4, SamplingParams(max_tokens=60, seed=1))
+    assert charged["suffix"] == pytest.approx([0.02] * len(charged["suffix"]))
+    assert charged["draft_model"] == pytest.approx([0.01] * len(charged["draft_model"]))
+
+
 def test_choices_and_their_reasons_are_counted(pair: tuple[str, str]) -> None:
     with governed(pair) as llm:
         llm.generate([COPY], SamplingParams(max_tokens=40, seed=1))
