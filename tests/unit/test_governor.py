@@ -295,6 +295,23 @@ def test_a_batch_rests_only_where_the_same_texts_go_on_plainly() -> None:
 # -- acceptance --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("num_texts", "every"), [(1, 1), (4, 1), (16, 4), (32, 8)])
+def test_many_texts_are_planned_and_scored_for_less_often(num_texts: int, every: int) -> None:
+    """Planning takes longer with them, and a step of theirs brings more."""
+    judged = Governor([Candidate("draft", 4)], CostTable({1: 1.0, 512: 1.0}, 0.0, {"draft": {1: 0.01, 512: 0.01}}))
+    running = [Running(request, 10, 4, ("draft",)) for request in range(num_texts)]
+    for request in range(num_texts):
+        judged.begin(request)
+    plans, scored = 0, 0
+    num_steps = 4 * governor.HOLDS * every
+    for _ in range(num_steps):
+        judged.decide(running)
+        plans += judged._age == 0
+        scored += judged.scores_now
+    assert plans == 4
+    assert scored == num_steps // every
+
+
 def test_positions_are_counted_apart() -> None:
     counts = Counts(1000.0)
     for _ in range(50):
