@@ -97,7 +97,7 @@ def test_one_of_other_circumstances_is_ignored_with_a_warning(
         LLM(pair[0], dtype="float64", profile=path) as llm,
     ):
         assert llm.speculation == usual.speculation
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "outrider.llm"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "outrider.building"]
     assert "the profile is ignored" in warning
     assert f"{field} was {value!r}" in warning
 

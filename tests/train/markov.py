@@ -62,12 +62,15 @@ def walk(start: int, length: int) -> list[int]:
     return tokens
 
 
-def save_data(folder: Path, target: str, *, texts: int = 48, length: int = 24, temperature: float = 1.0) -> Path:
+def save_data(
+    folder: Path, target: str, *, texts: int = 48, length: int = 24, temperature: float = 1.0, num_prompt_tokens: int = 4
+) -> Path:
     """Texts of the target, every sixth held out; no engine is needed for them."""
     facts = TargetFacts(name=target, vocab_size=VOCAB, hidden_size=WIDTH, num_layers=LAYERS)
     manifest = Manifest(target=facts, settings=DataSettings(max_tokens=length - 4, temperature=temperature))
     records = [
-        Record(i.to_bytes(16, "big"), 0, i % 6 == 0, 4, torch.tensor(walk(i % VOCAB, length - i % 5))) for i in range(texts)
+        Record(i.to_bytes(16, "big"), 0, i % 6 == 0, num_prompt_tokens, torch.tensor(walk(i % VOCAB, length - i % 5)))
+        for i in range(texts)
     ]
     manifest.with_shard(write_shard(folder, "shard-00000.safetensors", records)).save(folder)
     return folder

@@ -78,6 +78,14 @@ def test_a_folder_is_read_as_a_whole_without_what_is_no_text(tmp_path: Path) -> 
     assert encoded(tmp_path) == sorted([(0, *map(ord, "ab")), (0, *map(ord, "x=1"))])
 
 
+def test_what_is_made_of_a_folder_may_lie_in_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "manifest.json").write_text("{}")
+    assert len(read_sources(tmp_path)) == 2
+    assert [source.where for source in read_sources(tmp_path, without=tmp_path / "data")] == ["a.txt"]
+
+
 def test_equal_prompts_are_one(tmp_path: Path) -> None:
     path = lines(tmp_path / "p.jsonl", {"prompt": "ab"}, {"prompt_token_ids": [0, 97, 98]}, {"prompt": "ab"})
     assert len(encoded(path)) == 1
@@ -110,6 +118,10 @@ def test_the_first_prompts_are_no_worse_a_sample_of_the_split_than_all(tmp_path:
         ({"prompt": "a", "text": "b"}, "holds prompt and text"),
         ({"prompt": 3}, "is no text"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "no conversation"),
+        ({"prompt_token_ids": "abc"}, "no list of token ids"),
+        ({"prompt_token_ids": [1, -1]}, "no list of token ids"),
+        ({"prompt_token_ids": [10**30]}, "no list of token ids"),
+        ({"prompt_token_ids": [True]}, "no list of token ids"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: Any, problem: str) -> None:
@@ -279,6 +291,12 @@ def test_a_layer_that_the_target_lacks_is_refused(target: str, tmp_path: Path) -
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_more_likely_tokens_than_there_are_cannot_be_kept(target: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameterError, match="target_top_k=5000"):
+        run(target, tmp_path, settings=SETTINGS.replace(target_top_k=5000))
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:

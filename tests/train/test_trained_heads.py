@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.errors import ContradictionError, HeadMismatchError, InputError
+from outrider.errors import ContradictionError, HeadMismatchError, InputError, InvalidParameterError
 from outrider.heads.checkpoint import load_heads
 from outrider.heads.networks import randomise
 from outrider.train import heads as heads_of_training
@@ -188,12 +188,21 @@ def test_heads_of_one_target_are_refused_by_another(job: Job, tmp_path: Path) ->
         {"method": "medusa", "heads": 0},
         {"method": "medusa", "width": 32, "output": "target"},
         {"method": "exit", "layer": LAYERS + 1},
+        {"method": "exit", "layer": LAYERS},
         {"method": "none"},
     ],
 )
 def test_heads_that_cannot_be_are_refused_before_any_work(job: Job, settings: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         train_heads(job, HeadSettings(**settings))
+    assert not job.out.exists()
+
+
+@pytest.mark.parametrize(("method", "length"), [("medusa", 5), ("blockwise", 5)])
+def test_pieces_that_are_shorter_than_heads_reach_are_refused(job: Job, method: Any, length: int) -> None:
+    short = replace(job, settings=job.settings.replace(length=length))
+    with pytest.raises(InvalidParameterError, match=r"length=5.*5 tokens ahead.*Use 6 or more"):
+        train_heads(short, HeadSettings(method=method, heads=4))
     assert not job.out.exists()
 
 

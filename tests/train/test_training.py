@@ -174,6 +174,16 @@ def test_a_damaged_checkpoint_is_refused(job: Job) -> None:
         train_draft(job, DistillSettings(), shape=SHAPE)
 
 
+def test_best_weights_that_are_damaged_are_noticed_before_the_training_goes_on(job: Job) -> None:
+    with pytest.raises(Killed):
+        train_draft(job, DistillSettings(), shape=SHAPE, watcher=KillAt(12))
+    file = job.out / "checkpoints" / "best.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(InvalidParameterError, match=r"best\.safetensors.*They are lost: begin in a new folder") as caught:
+        train_draft(job, DistillSettings(), shape=SHAPE, watcher=KillAt(13))
+    assert "Remove this checkpoint" not in str(caught.value)
+
+
 def test_checkpoints_hold_no_pickles(job: Job) -> None:
     with pytest.raises(Killed):
         train_draft(job, DistillSettings(), shape=SHAPE, watcher=KillAt(12))
@@ -242,12 +252,24 @@ def test_a_folder_takes_one_training(job: Job, tmp_path: Path) -> None:
         train_draft(job, DistillSettings(loss="jsd"), shape=SHAPE)
     with pytest.raises(ContradictionError, match="steps=30"):
         train_draft(replace(job, settings=job.settings.replace(steps=30)), DistillSettings(), shape=SHAPE)
+    with pytest.raises(ContradictionError, match=r"dtype='bfloat16'.*begun with 'float32'"):
+        train_draft(replace(job, dtype="bfloat16"), DistillSettings(), shape=SHAPE)
     train_draft(job, DistillSettings(), shape=SHAPE)
     with pytest.raises(InvalidParameterError, match="has ended"):
         train_draft(job, DistillSettings(), shape=SHAPE)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(InvalidParameterError, match="holds files"):
+        train_draft(replace(job, out=tmp_path / "mine"), DistillSettings(), shape=SHAPE)
+    with pytest.raises(InvalidParameterError, match=r"letter\.txt.*it is a file"):
+        train_draft(replace(job, out=tmp_path / "mine" / "letter.txt"), DistillSettings(), shape=SHAPE)
+    with pytest.raises(StorageError, match=r"letter\.txt"):
+        train_draft(replace(job, out=tmp_path / "mine" / "letter.txt" / "below"), DistillSettings(), shape=SHAPE)
+    (tmp_path / "mine" / "training.json").write_text("[]")
+    with pytest.raises(InvalidParameterError, match="it describes no training"):
+        train_draft(replace(job, out=tmp_path / "mine"), DistillSettings(), shape=SHAPE)
+    (tmp_path / "mine" / "training.json").write_text("{}")
+    with pytest.raises(ContradictionError, match="begun with None"):
         train_draft(replace(job, out=tmp_path / "mine"), DistillSettings(), shape=SHAPE)
 
 
@@ -329,6 +351,26 @@ def test_a_loss_that_is_none_ends_the_training(job: Job) -> None:
         patch.setattr(distill, "divergence", lambda *_: torch.full((1,), torch.nan, requires_grad=True))
         with pytest.raises(TrainingError, match=r"step 1: the loss is nan. Lower lr"):
             train_draft(job, DistillSettings(), shape=SHAPE)
+
+
+def test_an_acceptance_that_is_none_ends_the_training(job: Job) -> None:
+    from outrider.train import distill
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distill, "overlap", lambda target, *_: torch.full((len(target),), torch.nan))
+        with pytest.raises(TrainingError, match=r"step 0: the acceptance is nan. Lower lr"):
+            train_draft(job, DistillSettings(), shape=SHAPE)
+    assert not (job.out / "model.safetensors").exists()
+
+
+def test_pieces_in_which_the_target_wrote_nothing_measure_nothing(job: Job, target: str, tmp_path: Path) -> None:
+    """Texts of 19 to 23 tokens behind 4 of the prompt, in pieces of 4: the first piece of each is prompt alone."""
+    short = replace(job, settings=job.settings.replace(length=4, held_out_texts=1))
+    outcome = train_draft(short, DistillSettings(), shape=SHAPE)
+    assert outcome.progress.measurements[-1].acceptance[0] > 0.5
+    nothing = replace(job, data=save_data(tmp_path / "data", target, num_prompt_tokens=30), out=tmp_path / "other")
+    with pytest.raises(InvalidParameterError, match=r"0 of its 48 texts are left to measure with"):
+        train_draft(nothing, DistillSettings(), shape=SHAPE)
 
 
 @pytest.mark.parametrize("source", ["hidden_states", "top_k"])

@@ -71,7 +71,7 @@ def data(
         hidden_states=tuple(hidden_states or ()),
         target_top_k=target_top_k,
     )
-    sources = read_sources(prompts)
+    sources = read_sources(prompts, without=out)
     console = Console(stderr=True, highlight=False)
     with _bar(console) as bar:
         found = collect(
@@ -129,6 +129,10 @@ def distill(
     if sizes is not None:
         _compare(job, learning, sizes, timed_target, shape or prune or init, as_json=training.as_json)
         return
+    if timed_target is not None:
+        raise InvalidParameterError(
+            "timed_target", timed_target, "nothing is timed without sizes", "Add --sizes, or leave it out."
+        )
     begun = None if shape is None else parse_shape(shape)
     with _watching(training.steps) as watcher:
         outcome = train_draft(job, learning, shape=begun, prune=_numbers(prune), init=init, watcher=watcher)
@@ -206,7 +210,7 @@ def _compare(job: Job, learning: Any, sizes: str, timed_target: str | None, othe
 
     if other is not None:
         raise InvalidParameterError("sizes", sizes, "the shapes to compare are given", "Leave out shape, prune and init.")
-    shapes = [parse_shape(text) for text in sizes.split(",")]
+    shapes = [parse_shape(text) for text in dict.fromkeys(sizes.split(","))]
     with _watching(job.settings.steps * len(shapes)) as watcher:
         found = compare_sizes(job, learning, shapes, timed_target=timed_target, watch=lambda _: watcher)
     if as_json:

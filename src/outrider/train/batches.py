@@ -78,7 +78,7 @@ class TrainingData:
     Attributes:
         manifest: Of the folder.
         train: To learn from.
-        held_out: To measure with.
+        held_out: To measure with: pieces in which the target has written something.
     """
 
     manifest: Manifest
@@ -101,11 +101,14 @@ def load_data(folder: Path, *, length: int, rows: Sequence[str] = ()) -> Trainin
     sides: dict[bool, list[Piece]] = {False: [], True: []}
     for record in read_records(folder, manifest, rows=rows):
         sides[record.held_out] += _cut(record, length, written=manifest.settings.max_tokens > 0)
+    sides[True] = [piece for piece in sides[True] if piece.num_prompt_tokens < len(piece.token_ids)]
     for held_out, pieces in sides.items():
         if len(pieces) < _LEAST_TEXTS:
             side = "to measure with" if held_out else "to train on"
             problem = f"{len(pieces)} of its {manifest.num_records} texts are left {side}, too few for a split"
             remedy = f"Add prompts, or change held_out, which is {manifest.settings.held_out}."
+            if held_out:
+                remedy += f" Pieces of {length} tokens that are prompt alone do not count."
             raise InvalidParameterError("data", str(folder), problem, remedy)
     return TrainingData(manifest, sides[False], sides[True])
 

@@ -107,10 +107,14 @@ class Checkpoints:
             state = json.loads((place / "state.json").read_bytes())
             progress = Progress.model_validate_json(json.dumps(state["progress"]))
             tensors = _read(place / "optimisers.safetensors")
+            if progress.measurements:
+                self._check_best()
             load_weights(module, place / "weights.safetensors")
             for optimiser, held in zip(optimisers, _together(tensors, state["optimisers"]), strict=True):
                 groups = optimiser.state_dict()["param_groups"]
                 optimiser.load_state_dict({"state": held, "param_groups": groups})
+        except InvalidParameterError:
+            raise
         except (OSError, ValueError, KeyError, ValidationError) as error:
             raise _damaged(place, error) from error
         return progress
@@ -118,6 +122,15 @@ class Checkpoints:
     def save_best(self, module: nn.Module) -> None:
         """Keep these weights as the best. Raises StorageError."""
         write_tensors(self.folder / "best.safetensors", dict(module.named_parameters()))
+
+    def _check_best(self) -> None:
+        """Better now than when the training has ended."""
+        place = self.folder / "best.safetensors"
+        try:
+            _read(place)
+        except InvalidParameterError as error:
+            problem = f"the best weights so far cannot be read ({error.problem})"
+            raise InvalidParameterError("out", str(place), problem, "They are lost: begin in a new folder.") from error
 
     def load_best(self, module: nn.Module) -> None:
         """Take the best weights. Raises InvalidParameterError where they are damaged."""

@@ -96,7 +96,7 @@ def collect(
     """
     with LLM(target, speculation="none", dtype=dtype, device=device, max_num_seqs=_AT_A_TIME) as llm:  # type: ignore[arg-type]
         facts = _facts(llm)
-        _check_layers(settings, facts)
+        _check_rows(settings, facts)
         manifest = open_manifest(folder, facts, settings)
         encoder = PromptEncoder(llm.prompts.tokenizer, target)  # of texts of any length, since it is pieces that are taken
         prompts = encode_prompts(sources, encoder, settings.prompt_tokens)[:limit]
@@ -114,7 +114,7 @@ def collect(
     if not manifest.num_records:
         where, problem = writer.refused[0]
         raise InvalidParameterError(
-            "prompts", where, f"the target refuses every prompt; this one: {problem}", "Shorten them."
+            "prompts", where, f"the target refuses every prompt; this one: {problem.rstrip('.')}", "Change the prompts."
         )
     return Collected(manifest, len(missing) - len(writer.refused), tuple(writer.refused))
 
@@ -130,11 +130,14 @@ def _facts(llm: LLM) -> TargetFacts:
     )
 
 
-def _check_layers(settings: DataSettings, facts: TargetFacts) -> None:
+def _check_rows(settings: DataSettings, facts: TargetFacts) -> None:
     for layer in settings.hidden_states:
         if not 0 <= layer <= facts.num_layers:
             problem = f"the target has {facts.num_layers} layers"
             raise InvalidParameterError("hidden_states", layer, problem, f"Use 0 to {facts.num_layers}.")
+    if settings.target_top_k > facts.vocab_size:
+        problem = f"the target has {facts.vocab_size} tokens"
+        raise InvalidParameterError("target_top_k", settings.target_top_k, problem, f"Use 0 to {facts.vocab_size}.")
 
 
 @dataclass

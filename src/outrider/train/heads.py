@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from outrider.errors import ContradictionError
+from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.heads.checkpoint import save_heads
 from outrider.heads.config import BlockwiseConfig, ExitConfig, HeadsConfig, MedusaConfig
 from outrider.heads.networks import build_network
@@ -72,6 +72,9 @@ class HeadSettings(Frozen):
         width = self.width or target.hidden_size
         if self.method == "exit":
             layer = self.layer or max(1, target.num_layers // _EXIT_SHARE)
+            if layer == target.num_layers:
+                problem = f"the target has no more layers than {layer}, so every draft token would take a whole pass of it"
+                raise InvalidParameterError("layer", layer, problem, f"Use 1 to {target.num_layers - 1}.")
             return ExitConfig(target=meant, layer=layer, normed=True, width=width, output=self.output)
         layer = self.layer or target.num_layers
         if self.method == "blockwise":
@@ -118,6 +121,7 @@ class TrainedHeads(Trainee):
         self.module = network.to(target.device).train()
         first = 1 if settings.method == "exit" else 2
         self._ahead = tuple(range(first, first + config.num_heads))
+        self.reach = self._ahead[-1]
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         logits, target, rows = self._logits(module, batch, batch.predicts(self._ahead[0]))

@@ -60,11 +60,15 @@ class EncodedPrompt:
         return int.from_bytes(self.group[-8:], "big") < share * 2**64
 
 
-def read_sources(path: Path) -> list[Source]:
+def read_sources(path: Path, *, without: Path | None = None) -> list[Source]:
     """Read a file, or every file of a folder.
 
     Files that end in .jsonl hold one object a line; all others are texts. In a folder, hidden files and files that are no
     text in UTF-8 are left out.
+
+    Args:
+        path: The file or the folder.
+        without: A folder whose files are no prompts, as that of what is made from them.
 
     Raises:
         InvalidParameterError: There is no such file, a line is none of the forms (it is named by its number), or there
@@ -72,6 +76,7 @@ def read_sources(path: Path) -> list[Source]:
     """
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path))
+        files = [file for file in files if without is None or not file.resolve().is_relative_to(without.resolve())]
         found = [source for file in files for source in _read_file(file, required=False)]
     else:
         found = list(_read_file(path, required=True))
@@ -136,9 +141,16 @@ def _read_line(where: str, line: str) -> Source:
     content = value[given[0]]
     if given[0] in ("prompt", "text") and not (isinstance(content, str) and content.strip()):
         raise InvalidParameterError("prompts", where, f"its {given[0]!r} is no text", _FORM)
+    if given[0] == "prompt_token_ids" and not _are_token_ids(content):
+        raise InvalidParameterError("prompts", where, "its 'prompt_token_ids' are no list of token ids", _FORM)
     if given[0] == "messages":
         _check_messages(where, content)
     return Source(where, "prompt" if given[0] == "prompt_token_ids" else given[0], content)
+
+
+def _are_token_ids(content: Any) -> bool:
+    """Whether it is a list of numbers of which each may be a token's."""
+    return isinstance(content, list) and all(type(token) is int and 0 <= token < 2**31 for token in content)
 
 
 def _check_messages(where: str, messages: Any) -> None:

@@ -112,7 +112,13 @@ def _asked(
 
 
 def _plan(job: Job, asked: dict[str, Any], manifest: Manifest) -> dict[str, Any]:
-    return {"asked": asked, "settings": job.settings.model_dump(mode="json"), "data": manifest.model_dump(mode="json")}
+    target = job.target if job.target is None or not Path(job.target).exists() else str(Path(job.target).resolve())
+    return {
+        "asked": asked,
+        "target": {"target": target, "dtype": job.dtype},
+        "settings": job.settings.model_dump(mode="json"),
+        "data": manifest.model_dump(mode="json"),
+    }
 
 
 def train_heads(job: Job, heads: HeadSettings, *, watcher: Watcher | None = None) -> Outcome:
@@ -140,6 +146,7 @@ def _train(
     target = FrozenTarget(job.target, job.dtype, own_device())
     target.check_fits(manifest)
     trainee = make(target, manifest)
+    _check_length(job.settings.length, trainee)
     data = load_data(job.data, length=job.settings.length, rows=trainee.rows)
     plan = _plan(job, asked, manifest)
     with main_process_first():
@@ -155,6 +162,12 @@ def _train(
         if verdict is not None:
             verdict.close()
     return outcome
+
+
+def _check_length(length: int, trainee: Trainee) -> None:
+    if length <= trainee.reach:
+        problem = f"the last draft token is {trainee.reach} tokens ahead of what it is made from"
+        raise InvalidParameterError("length", length, problem, f"Use {trainee.reach + 1} or more; some hundred are usual.")
 
 
 def _finish(job: Job, plan: dict[str, Any], trainee: Trainee, outcome: Outcome, verdict: _Engine | None) -> Outcome:
@@ -179,6 +192,8 @@ def _open(out: Path, plan: dict[str, Any]) -> None:
     """
     file = out / TRAINING
     if not file.exists():
+        if out.exists() and not out.is_dir():
+            raise InvalidParameterError("out", str(out), "it is a file", "Give a folder, which may be a new one.")
         if out.exists() and any(out.iterdir()):
             problem = "the folder holds files, and no training that could go on"
             raise InvalidParameterError("out", str(out), problem, "Use a new folder.")
@@ -192,17 +207,20 @@ def _open(out: Path, plan: dict[str, Any]) -> None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(file.read_bytes())
+        found = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise InvalidParameterError("out", str(file), f"it cannot be read ({error})", "Use a new folder.") from None
+    if not isinstance(found, dict) or not all(isinstance(part, dict) for part in found.values()):
+        raise InvalidParameterError("out", str(file), "it describes no training", "Use a new folder.")
     return found
 
 
 def _check_same(out: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
     for part, values in plan.items():
         for name, value in values.items():
-            if found[part].get(name) != json.loads(json.dumps(value)):
-                problem = f"the training in {out} was begun with {found[part].get(name)!r}"
+            before = found.get(part, {}).get(name)
+            if before != json.loads(json.dumps(value)):
+                problem = f"the training in {out} was begun with {before!r}"
                 raise ContradictionError(name, value, problem, "Use the same settings, or a new folder.")
 
 

@@ -27,7 +27,7 @@ class TrainSettings(Frozen):
         seed: Of the order of texts and of whatever is drawn.
         precision: What products are computed in; weights and their sums of gradients are float32.
         evaluate_every: Steps between measurements on held-out texts.
-        held_out_texts: Most texts that a measurement reads.
+        held_out_texts: Most pieces of held-out texts that a measurement reads.
         patience: Measurements without a gain after which the training ends; 0 always runs to the end.
         save_every: Steps between checkpoints.
         engine_every: Steps between runs of the real engine with what is trained; 0 runs it before and after alone.
@@ -41,7 +41,7 @@ class TrainSettings(Frozen):
     batch_size: int = Field(16, ge=1, description="Use 1 or more.")
     accumulation: int = Field(1, ge=1, description="Use 1 or more.")
     length: int = Field(512, ge=2, description="Use 2 or more.")
-    lr: float = Field(2e-3, gt=0.0, description="Use a number above 0.")
+    lr: float = Field(2e-3, gt=0.0, allow_inf_nan=False, description="Use a number above 0.")
     warmup: float = Field(0.05, ge=0.0, le=1.0, description="Use a share of the steps, 0 to 1.")
     decay: float = Field(0.5, ge=0.0, le=1.0, description="Use a share of the steps, 0 to 1.")
     weight_decay: float = Field(0.05, ge=0.0, description="Use 0 or more.")

@@ -29,10 +29,12 @@ class Trainee:
     Attributes:
         module: What is optimised.
         rows: Names of what the data must hold of the target's passes.
+        reach: Tokens by which the last draft token is ahead of the row that it is made from.
     """
 
     module: nn.Module
     rows: tuple[str, ...] = ()
+    reach: int = 1
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """The mean loss of a batch; `module` is the one to call, wrapped for several devices where there are some."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from outrider.errors import TrainingError
+from outrider.errors import InvalidParameterError, TrainingError
 from outrider.stats import RequestStats
 from outrider.train import curves
 from outrider.train.batches import Batch, Batches, Piece, TrainingData, in_turn
@@ -24,6 +24,8 @@ from outrider.train.trainee import Overlaps, Trainee
 
 #: What another step's seed is: far from those of neighbouring trainings.
 _SEED_STRIDE = 1_000_003
+#: What helps where numbers grow beyond all bounds.
+_LOWER = "Lower lr, and start in an empty folder."
 
 
 def own_device() -> str:
@@ -114,7 +116,8 @@ class Trainer:
         """Train to the end, or until held-out texts gain no more; the trainee then has its best weights.
 
         Raises:
-            TrainingError: The loss became NaN or infinite.
+            InvalidParameterError: The checkpoint is damaged, or the pieces are too short to measure anything.
+            TrainingError: The loss or the acceptance became NaN or infinite.
             StorageError: A file cannot be written; the checkpoints before stay.
         """
         progress = self._checkpoints.restore(self._trainee.module, self._own_optimisers)
@@ -154,7 +157,7 @@ class Trainer:
             losses.append(self._backward(batch))
         loss = statistics.fmean(losses)
         if not math.isfinite(loss):
-            raise TrainingError(step + 1, f"the loss is {loss}", "Lower lr, and start in an empty folder.")
+            raise TrainingError(step + 1, f"the loss is {loss}", _LOWER)
         self._watcher.on_step(step + 1, loss)
         done = {
             "step": step + 1,
@@ -195,11 +198,18 @@ class Trainer:
             sums, counts = found.sums.cpu(), found.counts.cpu()
             total = Overlaps(sums, counts) if total is None else Overlaps(total.sums + sums, total.counts + counts)
         assert total is not None, "there are held-out texts"
+        if not total.counts[0]:
+            problem = f"no piece of a held-out text has {self._trainee.reach + 1} tokens that the target wrote"
+            raise InvalidParameterError(
+                "length", self._settings.length, problem, "Use longer pieces, or make longer texts."
+            )
         return tuple((total.sums / total.counts.clamp(min=1)).tolist())
 
     def _measured(self, progress: Progress, board: curves.Board | None) -> Progress:
         """Look at held-out texts, and keep the weights if none were better."""
         acceptance = self._acceptance()
+        if not all(map(math.isfinite, acceptance)):
+            raise TrainingError(progress.step, f"the acceptance is {acceptance[0]}", _LOWER)
         tau = self._trainee.tau(acceptance, self._settings.num_draft_tokens)
         stats = self._judged(progress.step)
         measurement = Measurement(
