@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 from outrider.cli import serve
 from outrider.errors import ClosedError, ContradictionError, InvalidParameterError, MissingExtraError, ModelTooLargeError
 from outrider.model.fit import Needs
+from outrider.profile import Profile
 from outrider.server.replicas.inside import Inside
 from outrider.server.replicas.metrics import merged
 from outrider.server.replicas.parcels import Opening, Parcel
 from outrider.server.replicas.prefixes import PIECE_BYTES, PrefixIndex, beginnings
-from outrider.server.replicas.room import Machine, check_cluster, share
+from outrider.server.replicas.room import Machine, Share, check_cluster, share, threads_of
 from outrider.server.replicas.watch import watched
 
 PIECE = "a" * PIECE_BYTES
@@ -254,3 +255,22 @@ def test_the_log_tells_how_many_replicas_run(caplog: pytest.LogCaptureFixture) -
         ("a replica was lost", 1, "ERROR"),
         ("replicas run", 2, "INFO"),
     ]
+
+
+@pytest.mark.parametrize(("threads", "is_ignored"), [("2", False), ("2,1", False), ("1", True), ("12", True)])
+def test_the_log_tells_that_a_profile_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, threads: str, is_ignored: bool
+) -> None:
+    identity = {"model": "m", "config": "c", "dtype": "bfloat16", "quantization": None, "processor": "p", "kernels": "k"}
+    profile = Profile.model_validate(
+        {"identity": {**identity, "threads": 2}, "speculation": {}, "concurrency": 1, "gain": 1.0, "measured": True}
+    )
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    with caplog.at_level(logging.INFO, "outrider.server"):
+        serve._say_if_ignored(profile, threads_of(Share(None, 4, 1)))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * is_ignored
+
+
+def test_replicas_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads_of(Share(None, 4, 1)) == "4"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from outrider.llm import LLM
+    from outrider.profile import Profile
     from outrider.server.keys import ApiKeys
     from outrider.server.replicas.room import Machine, Share
     from outrider.server.service import Service
@@ -232,11 +233,12 @@ def _serve_replicas(
     from outrider.embedded import default_model
     from outrider.model.loader import read_context, read_needs
     from outrider.profile import read_profile
-    from outrider.server.replicas.room import check_cluster, own_machine, share
+    from outrider.server.replicas.room import check_cluster, own_machine, share, threads_of
 
     names = ("dtype", "device", "attention_backend", "max_model_len", "quantization", "batch_invariant")
     target = ModelConfig(model=model or default_model("target"), **{name: given[name] for name in names})
-    draft = _draft_model(model, settings if given["profile"] is None else read_profile(given["profile"])[1])
+    profile, recommended = (None, settings) if given["profile"] is None else read_profile(given["profile"])
+    draft = _draft_model(model, recommended)
     configs = [target] if draft is None else [target, target.replace(model=draft, max_model_len=None)]
     found = [each for each in map(read_needs, configs) if each is not None]
     most_tokens = given["max_num_seqs"] * read_context(target)
@@ -253,9 +255,24 @@ def _serve_replicas(
 
     with cluster():
         each = each or shared(cluster_machines())
+        if profile is not None:
+            _say_if_ignored(profile, threads_of(each))
         ready = partial(make, **{**given, "kv_cache_tokens": each.kv_tokens})
         slack = max(1, given["max_num_seqs"] // 2)
         serve_replicas(ready, count, each, limits, keys, slack=slack, **how)
+
+
+def _say_if_ignored(profile: Profile, threads: str) -> None:
+    """Replicas ignore a profile that was made with another number of threads, and say so in logs that nobody reads."""
+    from outrider.server.logs import log
+
+    if str(profile.identity.threads) != threads.split(",")[0]:
+        facts = {
+            "made_with_threads": profile.identity.threads,
+            "threads_of_a_replica": threads,
+            "remedy": f"Make it with OMP_NUM_THREADS={threads} outrider tune ...",
+        }
+        log("the replicas ignore the profile", facts, logging.WARNING)
 
 
 def _draft_model(model: str | None, settings: Any) -> str | None:

@@ -46,6 +46,11 @@ class Share:
     per_machine: int
 
 
+def threads_of(shared: Share) -> str:
+    """Threads of each replica: what the variable OMP_NUM_THREADS says, or its share of the cores."""
+    return os.environ.get("OMP_NUM_THREADS", str(shared.num_threads))
+
+
 def own_machine(device: str | None) -> Machine:
     """This machine.
 

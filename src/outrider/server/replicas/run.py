@@ -21,7 +21,7 @@ from outrider.server.keys import ApiKeys
 from outrider.server.logs import log
 from outrider.server.replicas.engine import EngineReplica
 from outrider.server.replicas.ingress import Ingress
-from outrider.server.replicas.room import Machine, Share
+from outrider.server.replicas.room import Machine, Share, threads_of
 from outrider.server.replicas.router import PrefixRouter
 from outrider.server.replicas.watch import watched
 from outrider.server.service import Service
@@ -113,8 +113,7 @@ def serve_replicas(
 def _application(
     make: Callable[[], Service], count: int, shared: Share, settings: ServerSettings, keys: ApiKeys, slack: int
 ) -> serve.Application:
-    threads = os.environ.get("OMP_NUM_THREADS", str(shared.num_threads))
-    environment = {**_own_environment(), "OMP_NUM_THREADS": threads}
+    environment = {**_own_environment(), "OMP_NUM_THREADS": threads_of(shared)}
     engine = serve.deployment(
         EngineReplica,
         name=_ENGINE,
