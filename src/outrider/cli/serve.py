@@ -263,7 +263,8 @@ def _serve_replicas(
 
 
 def _say_if_ignored(profile: Profile, threads: str) -> None:
-    """Replicas ignore a profile that was made with another number of threads, and say so in logs that nobody reads."""
+    """Log a warning where the replicas have another number of threads than the profile. They ignore it then, and their own
+    warnings go to files of Ray that nobody reads."""
     from outrider.server.logs import log
 
     if str(profile.identity.threads) != threads.split(",")[0]:

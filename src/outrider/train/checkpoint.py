@@ -124,7 +124,7 @@ class Checkpoints:
         write_tensors(self.folder / "best.safetensors", dict(module.named_parameters()))
 
     def _check_best(self) -> None:
-        """Better now than when the training has ended."""
+        """Raise InvalidParameterError now, and not at the end of the training, where the best weights cannot be read."""
         place = self.folder / "best.safetensors"
         try:
             _read(place)
