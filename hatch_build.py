@@ -5,6 +5,7 @@ python hatch_build.py     compiles them into the source tree
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -24,6 +25,8 @@ except ImportError:  # run as a script
 
 SOURCES = Path(__file__).parent / "src" / "outrider" / "kernels" / "native"
 LIBRARY = "kernels.so"
+#: The ending of the file that keeps its size and digest, by which a library that was damaged later is noticed.
+DIGEST = ".sha256"
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 #: The kernels are compiled once for each instruction set, and the best one is chosen at run time.
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mprefer-vector-width=512"]
@@ -35,6 +38,10 @@ X86_SETS = {
 }
 
 
+#: The platform that a wheel is built for, like manylinux_2_28_aarch64, where CC compiles for another one than this machine.
+PLATFORM = "OUTRIDER_WHEEL_PLATFORM"
+
+
 def compile_kernels(sources: Path = SOURCES, only: Sequence[str] | None = None) -> None:
     """Build the shared library beside its sources. Raises OSError or CalledProcessError where there is no compiler.
 
@@ -43,10 +50,11 @@ def compile_kernels(sources: Path = SOURCES, only: Sequence[str] | None = None) 
         only: Instruction sets to compile for; None for all that this kind of processor may have.
     """
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
-    known = X86_SETS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": []}
+    machine = os.environ.get(PLATFORM, platform.machine()).lower()
+    known = X86_SETS if machine.endswith(("x86_64", "amd64")) else {"generic": []}
     wanted = {name: flags for name, flags in known.items() if only is None or name in only}
-    sets = {name: flags for name, flags in wanted.items() if name == "generic" or _knows(compiler, flags)}
     with tempfile.TemporaryDirectory() as folder:
+        sets = {name: flags for name, flags in wanted.items() if name == "generic" or _knows(compiler, flags, folder)}
         jobs = [("team", "team.c", []), ("dispatch", "dispatch.c", [])]
         jobs += [(name, "kernels.c", flags) for name, flags in sets.items()]
         objects = [os.path.join(folder, f"{name}.o") for name, _, _ in jobs]
@@ -59,14 +67,20 @@ def compile_kernels(sources: Path = SOURCES, only: Sequence[str] | None = None) 
         built = os.path.join(folder, LIBRARY)
         _run([*compiler, "-shared", *objects, "-lm", "-o", built])
         # Over to its name in one step: a running process keeps the old file.
-        staged = sources / f"{LIBRARY}.new"
-        staged.write_bytes(Path(built).read_bytes())
+        staged, digest = sources / f"{LIBRARY}.new", sources / f"{LIBRARY}{DIGEST}"
+        content = Path(built).read_bytes()
+        staged.write_bytes(content)
+        digest.unlink(missing_ok=True)  # a library without a digest is taken as it is, and one with another's is not
         staged.replace(sources / LIBRARY)
+        staged.write_text(f"{len(content)} {hashlib.sha256(content).hexdigest()}\n", "ascii")
+        staged.replace(digest)
 
 
-def _knows(compiler: list[str], flags: list[str]) -> bool:
+def _knows(compiler: list[str], flags: list[str], folder: str) -> bool:
     """Whether the compiler is young enough for an instruction set; what it leaves out is not offered at run time."""
-    command = [*compiler, *flags, "-x", "c", "-fsyntax-only", os.devnull]
+    source = Path(folder) / "empty.c"  # zig's compiler cannot read the null device
+    source.touch()
+    command = [*compiler, *flags, "-c", str(source), "-o", str(source.with_suffix(".o"))]
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
@@ -85,12 +99,15 @@ class KernelsBuildHook(BuildHookInterface):
         try:
             compile_kernels()
         except (OSError, subprocess.CalledProcessError) as error:
+            if PLATFORM in os.environ:
+                raise  # a release must not lack what it promises
             reason = getattr(error, "stderr", None) or error
             self.app.display_warning(f"The kernels were not compiled ({reason}); PyTorch's own operators will be used.")
             return
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
-        build_data["artifacts"].append("src/outrider/kernels/native/kernels.so")
+        name = os.environ.get(PLATFORM) or sysconfig.get_platform()
+        build_data["tag"] = f"py3-none-{name.replace('-', '_').replace('.', '_')}"
+        build_data["artifacts"] += [f"src/outrider/kernels/native/{LIBRARY}{ending}" for ending in ("", DIGEST)]
 
 
 if __name__ == "__main__":

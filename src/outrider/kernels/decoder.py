@@ -33,10 +33,9 @@ from outrider.kernels.layout import (
     NormStruct,
     PassStruct,
     RotaryStruct,
-    WeightKind,
 )
 from outrider.kernels.library import KernelLibrary
-from outrider.kernels.packed import PackedWeights, kind_of, product
+from outrider.kernels.packed import PackedWeights, product
 
 _I64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -221,18 +220,17 @@ class DecoderKernel:
             interleaved=shape.interleaved,
             activation=ACTIVATIONS[shape.activation],
             parallel=shape.parallel,
-            embed_kind=head.kind if embedding is None else kind_of(embedding.dtype),
-            embed_packed=embedding is None,
+            embed_bf16=embedding is not None and embedding.dtype == torch.bfloat16,
             embed_scale=shape.embedding_scale * shape.input_scale,
             logit_scale=shape.logit_scale,
             logit_cap=shape.logit_cap,
             layers=ctypes.addressof(self._layers),
-            embedding=head.struct.data if embedding is None else embedding.data_ptr(),
+            embedding=None if embedding is None else embedding.data_ptr(),
             position_table=self._vector(positions),
             head=head.struct,
             final_norm=self._norm(final_norm),
         )
-        assert embedding is not None or head.kind != WeightKind.INT8, "int8 heads have no embeddings to read"
+        assert embedding is not None or not head.format.quantised, "rounded heads have no embeddings to read"
         self._scratch = torch.empty(0, dtype=self.real)
         self._decode = library.function("decode", self.real)
         self._scratch_size = library.function("scratch_size", self.real, _I64)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.layout import ACTIVATIONS, ExpertsStruct, LinearStruct
 from outrider.kernels.library import KernelLibrary
 from outrider.kernels.packed import PackedWeights
-from outrider.kernels.weights import StoredWeight
 
 
 @dataclass(frozen=True)
@@ -84,21 +84,16 @@ def pack_gated(
         gate, up: [size, in_features] each.
         biases: [size] each, or None.
     """
-    panel = _panel(library, gate.data.dtype)
-    scale = None
-    if gate.scale is not None and up.scale is not None:
-        scale = _in_turn(gate.scale, up.scale, panel)
-    data = _in_turn(gate.data, up.data, panel)
-    return PackedWeights(library, StoredWeight(data, scale), None if biases is None else _in_turn(*biases, panel))
+    panel = _panel(library, gate.dtype)
+    both = StoredWeight.of([gate, up], lambda parts: _in_turn(parts[0], parts[1], panel))
+    return PackedWeights(library, both, None if biases is None else _in_turn(*biases, panel))
 
 
 def unpack_gated(library: KernelLibrary, packed: PackedWeights, size: int) -> tuple[StoredWeight, StoredWeight]:
     """Undo `pack_gated` for experts of this size."""
-    data, scale = packed.unpacked()
-    panel = _panel(library, data.dtype)
-    scales = (None, None) if scale is None else _out_of_turn(scale, size, panel)
-    gate, up = _out_of_turn(data, size, panel)
-    return StoredWeight(gate, scales[0]), StoredWeight(up, scales[1])
+    both, panel = packed.unpacked(), _panel(library, packed.dtype)
+    gate, up = (both.each(lambda tensor, i=i: _out_of_turn(tensor, size, panel)[i]) for i in range(2))  # type: ignore[misc]
+    return gate, up
 
 
 def _panel(library: KernelLibrary, dtype: torch.dtype) -> int:

@@ -1,4 +1,4 @@
-"""The values that Python and the C sources of the kernels share: structures, numbers that stand for names, and widths.
+"""Structures, enumerations and widths that Python and the C sources of the kernels share.
 
 The C sources list their own values (native/layout.inc), and both lists are compared when the library is opened. So a
 library that was compiled from other sources is refused before it misreads a structure.
@@ -23,12 +23,20 @@ REALS = {torch.float32: "f32", torch.float64: "f64"}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "quick_gelu": 3, "relu": 4, "relu_squared": 5}
 
 
-class WeightKind(IntEnum):
-    """How packed weights are stored."""
+class FormatCode(IntEnum):
+    """How packed weights are stored (kernels/formats)."""
 
     REAL = 0
     BF16 = 1
     INT8 = 2
+    INT4 = 3
+
+
+class Operand(IntEnum):
+    """As what rows enter a product: as the numbers that they are, or rounded to bf16 and in pairs."""
+
+    REAL = 0
+    PAIRS = 1
 
 
 class NormKind(IntEnum):
@@ -51,9 +59,12 @@ class LinearStruct(ctypes.Structure):
     """Packed weights."""
 
     _fields_ = [
-        ("kind", _I64),
+        ("format", _I64),
+        ("operand", _I64),
         ("rows", _I64),
         ("cols", _I64),
+        ("group", _I64),
+        ("zeros", _I64),
         ("data", _POINTER),
         ("scale", _POINTER),
         ("bias", _POINTER),
@@ -121,7 +132,7 @@ class DecoderStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _I64) for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "rotary_dim")),
-        *((name, _I64) for name in ("interleaved", "kv_bf16", "activation", "parallel", "embed_kind", "embed_packed")),
+        *((name, _I64) for name in ("interleaved", "kv_bf16", "activation", "parallel", "embed_bf16")),
         *((name, _F64) for name in ("embed_scale", "logit_scale", "logit_cap")),
         ("layers", _POINTER),
         ("embedding", _POINTER),
@@ -232,6 +243,11 @@ def panel_width(instruction_set: str, real: torch.dtype) -> int:
     return 2 * INSTRUCTION_SETS[instruction_set] // real.itemsize
 
 
+def multiplies_pairs(instruction_set: str, real: torch.dtype) -> bool:
+    """Whether products can take rows in pairs of bf16."""
+    return instruction_set == "avx512bf16" and real == torch.float32
+
+
 def check_layout(library: ctypes.CDLL) -> None:
     """Compare the library's constants with those written here.
 
@@ -246,7 +262,9 @@ def check_layout(library: ctypes.CDLL) -> None:
 
 
 def _constants(instruction_set: str, real: torch.dtype) -> dict[str, int]:
-    constants = {f"weight kind {kind.name}": kind.value for kind in WeightKind}
+    constants = {f"weight format {code.name}": code.value for code in FormatCode}
+    constants |= {f"operand {operand.name}": operand.value for operand in Operand}
+    constants["products of pairs"] = multiplies_pairs(instruction_set, real)
     constants |= {f"norm {kind.name}": kind.value for kind in NormKind}
     constants |= {f"feed-forward {kind.name}": kind.value for kind in FeedForward}
     constants |= {f"activation {name}": value for name, value in ACTIVATIONS.items()}

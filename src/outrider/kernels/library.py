@@ -11,17 +11,19 @@ import ctypes
 import logging
 import os
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider.errors import ForkedProcessError
-from outrider.kernels.layout import INSTRUCTION_SETS, REALS, check_layout, panel_width
+from outrider.kernels.layout import INSTRUCTION_SETS, REALS, check_layout, multiplies_pairs, panel_width
 
 logger = logging.getLogger(__name__)
 
 FILE = Path(__file__).parent / "native" / "kernels.so"
+_REMEDY = "Install the package again, or in its source tree run: python hatch_build.py"
 
 
 #: The processes in which a model was loaded: this one, or those from which it was forked.
@@ -64,6 +66,10 @@ class KernelLibrary:
     def panel(self, real: torch.dtype) -> int:
         """The number of output columns that packed weights keep together."""
         return panel_width(self.instruction_set, real)
+
+    def multiplies_pairs(self, real: torch.dtype) -> bool:
+        """Whether products can take rows in pairs of bf16."""
+        return multiplies_pairs(self.instruction_set, real)
 
     @property
     def num_threads(self) -> int:
@@ -118,15 +124,55 @@ def kernels_for(instruction_set: str) -> KernelLibrary:
     return KernelLibrary(library, instruction_set)
 
 
+def kernels_problem() -> str | None:
+    """What is wrong with the compiled kernels, so that they are not used; None where nothing is, or there are none."""
+    return None if os.environ.get("OUTRIDER_KERNELS") == "off" else _examined()[1]
+
+
 @cache
 def _open() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(str(FILE))
-    except OSError:
+    library, _ = _examined()
+    if library is None:
         return None
     check_layout(library)
     library.outrider_use_runtime(*_openmp_entries())
     return library
+
+
+@cache
+def _examined() -> tuple[ctypes.CDLL | None, str | None]:
+    """The library, and what is wrong with it. A damaged one is not opened: a shorter file ends the process by a signal."""
+    if not os.path.lexists(FILE):  # there was no compiler when the package was built
+        return None, None
+    problem = damage(FILE)
+    if problem is None:
+        try:
+            return ctypes.CDLL(str(FILE)), None
+        except OSError as error:
+            problem = f"it cannot be loaded ({error})"
+    problem = f"{FILE}: {problem}. {_REMEDY}"
+    logger.warning("the compiled kernels are not used, and PyTorch's slower operators are: %s", problem)
+    return None, problem
+
+
+def damage(file: Path) -> str | None:
+    """How a library differs from what was compiled, by the size and the digest that were written down then.
+
+    Without these it is taken as it is: whoever compiles it in another way writes none.
+    """
+    if not file.is_file():
+        return "it is no file"
+    try:
+        size, digest = file.with_name(f"{file.name}.sha256").read_text("ascii").split()
+        if file.stat().st_size != int(size):
+            return f"it has {file.stat().st_size:,} bytes, and {int(size):,} were compiled"
+        if sha256(file.read_bytes()).hexdigest() != digest:
+            return "its content is not what was compiled"
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        return f"it cannot be checked ({error})"
+    return None
 
 
 @cache

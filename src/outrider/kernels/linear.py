@@ -9,18 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from outrider.kernels.layout import LinearStruct, WeightKind
+from outrider.kernels.formats.registry import FORMATS, is_plain, plain
+from outrider.kernels.layout import Operand
 from outrider.kernels.library import KernelLibrary, kernels_for
-from outrider.kernels.packed import PackedWeights, kind_of, packed_bytes, product
+from outrider.kernels.packed import PackedWeights, linear_struct, packed_bytes, product
 from outrider.kernels.pages import release
-from outrider.kernels.weights import QuantisedLinear, StoredWeight, empty_weight, restore_weight, stored_weight
-
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+from outrider.kernels.weights import QuantisedLinear, empty_weight, restore_weight, stored_weight
 
 # A custom operator, so that torch.compile and dispatch modes see a single product and not what is inside.
 _NAME = "outrider::packed_linear"
 torch.library.define(
-    _NAME, "(Tensor rows, Tensor data, Tensor? scale, Tensor? bias, SymInt out_features, str kernels) -> Tensor"
+    _NAME,
+    "(Tensor rows, Tensor data, Tensor? scale, Tensor? bias, SymInt out_features, str format, int operand, str kernels)"
+    " -> Tensor",
 )
 
 
@@ -31,35 +32,44 @@ def _packed_linear(
     scale: Tensor | None,  # [width]
     bias: Tensor | None,  # [width]
     out_features: int,
+    format: str,
+    operand: int,
     kernels: str,
 ) -> Tensor:
-    library = kernels_for(kernels)
+    library, found = kernels_for(kernels), FORMATS[format]
     real = torch.float64 if rows.dtype == torch.float64 else torch.float32
     width = -(-out_features // library.panel(real)) * library.panel(real)
-    kind = kind_of(data.dtype)
-    fits = data.dtype == real or (kind != WeightKind.REAL and real == torch.float32)
-    fits &= (kind == WeightKind.INT8) == (scale is not None)
+    fits = (real == torch.float64) == (format == "float64")
+    fits &= (found.quantised and found.group is None) == (scale is not None)
     fits &= all(column is None or (column.dtype == real and len(column) == width) for column in (scale, bias))
-    if not fits or data.nbytes != packed_bytes(library, kind, out_features, rows.shape[-1], real):
+    struct = linear_struct(found, Operand(operand), out_features, rows.shape[-1])
+    if not fits or data.nbytes != packed_bytes(library, struct, real):
         raise RuntimeError(f"rows {list(rows.shape)} of {rows.dtype} do not fit these packed weights")
     flat = rows.reshape(rows.shape[:-1].numel(), rows.shape[-1]).to(real).contiguous()
-    scales, biases = (None if column is None else column.data_ptr() for column in (scale, bias))
-    struct = LinearStruct(kind, out_features, flat.shape[1], data.data_ptr(), scales, biases)
+    struct.data = data.data_ptr()
+    struct.scale, struct.bias = (None if column is None else column.data_ptr() for column in (scale, bias))
     out = product(library, struct, flat)
     return out[:, :out_features].to(rows.dtype).reshape(*rows.shape[:-1], out_features)
 
 
 @torch.library.register_fake(_NAME)  # type: ignore[untyped-decorator]
 def _packed_linear_shape(
-    rows: Tensor, data: Tensor, scale: Tensor | None, bias: Tensor | None, out_features: int, kernels: str
+    rows: Tensor,
+    data: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    format: str,
+    operand: int,
+    kernels: str,
 ) -> Tensor:
     return rows.new_empty(*rows.shape[:-1], out_features)
 
 
-def _product(rows: Tensor, packed: PackedWeights) -> Tensor:
-    out: Tensor = torch.ops.outrider.packed_linear(
-        rows, packed.data, packed.scale, packed.bias, packed.out_features, packed.kernels
-    )
+def packed_product(rows: Tensor, packed: PackedWeights) -> Tensor:
+    """[..., in_features] to [..., out_features], with the bias that was packed."""
+    how = (packed.out_features, packed.format.name, packed.operand, packed.kernels)
+    out: Tensor = torch.ops.outrider.packed_linear(rows, packed.data, packed.scale, packed.bias, *how)
     return out
 
 
@@ -71,7 +81,7 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        return _product(input, self.packed)
+        return packed_product(input, self.packed)
 
 
 class PackedTransposed(nn.Module):
@@ -83,7 +93,7 @@ class PackedTransposed(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        return _product(input, self.packed)
+        return packed_product(input, self.packed)
 
 
 def use_packed_linear(model: nn.Module, library: KernelLibrary, transposed: tuple[type[nn.Module], ...] = ()) -> None:
@@ -98,7 +108,7 @@ def use_packed_linear(model: nn.Module, library: KernelLibrary, transposed: tupl
     """
     _pack_transposed(model, library, transposed)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    for module in _stock_linears(model, _DTYPES):
+    for module in _stock_linears(model):
         packed = PackedWeights(library, stored_weight(module), None if module.bias is None else module.bias.detach())
         tied = module.weight if id(module.weight) in embeddings else None
         empty_weight(module)
@@ -132,10 +142,10 @@ def use_stock_linear(model: nn.Module) -> None:
 def _pack_transposed(model: nn.Module, library: KernelLibrary, types: tuple[type[nn.Module], ...]) -> None:
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        if type(module) not in types or weight is None or weight.device.type != "cpu" or weight.dtype not in _DTYPES:
+        if type(module) not in types or weight is None or weight.device.type != "cpu" or not is_plain(weight.dtype):
             continue
         bias = getattr(module, "bias", None)
-        packed = PackedWeights(library, StoredWeight(weight.data.t(), None), None if bias is None else bias.detach())
+        packed = PackedWeights(library, plain(weight.data.t()), None if bias is None else bias.detach())
         release(weight.data)
         nothing = torch.full((), float("nan"), dtype=weight.dtype).expand(weight.shape)
         module.weight = nn.Parameter(nothing, requires_grad=False)
@@ -144,11 +154,11 @@ def _pack_transposed(model: nn.Module, library: KernelLibrary, types: tuple[type
         module.__class__ = PackedTransposed
 
 
-def _stock_linears(model: nn.Module, dtypes: tuple[torch.dtype, ...]) -> list[nn.Linear]:
+def _stock_linears(model: nn.Module) -> list[nn.Linear]:
     return [
         module
         for module in model.modules()
         if (type(module) is nn.Linear or type(module) is QuantisedLinear)
         and module.weight.device.type == "cpu"
-        and module.weight.dtype in dtypes
+        and is_plain(module.weight.dtype)
     ]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.kernels.layout import LinearStruct, WeightKind
+from outrider.kernels.formats.format import WeightFormat
+from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.layout import LinearStruct, Operand
 from outrider.kernels.library import KernelLibrary
-from outrider.kernels.weights import StoredWeight
 
 _I64 = ctypes.c_int64
 
@@ -20,39 +22,37 @@ class PackedWeights:
 
     Args:
         library: The kernels of this processor.
-        stored: [out_features, in_features] in float32, float64 or bfloat16, or in int8 with a scale for each row. Several
-            are stacked, without a copy of them.
+        stored: The matrix. Several of one format are stacked, without a copy of them.
         bias: [out_features] or None.
 
     Attributes:
         real: The dtype of the products: float64 for float64 weights, float32 for all others.
         width: out_features rounded up to whole panels, which is the width of what the kernels write.
-        data: The panels in the dtype of the weights.
-        scale, bias: [width] of dtype `real`, or None.
+        format: That of the weights.
+        operand: As what rows enter the products.
+        dtype: That the weights stand for.
+        data: The panels, with what belongs to groups of inputs.
+        scale, bias: [width] of dtype `real`, or None. Scales of groups lie in the panels.
     """
 
     def __init__(
         self, library: KernelLibrary, stored: StoredWeight | list[StoredWeight], bias: Tensor | None = None
     ) -> None:
         parts = [stored] if isinstance(stored, StoredWeight) else stored
-        first = parts[0].data
-        self.out_features, self.in_features = sum(len(part.data) for part in parts), first.shape[1]
-        self.real = torch.float64 if first.dtype == torch.float64 else torch.float32
-        self.kind = kind_of(first.dtype)
+        self.format, self.dtype = parts[0].format, parts[0].dtype
+        self.out_features = sum(len(part.data) for part in parts)
+        self.in_features = _inputs(parts[0])
+        self.real = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.operand = self.format.operand(self.dtype, pairs=library.multiplies_pairs(self.real))
         panel = library.panel(self.real)
         self.width = -(-self.out_features // panel) * panel
-        self.data = _packed(library, [part.data for part in parts], self.real, self.kind)
-        scales = [part.scale for part in parts if part.scale is not None]
-        self.scale, self.bias = self._column(torch.cat(scales) if scales else None), self._column(bias)
-        self.struct = LinearStruct(
-            self.kind,
-            self.out_features,
-            self.in_features,
-            self.data.data_ptr(),
-            _address(self.scale),
-            _address(self.bias),
-        )
         self._library = library
+        whole_rows = self.format.quantised and self.format.group is None
+        scales = [part.scale for part in parts if whole_rows and part.scale is not None]
+        self.scale, self.bias = self._column(torch.cat(scales) if scales else None), self._column(bias)
+        self.struct = linear_struct(self.format, self.operand, self.out_features, self.in_features)
+        self.struct.scale, self.struct.bias = _address(self.scale), _address(self.bias)
+        self.data = self._packed(parts)
 
     @property
     def kernels(self) -> str:
@@ -66,9 +66,45 @@ class PackedWeights:
 
     def unpacked(self) -> StoredWeight:
         """The weights in their original order."""
-        data = self.data.new_empty(self.out_features, self.in_features)
-        _move("unpack", self._library, self.real, self.kind, [data], self.data)
-        return StoredWeight(data, None if self.scale is None else self.scale[: self.out_features].clone())
+        found = self._empty()
+        self._move("unpack", [found])
+        if self.scale is not None:
+            found = replace(found, scale=self.scale[: self.out_features].clone())
+        return found
+
+    def _packed(self, parts: list[StoredWeight]) -> Tensor:
+        num_bytes = packed_bytes(self._library, self.struct, self.real)
+        data = torch.empty(num_bytes + 64, dtype=torch.uint8)  # kernels read a little ahead, but never past this
+        data = data[-data.data_ptr() % 64 :][:num_bytes]
+        self.struct.data = data.data_ptr()
+        self._move("pack", [part.each(_with_contiguous_rows) for part in parts])
+        return data
+
+    def _empty(self) -> StoredWeight:
+        """Room for the weights as they were before packing."""
+        fmt, rows, cols = self.format, self.out_features, self.in_features
+        if not fmt.quantised:
+            return StoredWeight(fmt, self.dtype, torch.empty(rows, cols, dtype=self.dtype))
+        data = torch.empty(rows, cols, dtype=torch.int8)
+        if fmt.bits == 4:
+            data = torch.empty(rows, cols // 2, dtype=torch.uint8)
+        if fmt.group is None:
+            return StoredWeight(fmt, self.dtype, data)
+        scale = torch.empty(rows, cols // fmt.group, dtype=torch.bfloat16)
+        zero = torch.empty(scale.shape, dtype=torch.uint8) if fmt.has_zeros else None
+        return StoredWeight(fmt, self.dtype, data, scale, zero)
+
+    def _move(self, way: str, parts: list[StoredWeight]) -> None:
+        """Pack stacked weights, whose rows are contiguous, into `data`, or unpack them from there."""
+        columns: list[list[Tensor]] = [[part.data for part in parts]]
+        columns.append([part.scale for part in parts if self.format.group is not None and part.scale is not None])
+        columns.append([part.zero for part in parts if part.zero is not None])
+        addresses = [_row_addresses(tensors) for tensors in columns]
+        self._library.function(way, self.real)(
+            ctypes.byref(self.struct),
+            *(ctypes.c_void_p(each.ctypes.data if len(each) else None) for each in addresses),
+            _I64(self._library.num_threads),
+        )
 
     def _column(self, values: Tensor | None) -> Tensor | None:
         if values is None:
@@ -76,20 +112,14 @@ class PackedWeights:
         return torch.nn.functional.pad(values.to(self.real), (0, self.width - self.out_features)).contiguous()
 
 
-def kind_of(dtype: torch.dtype) -> WeightKind:
-    """How the kernels store weights of this dtype. Raises KeyError for a dtype that they do not support."""
-    kinds = {
-        torch.float32: WeightKind.REAL,
-        torch.float64: WeightKind.REAL,
-        torch.bfloat16: WeightKind.BF16,
-        torch.int8: WeightKind.INT8,
-    }
-    return kinds[dtype]
+def linear_struct(fmt: WeightFormat, operand: Operand, rows: int, cols: int) -> LinearStruct:
+    """A matrix for the kernels, which lies nowhere yet."""
+    return LinearStruct(fmt.code, operand, rows, cols, fmt.group or 0, fmt.has_zeros)
 
 
-def packed_bytes(library: KernelLibrary, kind: int, rows: int, cols: int, real: torch.dtype) -> int:
-    """The bytes of weights [rows, cols] that are packed for products in `real`."""
-    found: int = library.function("packed_bytes", real, _I64)(_I64(kind), _I64(rows), _I64(cols))
+def packed_bytes(library: KernelLibrary, weights: LinearStruct, real: torch.dtype) -> int:
+    """The bytes of weights that are packed for products in `real`."""
+    found: int = library.function("packed_bytes", real, _I64)(ctypes.byref(weights))
     return found
 
 
@@ -105,28 +135,18 @@ def product(library: KernelLibrary, weights: LinearStruct, rows: Tensor) -> Tens
     return out
 
 
-def _packed(library: KernelLibrary, weights: list[Tensor], real: torch.dtype, kind: WeightKind) -> Tensor:
-    rows, cols = sum(map(len, weights)), weights[0].shape[1]
-    num_bytes = packed_bytes(library, kind, rows, cols, real)
-    data = torch.empty(num_bytes + 64, dtype=torch.uint8)  # kernels read a little ahead, but never past this
-    data = data[-data.data_ptr() % 64 :][:num_bytes].view(weights[0].dtype)
-    _move("pack", library, real, kind, [w if w.stride(1) == 1 else w.contiguous() for w in weights], data)
-    return data
+def _inputs(stored: StoredWeight) -> int:
+    return stored.data.shape[-1] * (2 if stored.format.bits == 4 else 1)
 
 
-def _move(
-    way: str, library: KernelLibrary, real: torch.dtype, kind: WeightKind, weights: list[Tensor], data: Tensor
-) -> None:
-    """Pack stacked weights, whose rows are contiguous, into `data`, or unpack them from there."""
-    addresses = np.concatenate([w.data_ptr() + np.arange(len(w)) * (w.stride(0) * w.itemsize) for w in weights])
-    library.function(way, real)(
-        _I64(kind),
-        ctypes.c_void_p(addresses.ctypes.data),
-        _I64(len(addresses)),
-        _I64(weights[0].shape[1]),
-        ctypes.c_void_p(data.data_ptr()),
-        _I64(library.num_threads),
-    )
+def _with_contiguous_rows(matrix: Tensor) -> Tensor:
+    return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+
+
+def _row_addresses(matrices: list[Tensor]) -> np.ndarray:
+    if not matrices:
+        return np.empty(0, np.int64)
+    return np.concatenate([m.data_ptr() + np.arange(len(m)) * (m.stride(0) * m.itemsize) for m in matrices])
 
 
 def _address(values: Tensor | None) -> int | None:

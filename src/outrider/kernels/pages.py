@@ -1,4 +1,4 @@
-"""Memory of weights that are read no more, although the file that they were read from is still mapped.
+"""Gives back the memory pages of a mapped file whose weights have been packed.
 
 transformers maps the files of a checkpoint. A tensor that is let go frees nothing as long as another one of the same file
 is in use, so that a model would lie in memory twice: as it was read, and packed.

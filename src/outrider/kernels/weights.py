@@ -1,7 +1,7 @@
-"""The weights of linear layers as the kernels take them: as they were loaded, or quantised.
+"""The weights of linear layers in the forms that the kernels take: as loaded, or rounded.
 
-Only weights are int8. A row of weights is a row of whole numbers times one scale, symmetric around zero. The weight of a
-quantised layer *is* that product, and the model that is decoded losslessly is the quantised one.
+Only weights are rounded. The weight of a rounded layer *is* what its stored numbers stand for, and the model that is
+decoded losslessly is the rounded one.
 """
 
 from __future__ import annotations
@@ -12,25 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from outrider.errors import InvalidParameterError, UnsupportedModelError
+from outrider.kernels.formats.format import WeightFormat
+from outrider.kernels.formats.registry import FORMATS, GROUPS, is_plain, plain
+from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.pages import release
-from outrider.kernels.rounding import parts, rounded, unrounded
-
-
-class StoredWeight(NamedTuple):
-    """The numbers that a product with a layer's weight reads.
-
-    Attributes:
-        data: [out_features, in_features], int8 where there is a scale. Weights of experts have [num_experts] before that.
-        scale: [out_features] or None. [num_experts, out_features] for experts.
-    """
-
-    data: Tensor
-    scale: Tensor | None
+from outrider.kernels.rounding import parts
 
 
 def stored_weight(module: nn.Linear) -> StoredWeight:
     """The weight of a layer as it is stored."""
-    return getattr(module, "quantised_weight", None) or StoredWeight(module.weight.data, None)
+    return getattr(module, "quantised_weight", None) or plain(module.weight.data)
 
 
 class ExpertStack(NamedTuple):
@@ -49,16 +41,21 @@ class ExpertStack(NamedTuple):
     def stored(self) -> StoredWeight:
         """Its weights as they are stored."""
         kept = getattr(self.module, "quantised_stacks", {})
-        return kept.get(self.name) or StoredWeight(self._turned(getattr(self.module, self.name).data), None)
+        return kept.get(self.name) or plain(self._turned(getattr(self.module, self.name).data))
 
-    def quantise(self) -> None:
-        """Round its weights to int8, with a scale for each output feature of each expert."""
+    def quantise(self, fmt: WeightFormat, name: str) -> None:
+        """Round the weights of each expert by itself. `name` is that of the tensor in errors."""
         weight = self._turned(getattr(self.module, self.name).data)
-        rounded = [_rounded(expert) for expert in weight]  # one after another, since float32 copies of all might not fit
+        rounded = [_rounded(expert, fmt, name) for expert in weight]  # one after another: copies of all might not fit
         for expert, stored in zip(weight, rounded, strict=True):
-            expert.copy_(_product(stored, weight.dtype))
-        if weight.dtype in (torch.float32, torch.bfloat16):
-            self._keep(StoredWeight(*(torch.stack(list(parts)) for parts in zip(*rounded, strict=True))))
+            expert.copy_(fmt.dequantise(stored, weight.dtype))
+        if _is_kept(weight):
+            self._keep(StoredWeight.of(rounded, torch.stack))
+
+    @property
+    def in_features(self) -> int:
+        """The inputs of each expert."""
+        return int(self._turned(getattr(self.module, self.name)).shape[-1])
 
     def empty(self) -> None:
         """Free its weights, and keep the shape and the dtype."""
@@ -71,10 +68,11 @@ class ExpertStack(NamedTuple):
     def restore(self, stored: StoredWeight) -> None:
         """Give it its weights back."""
         dtype = getattr(self.module, self.name).dtype
-        data = stored.data if stored.scale is None else _product(stored, dtype)
-        setattr(self.module, self.name, nn.Parameter(self._turned(data).contiguous(), requires_grad=False))
-        if stored.scale is not None:
+        data = stored.data
+        if stored.quantised:
+            data = torch.stack([stored.format.dequantise(stored.expert(i), dtype) for i in range(len(stored.data))])
             self._keep(stored)
+        setattr(self.module, self.name, nn.Parameter(self._turned(data).contiguous(), requires_grad=False))
 
     def _turned(self, weight: Tensor) -> Tensor:
         return weight.transpose(1, 2) if self.transposed else weight
@@ -94,40 +92,87 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        data, scale = self.quantised_weight
-        assert scale is not None, "quantised weights have scales"
+        stored, bias = self.quantised_weight, self.bias
         outputs = [
             nn.functional.linear(
                 input,
-                unrounded(data[rows], scale[rows], self.weight.dtype),
-                None if self.bias is None else self.bias[rows],
+                stored.format.dequantise(stored.rows(rows.start, rows.stop), self.weight.dtype),
+                None if bias is None else bias[rows],
             )
-            for rows in parts(data)
+            for rows in parts(self.weight)
         ]
         return torch.cat(outputs, -1)
 
 
-def quantise_linears(model: nn.Module, stacks: Iterable[ExpertStack] = ()) -> None:
-    """Round the weights of every linear layer to int8, those of the head too. Embeddings stay as they are.
+def quantise_linears(
+    model: nn.Module, fmt: WeightFormat, stacks: Iterable[ExpertStack] = (), *, name: str = "the model"
+) -> None:
+    """Round the weights of every linear layer, those of the head too, one after another. Embeddings stay as they are.
 
     Args:
         model: The model, which is changed in place.
+        fmt: The format of the rounded weights.
         stacks: The projections of its experts, which are no layers of their own. They are rounded, too.
+        name: What to call the model in errors.
+
+    Raises:
+        InvalidParameterError: Groups do not divide the inputs of a layer. Nothing has been changed.
+        UnsupportedModelError: A weight is not finite.
     """
-    for stack in stacks:
-        stack.quantise()
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            dtype = module.weight.dtype
-            stored = _rounded(module.weight.data)
-            # The layer gets a parameter of its own, so that a head is quantised without the embeddings that are tied to it.
-            if dtype not in (torch.float32, torch.bfloat16) or module.weight.device.type != "cpu":
-                # These are computed in their own precision, or without our kernels.
-                module.weight = nn.Parameter(_product(stored, dtype), requires_grad=False)
-            else:
-                empty_weight(module)
-                module.__class__ = QuantisedLinear
-                module.quantised_weight = stored  # type: ignore[assignment]
+    linears = {f"{path}.weight": module for path, module in model.named_modules() if type(module) is nn.Linear}
+    paths = {id(module): path for path, module in model.named_modules()}
+    experts = {f"{paths.get(id(stack.module), '')}.{stack.name}": stack for stack in stacks}
+    inputs = {path: module.in_features for path, module in linears.items()}
+    check_groups(fmt, inputs | {path: stack.in_features for path, stack in experts.items()})
+    try:
+        for path, stack in experts.items():
+            stack.quantise(fmt, path)
+        for path, module in linears.items():
+            _quantise(module, fmt, path)
+    except _NotFiniteError as error:
+        remedy = "Load it without quantization to see what it writes, or get the checkpoint again."
+        raise UnsupportedModelError(
+            name, f"{error} holds weights that are not finite, and cannot be rounded", remedy
+        ) from None
+
+
+class _NotFiniteError(ValueError):
+    """A weight is not finite. The message is the name of the tensor."""
+
+
+def _quantise(module: nn.Linear, fmt: WeightFormat, path: str) -> None:
+    stored = _rounded(module.weight.data, fmt, path)
+    # The layer gets a parameter of its own, so that a head is quantised without the embeddings that are tied to it.
+    if _is_kept(module.weight):
+        empty_weight(module)
+        module.__class__ = QuantisedLinear
+        module.quantised_weight = stored  # type: ignore[assignment]
+    else:
+        module.weight = nn.Parameter(fmt.dequantise(stored, module.weight.dtype), requires_grad=False)
+
+
+def _is_kept(weight: Tensor) -> bool:
+    """Whether rounded weights are kept as they are. Others are computed in their own precision, or without our kernels."""
+    return is_plain(weight.dtype) and weight.dtype != torch.float64 and weight.device.type == "cpu"
+
+
+def check_groups(fmt: WeightFormat, inputs: dict[str, int]) -> None:
+    """Refuse groups that do not divide the inputs of all these weights, and say which do.
+
+    Raises:
+        InvalidParameterError: They do not.
+    """
+    misfit = next((path for path, count in inputs.items() if not fmt.takes(count)), None)
+    if misfit is None:
+        return
+    names = {f"int{fmt.bits}-g{size}" + "-asym" * fmt.has_zeros for size in GROUPS}
+    fitting = [known for known in FORMATS if known in names and all(FORMATS[known].takes(n) for n in inputs.values())]
+    raise InvalidParameterError(
+        "quantization",
+        fmt.name,
+        f"{misfit} has {inputs[misfit]} inputs, which groups of {fmt.group} do not divide",
+        f"Use {' or '.join([*fitting, 'int8'])}.",
+    )
 
 
 def empty_weight(module: nn.Linear) -> None:
@@ -144,16 +189,14 @@ def empty_weight(module: nn.Linear) -> None:
 
 def restore_weight(module: nn.Linear, stored: StoredWeight) -> None:
     """Give a layer its weight back."""
-    if stored.scale is None:
-        module.weight = nn.Parameter(stored.data, requires_grad=False)
-    else:
+    if stored.quantised:
         module.quantised_weight = stored  # type: ignore[assignment]
+    else:
+        module.weight = nn.Parameter(stored.data, requires_grad=False)
 
 
-def _rounded(weight: Tensor) -> StoredWeight:
-    return StoredWeight(*rounded(weight))
-
-
-def _product(stored: StoredWeight, dtype: torch.dtype) -> Tensor:
-    assert stored.scale is not None, "quantised weights have scales"
-    return unrounded(stored.data.flatten(0, -2), stored.scale.flatten(), dtype).view(stored.data.shape)
+def _rounded(weight: Tensor, fmt: WeightFormat, path: str) -> StoredWeight:
+    stored = fmt.store(weight)
+    if stored.scale is not None and not stored.scale.isfinite().all():  # so are the scales then
+        raise _NotFiniteError(path)
+    return stored

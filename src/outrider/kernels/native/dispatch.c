@@ -6,10 +6,26 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-static int multiplies_bf16(void) { /* by number: older compilers have no name for it */
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+/* Asked by number: older compilers have no names for the newer features, and some runtimes of clang answer no to all. */
+static unsigned feature_words(unsigned leaf, unsigned part, int word) {
+    unsigned words[4] = {0, 0, 0, 0};
+    __get_cpuid_count(leaf, part, &words[0], &words[1], &words[2], &words[3]);
+    return words[word];
 }
+
+/* Which registers the system saves when it switches threads: bits of the processor's register XCR0. */
+static unsigned saved_registers(void) {
+    unsigned low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return low;
+}
+
+enum { EBX = 1, ECX = 2, EAX = 0 };
+enum { FMA = 1u << 12, OSXSAVE = 1u << 27 };                                             /* leaf 1, ECX */
+enum { AVX2 = 1u << 5, AVX512F = 1u << 16, AVX512DQ = 1u << 17, AVX512BW = 1u << 30 }; /* leaf 7, EBX */
+#define AVX512VL (1u << 31)
+enum { AVX512BF16 = 1u << 5 }; /* leaf 7 part 1, EAX */
+enum { SAVES_YMM = 0x06, SAVES_ZMM = 0xe6 };
 #endif
 
 enum { RUNS_GENERIC = 1, RUNS_AVX2 = 2, RUNS_AVX512 = 4, RUNS_AVX512BF16 = 8 };
@@ -19,12 +35,12 @@ enum { RUNS_GENERIC = 1, RUNS_AVX2 = 2, RUNS_AVX512 = 4, RUNS_AVX512BF16 = 8 };
 int64_t outrider_instruction_sets(void) {
     int64_t sets = RUNS_GENERIC;
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets |= RUNS_AVX2;
-    if ((sets & RUNS_AVX2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        sets |= RUNS_AVX512;
-    if ((sets & RUNS_AVX512) && multiplies_bf16()) sets |= RUNS_AVX512BF16;
+    const unsigned basic = feature_words(1, 0, ECX), vectors = feature_words(7, 0, EBX);
+    const unsigned wide = AVX512F | AVX512DQ | AVX512BW | AVX512VL;
+    const unsigned saved = basic & OSXSAVE ? saved_registers() : 0;
+    if ((basic & FMA) && (vectors & AVX2) && (saved & SAVES_YMM) == SAVES_YMM) sets |= RUNS_AVX2;
+    if ((sets & RUNS_AVX2) && (vectors & wide) == wide && (saved & SAVES_ZMM) == SAVES_ZMM) sets |= RUNS_AVX512;
+    if ((sets & RUNS_AVX512) && (feature_words(7, 1, EAX) & AVX512BF16)) sets |= RUNS_AVX512BF16;
 #endif
     return sets;
 }

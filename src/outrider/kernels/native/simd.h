@@ -53,7 +53,15 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-enum { WEIGHTS_REAL = 0, WEIGHTS_BF16 = 1, WEIGHTS_INT8 = 2 };
+/* How weights are stored, and as what rows enter a product with them; see kernels/formats and kernels/layout.py. */
+enum { FORMAT_REAL = 0, FORMAT_BF16 = 1, FORMAT_INT8 = 2, FORMAT_INT4 = 3 };
+enum { OPERAND_REAL = 0, OPERAND_PAIRS = 1 };
+
+/* All that the inner loops must know of a matrix in one number, which is a constant wherever they are expanded. */
+enum { KIND_GROUPED = 64, KIND_ZEROS = 128 };
+#define KIND(format, operand) ((format) | (operand) << 4)
+#define FORMAT_OF(kind) ((kind) & 15)
+#define OPERAND_OF(kind) ((kind) >> 4 & 3)
 #define DIGIT_BITS 11 /* A radix selection looks at so many bits at a time. */
 #define DIGITS (1 << DIGIT_BITS)
 
@@ -82,5 +90,104 @@ INLINE float float_from_bf16(uint16_t value) {
     memcpy(&result, &bits, 4);
     return result;
 }
+
+/* Vectors of float, and the operations on them for which compilers need to be told the instruction. */
+typedef float floats __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef int32_t int_lanes __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef uint32_t uint_lanes __attribute__((vector_size(VECTOR_BYTES), aligned(1), may_alias));
+#define FLOAT_LANES ((int)(VECTOR_BYTES / sizeof(float)))
+
+/* Turns bytes into floats. Compilers do this one byte at a time, although there is an instruction for all of them. */
+INLINE floats floats_from_int8(const int8_t *bytes) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes)));
+#elif defined(__AVX2__)
+    return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)bytes)));
+#else
+    return (floats){bytes[0], bytes[1], bytes[2], bytes[3]};
+#endif
+}
+
+INLINE floats floats_from_uint8(const uint8_t *bytes) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes)));
+#elif defined(__AVX2__)
+    return (floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes)));
+#else
+    return (floats){bytes[0], bytes[1], bytes[2], bytes[3]};
+#endif
+}
+
+INLINE floats floats_from_bf16(const uint16_t *values) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)values)), 16);
+#elif defined(__AVX2__)
+    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)values)), 16);
+#else
+    return (floats){float_from_bf16(values[0]), float_from_bf16(values[1]), float_from_bf16(values[2]),
+                    float_from_bf16(values[3])};
+#endif
+}
+
+/* The nibble `which` of each lane of `words`, from 0 to 15, as float. `which` is a constant wherever this is expanded. */
+INLINE floats floats_from_nibbles(const void *words, const int which) {
+#if defined(__AVX512F__)
+    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (floats)_mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(words), 4 * which), table); /* by 4 bits */
+#else
+    const uint_lanes nibbles = *(const uint_lanes *)words >> (4 * which) & 15;
+    return __builtin_convertvector((int_lanes)nibbles, floats);
+#endif
+}
+
+#if BF16_DOTS
+/* Adds the products of pairs of bf16, whose other factors are the same pair for every lane. */
+INLINE floats add_pairs(floats sum, floats weights, float pair) {
+    int32_t bits;
+    memcpy(&bits, &pair, sizeof bits);
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(bits));
+}
+
+/* Rounds as many floats to bf16 as fill a vector. */
+INLINE void bf16_from_floats(const float *values, uint16_t *out) {
+    const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(values));
+    memcpy(out, &rounded, sizeof rounded);
+}
+
+/* Turns 32 bytes into bf16, in their order. */
+INLINE floats bf16_from_int8(const int8_t *bytes) {
+    const floats first = floats_from_int8(bytes), second = floats_from_int8(bytes + 16);
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    floats found;
+    memcpy(&found, &both, sizeof found);
+    return found;
+}
+
+/* The nibble `which` of each 16 bits of `words` as bf16, less 8. */
+INLINE floats bf16_from_nibbles(const void *words, const int which) {
+    static const uint16_t table[32] __attribute__((aligned(64))) = { /* -8 to 7, and again: the fifth bit is another nibble's */
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    const __m512i shifted = _mm512_srli_epi16(_mm512_loadu_si512(words), 4 * which);
+    return (floats)_mm512_permutexvar_epi16(shifted, _mm512_load_si512(table));
+}
+
+/* The nibble `which` of each 16 bits of `words` as bf16, less a zero point of 0 to 15 for each lane. */
+INLINE floats bf16_from_nibbles_less(const void *words, const int which, int_lanes zeros) {
+    static const uint16_t table[32] __attribute__((aligned(64))) = { /* -16 to 15 */
+        0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+        0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+    const __m512i shifted = _mm512_srli_epi16(_mm512_loadu_si512(words), 4 * which);
+    const __m512i nibbles = _mm512_and_si512(shifted, _mm512_set1_epi16(15));
+    const __m512i from = _mm512_sub_epi16(_mm512_set1_epi16(16), (__m512i)zeros); /* both halves of a lane hold its zero point */
+    return (floats)_mm512_permutexvar_epi16(_mm512_add_epi16(nibbles, from), _mm512_load_si512(table));
+}
+
+/* Zero points of 16 columns, each in both halves of its lane. */
+INLINE int_lanes zeros_of_pairs(const uint8_t *zeros) {
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)zeros));
+    return (int_lanes)_mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
+}
+#endif
 
 #endif

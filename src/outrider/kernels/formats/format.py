@@ -1,0 +1,57 @@
+"""What the rest of the package must know of a format of weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.layout import FormatCode, Operand
+
+
+@dataclass(frozen=True)
+class WeightFormat(ABC):
+    """A way to keep a weight matrix.
+
+    Attributes:
+        code: The format's number in C, where an unfolding function belongs to it.
+        bits: The bits of a weight, without scales.
+        quantised: Whether weights are rounded to whole numbers.
+        name: As users write it.
+        group: How many inputs share a scale. None where all do, or where there are no scales.
+        has_zeros: Whether each group has a zero point of its own.
+    """
+
+    code: ClassVar[FormatCode]
+    bits: ClassVar[int]
+    quantised: ClassVar[bool]
+    name: str
+    group: int | None = None
+    has_zeros: bool = False
+
+    @abstractmethod
+    def store(self, weight: Tensor) -> StoredWeight:
+        """Keep a matrix [out_features, in_features] of finite numbers in this format."""
+
+    @abstractmethod
+    def dequantise(self, stored: StoredWeight, dtype: torch.dtype) -> Tensor:
+        """The weights [out_features, in_features] that the stored numbers stand for."""
+
+    def takes(self, in_features: int) -> bool:
+        """Whether a matrix of so many inputs can be kept."""
+        return self.group is None or in_features % self.group == 0
+
+    def nbytes(self, rows: int, cols: int) -> int:
+        """The bytes of a matrix [rows, cols] with its scales."""
+        if self.group is None:
+            return rows * cols * self.bits // 8 + (4 * rows if self.quantised else 0)
+        return rows * cols * self.bits // 8 + rows * (cols // self.group) * (3 if self.has_zeros else 2)
+
+    def operand(self, dtype: torch.dtype, *, pairs: bool) -> Operand:
+        """As what rows enter products with weights that stand for `dtype`. `pairs` says whether the kernels multiply pairs
+        of bf16, which is precise enough for bf16 models."""
+        return Operand.PAIRS if pairs and dtype == torch.bfloat16 else Operand.REAL
