@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from outrider.errors import InvalidParameterError, UnsupportedModelError
-from outrider.model import hf
+from outrider.model.loading.exclusive import exclusive_transformers
 
 #: The types in which weights may be stored, with their names in the gguf package.
 STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8_0"}
@@ -42,7 +42,7 @@ def write_gguf(checkpoint: str, path: Path, dtype: str = "float32", *, eos_token
 
     if dtype not in STORED_AS:
         raise InvalidParameterError("dtype", dtype, "not a type of weights in GGUF", f"Use one of {', '.join(STORED_AS)}.")
-    with hf.without_bars():
+    with exclusive_transformers():
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     _check(checkpoint, model.config)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""What the attention function must know about the pass it runs in, and who may see whom."""
+"""The context of a pass for attention functions: which row may see which other rows."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ from outrider.model.backends.fused import FusedDecoder
 from outrider.model.backends.gather import GatherAttention
 from outrider.model.backends.paged import PagedAttention
 from outrider.model.backends.row_by_row import RowByRowAttention
-from outrider.model.loader import LoadedModel
+from outrider.model.loading.exclusive import check_wanted, exclusive_transformers
+from outrider.model.loading.loader import LoadedModel
+from outrider.model.loading.numbers import check_numbers
 from outrider.model.memory import num_blocks
 from outrider.model.probe import probe, probe_bits, reference
 from outrider.model.runner import ModelRunner
@@ -30,9 +32,10 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 #: What "auto" tries, in this order.
 AUTO = ("fused", "paged", "gather")
 #: What it tries in batch-invariant mode: backends whose bits may not depend on the batch.
-INVARIANT = ("fused", "row_by_row")
+INVARIANT = ("fused", "paged", "row_by_row")
 
 
+@exclusive_transformers()  # its probes run modules of transformers, which read the default dtype
 def make_runner(
     loaded: LoadedModel,
     attention_backend: str,
@@ -52,6 +55,7 @@ def make_runner(
 
     Raises:
         UnsupportedModelError: No backend reproduces a plain forward pass.
+        ModelLoadError: Its logits are no numbers.
     """
     kinds = hf.recurrent_layers(loaded.model.config)
     if kinds:
@@ -61,6 +65,7 @@ def make_runner(
             "Use a model whose layers all attend.",
         )
     stock = reference(loaded)
+    check_numbers(loaded.name, loaded.model, stock.logits)
     if not stock.is_causal:
         raise UnsupportedModelError(
             loaded.name,
@@ -69,6 +74,7 @@ def make_runner(
         )
     failures = {}
     for name, packed in _ways(attention_backend, batch_invariant=batch_invariant):
+        check_wanted()
         try:
             backend, bytes_per_token = _install(loaded, name, stock.logits, packed=packed, bits=batch_invariant)
         except Exception as error:  # whatever the model's own code raises decides against this backend
@@ -97,11 +103,28 @@ def _install(loaded: LoadedModel, name: str, want: Tensor, *, packed: bool, bits
     try:
         if packed and library is not None:
             use_packed_linear(loaded.model, library, hf.TRANSPOSED_LINEARS)
+            hf.use_packed_experts(loaded.model, library)
         bytes_per_token = probe(loaded, backend, want)
-        if bits:
-            probe_bits(loaded, backend)
+        _settle_bits(loaded, backend, asked=bits)
     except Exception:
         backend.uninstall()
         use_stock_linear(loaded.model)
+        hf.use_stock_experts(loaded.model)
         raise
     return backend, bytes_per_token
+
+
+def _settle_bits(loaded: LoadedModel, backend: AttentionBackend, *, asked: bool) -> None:
+    """Find out whether bits are a function of the text; raises ValueError where they are not, and this was asked for."""
+    if asked and not (backend.invariant or backend.may_be_invariant):
+        raise ValueError("its bits depend on the batch")
+    if not (asked or backend.may_be_invariant):
+        return
+    try:
+        probe_bits(loaded, backend)
+    except ValueError as error:
+        if asked:
+            raise
+        logger.info("backend %s under %s: %s", backend.name, loaded.name, error)
+    else:
+        backend.invariant = True

@@ -1,39 +1,103 @@
-"""The only file that touches what transformers does not promise to keep. Verified on 5.17 and 5.23."""
+"""All uses of private interfaces of transformers. Verified on 5.17 and 5.23."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel, initialization
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
+from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as hf_logging
 
 from outrider.cache.pool import KVPool, Slots
+from outrider.kernels.expert_stacks import pack_stacks, unpack_stacks
+from outrider.kernels.library import KernelLibrary
 from outrider.kernels.weights import ExpertStack
 from outrider.model.context import LayerReach, ongoing_context
 
 #: Linear layers that keep their weight as [in_features, out_features].
 TRANSPOSED_LINEARS = (Conv1D,)
+#: The name under which transformers finds `_packed_experts`.
+_PACKED_EXPERTS = "outrider_packed"
 #: Layer types whose state is not a per-token KV, so that rejected rows cannot simply be dropped.
 _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "mamba2", "hybrid", "hybrid_sliding", "recurrent", "rwkv"})
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """No bars of transformers' within the block: a library does not print unasked. Who sets a hook for them, or the
-    verbosity to "info", has asked. Downloads from the hub, which take long, keep theirs."""
-    before = hf_logging.set_tqdm_hook(lambda _, args, kwargs: hf_logging.EmptyTqdm(*args, **kwargs))
-    if before is not None or hf_logging.get_verbosity() <= hf_logging.INFO:
-        hf_logging.set_tqdm_hook(before)
+def loading_bars(between: Callable[[], None]) -> Iterator[None]:
+    """Within the block, transformers shows no bars: a library does not print unasked. Who sets a hook for them, or the
+    verbosity to "info", has asked. Downloads from the hub, which take long, keep theirs.
+
+    Args:
+        between: Called before every weight, and wherever else a bar would move. It may raise.
+    """
+    shown = hf_logging.get_verbosity() <= hf_logging.INFO
+
+    def watched(factory: Any, args: Any, kwargs: Any) -> Any:
+        if before is not None:
+            bar = before(factory, args, kwargs)
+        else:
+            bar = (factory if shown else hf_logging.EmptyTqdm)(*args, **kwargs)
+        return _WatchedBar(bar, between)
+
+    before = hf_logging.set_tqdm_hook(watched)
     try:
         yield
     finally:
         hf_logging.set_tqdm_hook(before)
+
+
+class _WatchedBar:
+    """A bar that calls a function whenever it moves."""
+
+    def __init__(self, bar: Any, between: Callable[[], None]) -> None:
+        self._bar = bar
+        self._between = between
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._bar:
+            self._between()
+            yield item
+
+    def __enter__(self) -> _WatchedBar:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bar.__exit__(*error)
+
+    def update(self, *args: Any) -> None:
+        self._between()
+        self._bar.update(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)
+
+
+@contextmanager
+def swaps_undone() -> Iterator[None]:
+    """What transformers swaps while it builds a model is what it was before the block, however the block ends."""
+    dtype = torch.get_default_dtype()
+    before = [(owner, name, getattr(owner, name)) for owner, name in _swapped()]
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _swapped() -> Iterator[tuple[Any, str]]:
+    """The owners and names of the functions that transformers swaps."""
+    yield from ((PreTrainedModel, "tie_weights"), (PreTrainedModel, "init_weights"), (torch, "linspace"))
+    modules = [sys.modules[name] for name in initialization.TORCH_MODULES_TO_PATCH if name in sys.modules]
+    yield from ((m, name) for m in modules for name in initialization.TORCH_INIT_FUNCTIONS if hasattr(m, name))
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> str:
@@ -64,6 +128,49 @@ def expert_stacks(model: Any) -> list[ExpertStack]:
             weights = module.named_parameters(recurse=False)
             found += [ExpertStack(module, name, module.is_transposed) for name, weight in weights if weight.dim() == 3]
     return found
+
+
+def use_packed_experts(model: Any, library: KernelLibrary) -> None:
+    """Let mixtures of experts multiply with packed weights, where they have the form that is known here."""
+    modules = {id(stack.module): stack.module for stack in expert_stacks(model)}
+    known = [module for module in modules.values() if _takes_packed_experts(module)]
+    if known and model._can_set_experts_implementation():
+        pack_stacks([stack for module in known for stack in expert_stacks(module)], library)
+        ExpertsInterface.register(_PACKED_EXPERTS, _packed_experts)
+        model.set_experts_implementation(_PACKED_EXPERTS)
+
+
+def use_stock_experts(model: Any) -> None:
+    """Undo `use_packed_experts`."""
+    unpack_stacks(expert_stacks(model))
+    if getattr(model.config, "_experts_implementation", None) == _PACKED_EXPERTS:
+        use_plain_experts(model)
+
+
+def _takes_packed_experts(module: Any) -> bool:
+    up = "gate_up_proj" if getattr(module, "has_gate", False) else "up_proj"
+    return {stack.name for stack in expert_stacks(module)} == {up, "down_proj"} and hasattr(module, "_apply_gate")
+
+
+def _packed_experts(
+    module: Any,
+    hidden_states: Tensor,  # [num_rows, hidden_size]
+    top_k_index: Tensor,  # [num_rows, num_chosen]
+    top_k_weights: Tensor,  # [num_rows, num_chosen]
+) -> Tensor:
+    """What transformers calls in each layer of experts. What is added to a row comes in the order of the experts, as in its
+    plain implementation; what stands between the products is computed for all experts at once."""
+    stacks = module.packed_stacks
+    up, down = stacks["gate_up_proj" if module.has_gate else "up_proj"], stacks["down_proj"]
+    experts, order = torch.sort(top_k_index.flatten(), stable=True)  # [num_rows * num_chosen] both
+    rows = order // top_k_index.shape[-1]
+    inner = up.products(hidden_states[rows], experts)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    outer = down.products(inner, experts)
+    if getattr(module, "has_post_expert_norm", False):
+        outer = module.post_expert_norm(outer)
+    weighted = (outer * top_k_weights.flatten()[order, None]).to(hidden_states.dtype)
+    return torch.zeros_like(hidden_states).index_add_(0, rows, weighted)
 
 
 def stock_attention(model: Any) -> str:

@@ -1,10 +1,10 @@
-"""How many KV blocks a model gets."""
+"""Computes how many KV blocks a model gets."""
 
 from __future__ import annotations
 
 from outrider.config import CacheConfig
-from outrider.model.available import available_bytes
-from outrider.model.loader import LoadedModel
+from outrider.model.loading.available import available_bytes
+from outrider.model.loading.loader import LoadedModel
 
 
 def num_blocks(loaded: LoadedModel, cache: CacheConfig, max_num_seqs: int, bytes_per_token: int) -> int:

@@ -1,9 +1,10 @@
-"""Can this backend drive this model exactly? Found by running it, not by its name."""
+"""Probe: compares passes of a backend with the stock model, to decide whether it drives this model exactly."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from outrider.cache.blocks import BlockManager
 from outrider.model import hf
 from outrider.model.backends.base import AttentionBackend
 from outrider.model.batch import Segment
-from outrider.model.loader import LoadedModel
+from outrider.model.loading.loader import LoadedModel
 from outrider.model.runner import ModelRunner
 
 #: Largest difference from a plain forward, relative to the largest logit, that passes as rounding.
@@ -22,6 +23,8 @@ _SAME = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-4, torch.bf
 _WIDE = (torch.float64, torch.float32)
 
 _PROBE_LEN, _PROBE_CUT, _PROBE_BLOCK = 12, 7, 4
+#: Where a text is cut into passes of other numbers of rows.
+_BITS_CUTS = (0, 1, 3, 6, 13, 22, 29)
 #: The texts of a model whose router may choose otherwise after a rounding. One of them must agree.
 _ROUTED_TEXTS = 5
 
@@ -119,16 +122,23 @@ def _error(loaded: LoadedModel, runner: ModelRunner, tokens: list[int], want: Te
 
 
 def probe_bits(loaded: LoadedModel, backend: AttentionBackend) -> None:
-    """Compute a text in one pass, token by token, and beside a neighbour; raises ValueError unless all bits agree."""
-    tokens = [(11 * i * i + 5 * i + 2) % loaded.vocab_size for i in range(_PROBE_LEN)]
-    runner = ModelRunner(loaded, backend, BlockManager(4 * _PROBE_LEN // _PROBE_BLOCK, _PROBE_BLOCK))
-    tables = [runner.blocks.allocate(_PROBE_LEN // _PROBE_BLOCK) for _ in range(3)]
-    part = partial(Segment, long_rope=loaded.uses_long_rope(_PROBE_LEN))
+    """Compute a text in one pass, and in passes of other numbers of rows, beside a neighbour and as a branch of a tree;
+    raises ValueError unless all bits agree."""
+    cuts = [cut for cut in _BITS_CUTS if cut <= loaded.max_model_len]
+    tokens = [(11 * i * i + 5 * i + 2) % loaded.vocab_size for i in range(cuts[-1])]
+    runner = ModelRunner(loaded, backend, BlockManager(6 * len(tokens) // _PROBE_BLOCK + 3, _PROBE_BLOCK))
+    tables = [runner.blocks.allocate(-(-size // _PROBE_BLOCK)) for size in (len(tokens), 2 * len(tokens), len(tokens))]
+    part = partial(Segment, long_rope=loaded.uses_long_rope(len(tokens)))
     whole = runner.forward([part(tokens, 0, tables[0])]).logits
-    single = torch.cat([runner.forward([part([t], i, tables[1])]).logits for i, t in enumerate(tokens)])
-    beside = runner.forward([part(tokens[:5], 0, tables[1]), part(tokens, 0, tables[2])]).logits[5:]
-    if not (torch.equal(whole, single) and torch.equal(whole, beside)):
-        raise ValueError("its bits depend on the batch")
+    for turn, (start, end) in enumerate(pairwise(cuts)):
+        beside = [part(tokens[: 3 * turn], 0, tables[2])] if turn % 2 else []
+        rows, parents = tokens[start:end], None
+        if end == cuts[-1]:  # with a sibling of each row that nobody sees
+            rows = [token for right in rows for token in (right, (right + 1) % loaded.vocab_size)]
+            parents = tuple(-1 if i < 2 else 2 * (i // 2 - 1) for i in range(len(rows)))
+        logits = runner.forward([*beside, part(rows, start, tables[1], parents)]).logits[3 * turn * len(beside) :]
+        if not torch.equal(whole[start:end], logits if parents is None else logits[::2]):
+            raise ValueError("its bits depend on the batch")
 
 
 @torch.inference_mode()

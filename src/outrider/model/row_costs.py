@@ -1,4 +1,4 @@
-"""How long a pass of n rows takes on this machine, and how much longer behind a context."""
+"""Measures how long a pass of n rows takes on this machine, and how much longer behind a context."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ _PATIENCE = 5.0
 _CONTEXT, _PART, _READING = 1024, 64, 3.0
 
 
+def sizes_of(runner: ModelRunner) -> list[int]:
+    """The numbers of rows that are timed of a model: those that fit its context."""
+    longest = _longest(runner)
+    return [size for size in SIZES if size <= longest] or [1]
+
+
 def measure_passes(runner: ModelRunner) -> dict[int, float]:
     """Seconds of a pass of one short text by its number of rows, in a memory apart from that of the texts."""
-    longest = _longest(runner)
-    sizes = [size for size in SIZES if size <= longest] or [1]
-    apart = runner.apart(sizes[-1])
+    sizes = sizes_of(runner)
+    apart = runner.with_own_memory(sizes[-1])
     table = apart.blocks.allocate(apart.blocks.blocks_for(sizes[-1]))
     begun = perf_counter()
     _time(apart, table, sizes[-1])  # the first pass also makes what later ones find made
@@ -44,7 +49,7 @@ def measure_context(runner: ModelRunner, passes: dict[int, float]) -> float:
     context = min(_CONTEXT, _longest(runner) - 1) // _PART * _PART
     if not context or passes[max(passes)] * context / max(passes) > _READING:
         return 0.0
-    apart = runner.apart(context + 1)
+    apart = runner.with_own_memory(context + 1)
     table = apart.blocks.allocate(apart.blocks.blocks_for(context + 1))
     for start in range(0, context, _PART):
         _time(apart, table, _PART, start)

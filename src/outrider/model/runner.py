@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from outrider.cache.blocks import BlockManager
+from outrider.cache.lease import KVLease
 from outrider.cache.pool import KVPool
 from outrider.model import hf
 from outrider.model.backends.base import AttentionBackend, PartialPass
 from outrider.model.batch import RaggedBatch, Segment
-from outrider.model.begun import BegunRows
 from outrider.model.context import ForwardContext
-from outrider.model.loader import LoadedModel
+from outrider.model.loading.loader import LoadedModel
+from outrider.model.partial_rows import PartialRows
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class ModelRunner:
         blocks: Bookkeeping of the KV memory.
 
     Attributes:
-        begun: Rows that the first layers have computed for a proposer in this step.
+        partial_rows: Rows that the first layers have computed for a proposer in this step.
+        leases: Memory of the texts that proposers read with this model, by sequence; those with equal models share it.
     """
 
     def __init__(self, loaded: LoadedModel, backend: AttentionBackend, blocks: BlockManager) -> None:
@@ -59,7 +61,8 @@ class ModelRunner:
         self.backend = backend
         self.blocks = blocks
         self.pool = KVPool(blocks.num_blocks * blocks.block_size)
-        self.begun = BegunRows()
+        self.leases: dict[int, KVLease] = {}
+        self.partial_rows = PartialRows()
         self.num_passes = 0
         self._reaches = hf.layer_reaches(loaded.model.config)
 
@@ -67,7 +70,13 @@ class ModelRunner:
     def num_layers(self) -> int:
         return len(self._reaches)
 
-    def apart(self, num_tokens: int) -> ModelRunner:
+    @property
+    def invariant(self) -> bool:
+        """Whether other rows in a pass do not change what is written for a row: its bits are its own, or in float64 far
+        finer than what a choice depends on."""
+        return self.backend.invariant or self.loaded.dtype is torch.float64
+
+    def with_own_memory(self, num_tokens: int) -> ModelRunner:
         """The same model over a small memory of its own, with room for so many tokens and some more, to try things out."""
         size = self.blocks.block_size
         return ModelRunner(self.loaded, self.backend, BlockManager(-(-num_tokens // size) + 3, size))
@@ -81,7 +90,7 @@ class ModelRunner:
         out = self.backend.forward(self.loaded, ForwardContext(batch, self.pool, self._reaches), aux_layers, part)
         self.num_passes += 1
         return ForwardOutput(
-            logits=wide(out.logits),
+            logits=upcast_logits(out.logits),
             logits_spans=batch.logits_spans,
             logits_first_rows=[segment.logits_from for segment in batch.segments],
             row_spans=batch.row_spans,
@@ -121,6 +130,6 @@ class ModelRunner:
         return block_table[block] * self.blocks.block_size + offset
 
 
-def wide(logits: Tensor) -> Tensor:
+def upcast_logits(logits: Tensor) -> Tensor:
     """Logits in float32 at least."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

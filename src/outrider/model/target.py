@@ -1,4 +1,4 @@
-"""The target as a proposer may use it: facts, embeddings, head, and some of its layers over its own KV memory."""
+"""Target: the handle through which proposers use the target's embeddings, layers, head and KV memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.cache.lease import KVView
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError
 from outrider.model.backends.base import PartialPass
 from outrider.model.batch import Segment
-from outrider.model.runner import ForwardOutput, ModelRunner, wide
+from outrider.model.runner import ForwardOutput, ModelRunner, upcast_logits
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Target:
         Raises:
             InvalidParameterError: They have another width.
         """
-        return wide(self._runner.backend.head(self._runner.loaded, self._checked(hidden)))
+        return upcast_logits(self._runner.backend.head(self._runner.loaded, self._checked(hidden)))
 
     def rows(
         self,
@@ -221,14 +221,14 @@ class Target:
         if layers is not None:
             self._check_layers("layers", tuple(layers), self.num_layers)
         self._check_layers("aux_layers", tuple(aux_layers), self.num_layers + 1)
-        size, apart = len(token_ids), self._runner.apart(len(token_ids))
+        size, apart = len(token_ids), self._runner.with_own_memory(len(token_ids))
         blocks = apart.blocks.allocate(apart.blocks.blocks_for(size))
         segment = Segment(token_ids, 0, blocks, long_rope=self._runner.loaded.uses_long_rope(size))
         return apart.forward([segment], aux_layers, None if layers is None else PartialPass(tuple(layers)))
 
     def _compute(self, rows: Sequence[TargetRows], aux_layers: Sequence[int], part: PartialPass) -> ForwardOutput:
         """Run checked rows. What the first layers compute from the embeddings is written down for the target's own pass."""
-        segments, begun = [each.segment() for each in rows], self._runner.begun
+        segments, begun = [each.segment() for each in rows], self._runner.partial_rows
         before = [begun.take(each.kv) for each in rows]  # whatever is written now, and even if the pass raises half-way
         out = self._runner.forward(segments, aux_layers, part)
         depth = len(part.layers)

@@ -1,4 +1,4 @@
-"""Which bytes does every token of a tokenizer write, and which of its tokens write given bytes?"""
+"""Vocabulary: the bytes that every token of a tokenizer writes, and the tokens that write given bytes."""
 
 from __future__ import annotations
 

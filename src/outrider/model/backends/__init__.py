@@ -1,1 +1,1 @@
-"""Ways to drive a decoder over our KV memory, by name."""
+"""Backends that run a decoder over our KV memory, by name."""

@@ -1,4 +1,4 @@
-"""What an attention backend is."""
+"""The interface of a backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.kernels.linear import packed_for
 from outrider.model.context import ForwardContext
-from outrider.model.loader import LoadedModel
+from outrider.model.loading.loader import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,19 @@ class PassOutput:
 
 
 class AttentionBackend(ABC):
-    """Computes a model's passes over the KV pool of a ForwardContext."""
+    """Computes a model's passes over the KV pool of a ForwardContext.
+
+    Attributes:
+        invariant: Whether a row's bits are a function of its text, and not of the rows that are computed with it.
+    """
 
     name: ClassVar[str]
+    invariant: bool = False
+
+    @property
+    def may_be_invariant(self) -> bool:
+        """Whether it is worth a probe to find out if its bits hold; known once it has run."""
+        return False
 
     @abstractmethod
     def install(self, model: Any) -> None:

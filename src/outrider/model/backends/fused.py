@@ -1,8 +1,8 @@
 """The fastest backend on CPUs: a whole pass of a decoder in one call of our own kernels.
 
-The kernels run what is described in `model/families.py`. Whether the model at hand is what its description says is found as
-for every backend: by comparing a pass with the stock model's. Weights move over to the kernels: the modules keep shapes and
-nothing else, filled with "not a number", so that whoever still multiplied with them would be noticed.
+The kernels run what is described in `model/fused/families.py`. Whether the model at hand is what its description says is
+found as for every backend: by comparing a pass with the stock model's. Weights move over to the kernels: the modules keep
+shapes and nothing else, filled with "not a number", so that whoever still multiplied with them would be noticed.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from torch import Tensor, nn
 
 from outrider.cache.pool import KVPool
 from outrider.kernels.decoder import DecoderKernel
+from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.kernels.packed import PackedWeights
-from outrider.kernels.weights import StoredWeight, empty_weight
+from outrider.kernels.weights import empty_weight
 from outrider.model import hf
 from outrider.model.backends.base import AttentionBackend, PartialPass, PassOutput
-from outrider.model.backends.described import decoder_layer, decoder_shape, described, norm_of
-from outrider.model.backends.parts import Part, restore, stored, whole
 from outrider.model.backends.pass_rows import pass_rows
-from outrider.model.backends.rotary import RotaryTables
-from outrider.model.backends.taken_experts import TakenExperts
 from outrider.model.batch import RaggedBatch
 from outrider.model.context import ForwardContext
-from outrider.model.family import Family
-from outrider.model.loader import LoadedModel
+from outrider.model.fused.family import Family
+from outrider.model.fused.layer_builder import decoder_layer, decoder_shape, described, norm_of
+from outrider.model.fused.rotary import RotaryTables
+from outrider.model.fused.taken_experts import TakenExperts
+from outrider.model.fused.weight_slice import WeightSlice, restore, stored, whole
+from outrider.model.loading.loader import LoadedModel
 
 _FIRST_POSITIONS = 4096
 
@@ -37,6 +38,7 @@ class FusedDecoder(AttentionBackend):
     """Hands every pass to the compiled kernels."""
 
     name: ClassVar[str] = "fused"
+    invariant = True  # whatever the model: every sum of the kernels has one order
 
     def __init__(self) -> None:
         self._matrices: _Matrices | None = None
@@ -113,7 +115,7 @@ class _Matrices:
 
     def __init__(self, library: KernelLibrary) -> None:
         self._library = library
-        self._taken: list[tuple[list[Part], PackedWeights]] = []
+        self._taken: list[tuple[list[WeightSlice], PackedWeights]] = []
         self._experts: list[TakenExperts] = []
         self._num_emptied = self._num_emptied_experts = 0
         self._tied: tuple[nn.Embedding, nn.Linear] | None = None
@@ -123,12 +125,9 @@ class _Matrices:
         embeddings.weight = head.weight
         self._tied = embeddings, head
 
-    def take(self, *parts: Part) -> PackedWeights:
+    def take(self, *parts: WeightSlice) -> PackedWeights:
         """Pack parts of linear layers as one matrix, stacked."""
-        weights = [(stored(p.module), p) for p in parts]
-        pieces = [
-            StoredWeight(w.data[p.begin : p.end], None if w.scale is None else w.scale[p.begin : p.end]) for w, p in weights
-        ]
+        pieces = [stored(part.module).rows(part.begin, part.end) for part in parts]
         biases = [b.detach()[p.begin : p.end] for p in parts if (b := getattr(p.module, "bias", None)) is not None]
         packed = PackedWeights(self._library, pieces, torch.cat(biases) if biases else None)
         self._taken.append((list(parts), packed))
@@ -152,16 +151,13 @@ class _Matrices:
         """Every weight to its module."""
         found: dict[Any, dict[int, StoredWeight]] = {}
         for parts, packed in self._taken:
-            data, scale = packed.unpacked()
+            both = packed.unpacked()
             end = 0
             for part in parts:
                 start, end = end, end + part.end - part.begin
-                piece = StoredWeight(data[start:end], None if scale is None else scale[start:end])
-                found.setdefault(part.module, {})[part.begin] = piece
+                found.setdefault(part.module, {})[part.begin] = both.rows(start, end)
         for module, by_begin in found.items():
-            pieces = [by_begin[begin] for begin in sorted(by_begin)]
-            scales = [p.scale for p in pieces if p.scale is not None]
-            restore(module, StoredWeight(torch.cat([p.data for p in pieces]), torch.cat(scales) if scales else None))
+            restore(module, StoredWeight.of([by_begin[begin] for begin in sorted(by_begin)]))
         self._taken.clear()
         for experts in self._experts:
             experts.give_back()

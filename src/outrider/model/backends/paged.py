@@ -3,6 +3,9 @@
 transformers hands each layer's query, key and value to a registered function. No mask function is registered with it, so
 the model passes no mask, and causality, windows and trees are decided here. Where our kernels run, all rows of a pass
 attend in one call, and the KV memory is read in place. Elsewhere each sequence's rows attend by a stock operator.
+
+Where our kernels also multiply with the weights, what is left is computed in ways that do not depend on the number of rows
+(`row_guard.py`). Then a row's bits are a function of its text.
 """
 
 from __future__ import annotations
@@ -18,12 +21,18 @@ from torch import Tensor
 
 from outrider.kernels.attention import KNOWN_DTYPES, PassAttention, can_attend
 from outrider.kernels.library import KernelLibrary, kernel_library
+from outrider.kernels.linear import packed_for
 from outrider.model import hf
 from outrider.model.backends.base import PartialPass, PassOutput
 from outrider.model.backends.hosted import HostedAttention
 from outrider.model.backends.pass_rows import pass_rows
+from outrider.model.backends.row_guard import RowGuard, noting_kinds
 from outrider.model.context import ForwardContext, SeenPart, current_context
-from outrider.model.loader import LoadedModel
+from outrider.model.loading.loader import LoadedModel
+
+#: Weights that may be read once for every row: a share of all, or so many bytes, which take some 0.1 ms. Where there are
+#: more, a pass over the rows of drafts would cost too much.
+_MOST_ROW_BY_ROW, _FEW_BYTES = 0.02, 2**20
 
 
 @dataclass(frozen=True)
@@ -50,11 +59,26 @@ class PagedAttention(HostedAttention):
 
     name: ClassVar[str] = "paged"
     _library: KernelLibrary | None = None
+    _guard: RowGuard | None = None
+    _looks: bool = False
+    #: Whether modules are kept from computing what depends on the number of rows.
+    guards: ClassVar[bool] = True
 
     def install(self, model: Any) -> None:
+        self.uninstall()
+        self._looks = self.guards and packed_for(model) is not None
         self._library = kernel_library() if model.device.type == "cpu" and model.dtype in KNOWN_DTYPES else None
         function = partial(_attention, stock=self.stock())
         hf.set_attention(model, hf.register_attention(f"outrider_{self.name}", function))
+
+    def uninstall(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
+        self._guard, self._looks = None, False
+
+    @property
+    def may_be_invariant(self) -> bool:
+        return self._guard is not None
 
     def stock(self) -> StockAttention:
         """What attends where our kernels do not."""
@@ -71,7 +95,14 @@ class PagedAttention(HostedAttention):
     ) -> PassOutput:
         if self._library is not None:
             context.kernel = PassAttention(self._library, pass_rows(context.batch))
-        return super().forward(loaded, context, aux_layers, part)
+        if not self._looks:
+            return super().forward(loaded, context, aux_layers, part)
+        with noting_kinds(loaded.model) as found:  # the first pass, which is one of the probe
+            out = super().forward(loaded, context, aux_layers, part)
+        self._looks = False
+        if found.weight_bytes <= max(_FEW_BYTES, _MOST_ROW_BY_ROW * loaded.model.get_memory_footprint()):
+            self._guard = RowGuard(loaded.model, found.kinds)
+        return out
 
 
 def _attention(
@@ -89,10 +120,13 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls in each layer."""
     context, layer = current_context(), module.layer_idx
+    width, scale = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
+    if context.kernel is not None and width != query.shape[-1]:  # as latent attention has them
+        query, key, value = _of_one_width(query, key, value)
     keys, values = context.pool.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), context.batch.slot_mapping)
-    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    scores = Scores(scale, softcap, s_aux)
     if context.kernel is None or not can_attend(query, keys, values):
-        return stock(context, layer, query[0], scores)[None], None
+        return stock(context, layer, query[0], scores)[None, ..., :width], None
     out = context.kernel.attend(
         query[0].transpose(0, 1),
         keys,
@@ -103,7 +137,13 @@ def _attention(
         softcap=scores.softcap,
         sinks=scores.sinks,
     )
-    return out[None], None
+    return out[None, ..., :width], None
+
+
+def _of_one_width(*tensors: Tensor) -> list[Tensor]:
+    """Zeros behind the narrower ones, since the kernels know one width. Zeros change no score, and no value before them."""
+    width = max(tensor.shape[-1] for tensor in tensors)
+    return [F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in tensors]
 
 
 def attend_together(context: ForwardContext, layer: int, query: Tensor, scores: Scores) -> Tensor:

@@ -23,6 +23,8 @@ class RowByRowAttention(PagedAttention):
     """Like the paged backend, one row at a time."""
 
     name: ClassVar[str] = "row_by_row"
+    invariant = True
+    guards: ClassVar[bool] = False  # the whole pass runs under `RowByRow`
 
     def stock(self) -> StockAttention:
         return attend_alone

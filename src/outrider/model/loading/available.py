@@ -1,4 +1,4 @@
-"""How many bytes of memory this process may still take."""
+"""Determines how many bytes of memory this process may still take."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.model import hf
-from outrider.model.family import Family
+from outrider.model.fused.family import Family
 
 
 class RotaryTables:

@@ -1,4 +1,4 @@
-"""From a model and the description of its family to what the kernels' decoder is told."""
+"""Builds the layer descriptions of the fused decoder from a model and its Family."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 from outrider.kernels.decoder import DecoderLayer, DecoderShape, Norm
 from outrider.kernels.experts import ExpertsShape, PackedExperts
 from outrider.kernels.packed import PackedWeights
-from outrider.model.backends.parts import Packer, halves, heads_in_turn, whole
 from outrider.model.context import LayerReach
-from outrider.model.families import FAMILIES
-from outrider.model.family import Family
+from outrider.model.fused.families import FAMILIES
+from outrider.model.fused.family import Family
+from outrider.model.fused.weight_slice import Packer, halves, interleaved_qkv, whole
 
 #: The activations of transformers by their names in the kernels.
 _ACTIVATIONS = {
@@ -91,8 +91,8 @@ def decoder_layer(
     out = packer.take(whole(getattr(attention, family.out)))
     projections = [getattr(attention, name) for name in family.qkv]
     parts = [whole(module) for module in projections]
-    if family.heads_in_turn:
-        parts = heads_in_turn(projections[0], num_heads, out.in_features // num_heads)
+    if family.interleaved_qkv:
+        parts = interleaved_qkv(projections[0], num_heads, out.in_features // num_heads)
     qkv = packer.take(*parts)
     experts = _experts(mlp, config, family, packer)
     gate, up, down = (None, None, None) if experts is not None else _feed_forward(mlp, family, packer)
@@ -172,7 +172,7 @@ def norm_of(module: Any, family: Family) -> Norm:
     """A norm for the kernels, which know no offset of its weights."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if weight is None:  # a norm without factors
-        weight = torch.ones(module.normalized_shape)
+        weight = torch.ones(module.normalized_shape, dtype=torch.float32)
     wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)) + family.norm_offset
     epsilon: float = getattr(module, "eps" if hasattr(module, "eps") else "variance_epsilon", _USUAL_EPSILON)
     return Norm(family.norm, epsilon, wide, None if bias is None else bias.detach())

@@ -1,4 +1,4 @@
-"""A transformers model that the caller has loaded, merged or trained himself: checked, and made our own."""
+"""Takes over a transformers model that the caller has loaded, merged or trained."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ from outrider.errors import ContradictionError, InvalidParameterError, ModelLoad
 _CONSUMED = "_outrider_consumed"
 
 
-def check_given(model: Any, config: ModelConfig) -> None:
+def check_given(model: Any, config: ModelConfig, field: str = "model") -> None:
     """Refuse a module that is no causal language model with all its weights in one place, and settings it has no use for.
+
+    Args:
+        model: What was given.
+        config: How it is to be used.
+        field: The argument that it was given as.
 
     Raises:
         InvalidParameterError: The module cannot be used.
@@ -30,7 +35,7 @@ def check_given(model: Any, config: ModelConfig) -> None:
             )
     problem = _problem(model)
     if problem is not None:
-        raise InvalidParameterError("model", type(model), *problem)
+        raise InvalidParameterError(field, type(model), *problem)
 
 
 def _problem(model: Any) -> tuple[str, str] | None:

@@ -1,17 +1,19 @@
-"""Parts of linear layers, which the kernels stack as they need them."""
+"""Slices of linear layers, which the kernels stack as they need them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from outrider.kernels.formats.registry import plain
+from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.packed import PackedWeights
-from outrider.kernels.weights import StoredWeight, restore_weight, stored_weight
+from outrider.kernels.weights import restore_weight, stored_weight
 from outrider.model import hf
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightSlice:
     """Output features `begin` to `end` of a linear layer."""
 
     module: Any
@@ -22,36 +24,36 @@ class Part:
 class Packer(Protocol):
     """Takes weights out of their modules and packs them."""
 
-    def take(self, *parts: Part) -> PackedWeights:
+    def take(self, *parts: WeightSlice) -> PackedWeights:
         """Pack parts of linear layers as one matrix, stacked."""
 
     def take_experts(self, module: Any) -> tuple[list[PackedWeights], list[PackedWeights]]:
         """Pack the experts of a layer: gates and values, and the projections back."""
 
 
-def whole(module: Any) -> Part:
-    return Part(module, 0, len(stored(module).data))
+def whole(module: Any) -> WeightSlice:
+    return WeightSlice(module, 0, len(stored(module).data))
 
 
-def halves(module: Any) -> tuple[Part, Part]:
+def halves(module: Any) -> tuple[WeightSlice, WeightSlice]:
     size = len(stored(module).data) // 2
-    return Part(module, 0, size), Part(module, size, 2 * size)
+    return WeightSlice(module, 0, size), WeightSlice(module, size, 2 * size)
 
 
-def heads_in_turn(module: Any, num_heads: int, head_dim: int) -> list[Part]:
+def interleaved_qkv(module: Any, num_heads: int, head_dim: int) -> list[WeightSlice]:
     """All queries, all keys, and all values of a projection that holds query, key and value of one head after another."""
     begins = [(3 * head + which) * head_dim for which in range(3) for head in range(num_heads)]
-    return [Part(module, begin, begin + head_dim) for begin in begins]
+    return [WeightSlice(module, begin, begin + head_dim) for begin in begins]
 
 
 def stored(module: Any) -> StoredWeight:
     """The weight [out_features, in_features] of a layer."""
     if isinstance(module, hf.TRANSPOSED_LINEARS):
-        return StoredWeight(module.weight.data.t(), None)
+        return plain(module.weight.data.t())
     return stored_weight(module)
 
 
 def restore(module: Any, stored: StoredWeight) -> None:
     if isinstance(module, hf.TRANSPOSED_LINEARS):
-        stored = StoredWeight(stored.data.t().contiguous(), None)
+        stored = stored.each(lambda weight: weight.t().contiguous())
     restore_weight(module, stored)

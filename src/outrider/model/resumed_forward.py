@@ -1,4 +1,4 @@
-"""The target's own pass, which goes on where a proposer has begun some of its rows (early exit, Elhoushi et al. 2024).
+"""The target's own pass, continued where a proposer has computed the first layers (early exit, Elhoushi et al. 2024).
 
 Rows that were not begun run through the first layers alone. Then all rows together run through the rest. Every row is
 computed by every layer once, from the same numbers as in one pass through all layers; where the backend's bits do not
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from outrider.cache.lease import KVView
-from outrider.model import factory
 from outrider.model.backends.base import PartialPass
 from outrider.model.batch import Segment
-from outrider.model.begun import Begun
+from outrider.model.partial_rows import PartialChain
 from outrider.model.probe import TOLERANCE
 from outrider.model.runner import ForwardOutput, ModelRunner
 
@@ -43,8 +42,8 @@ class TargetPass:
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], kvs: Sequence[KVView], aux_layers: Sequence[int] = ()) -> ForwardOutput:
         """Compute every row of `segments`, of the sequences that `kvs` belong to, and forget all rows that were begun."""
-        begun = self._runner.begun.find(kvs, segments)
-        self._runner.begun.clear()
+        begun = self._runner.partial_rows.find(kvs, segments)
+        self._runner.partial_rows.clear()
         depth = _most_common_depth(begun)
         if depth is None or min(aux_layers, default=depth) < depth or not self._is_exact(depth):
             return self._runner.forward(segments, aux_layers)
@@ -60,7 +59,7 @@ class TargetPass:
 def resumed(
     runner: ModelRunner,
     segments: Sequence[Segment],
-    known: Sequence[Begun | None],
+    known: Sequence[PartialChain | None],
     depth: int,
     aux_layers: Sequence[int] = (),
 ) -> ForwardOutput:
@@ -92,7 +91,7 @@ def resumed(
     )
 
 
-def _behind(segment: Segment, known: Begun | None) -> Segment | None:
+def _behind(segment: Segment, known: PartialChain | None) -> Segment | None:
     """The rows of a segment that were not begun, without logits; None where all were."""
     count = 0 if known is None else len(known)
     if count == segment.num_rows:
@@ -103,7 +102,7 @@ def _behind(segment: Segment, known: Begun | None) -> Segment | None:
     )
 
 
-def _most_common_depth(begun: Sequence[Begun | None]) -> int | None:
+def _most_common_depth(begun: Sequence[PartialChain | None]) -> int | None:
     """The layer at which most begun rows go on; the earliest among equals."""
     counts: Counter[int] = Counter()
     for rows in begun:
@@ -115,7 +114,7 @@ def _most_common_depth(begun: Sequence[Begun | None]) -> int | None:
 def resumes_exactly(runner: ModelRunner, depth: int) -> bool:
     """Whether rows that go on at layer `depth` say what they say in one pass: to the bit where the backend's bits do not
     depend on the batch, else up to rounding."""
-    loaded, apart = runner.loaded, runner.apart(3 * _PROBE_LEN)
+    loaded, apart = runner.loaded, runner.with_own_memory(3 * _PROBE_LEN)
     tokens = [(5 * i + 2) % loaded.vocab_size for i in range(_PROBE_LEN)]
     tables = [apart.blocks.allocate(apart.blocks.blocks_for(_PROBE_LEN)) for _ in range(3)]
     long, cut = loaded.uses_long_rope(_PROBE_LEN), _PROBE_LEN - _PROBE_CUT
@@ -126,11 +125,11 @@ def resumes_exactly(runner: ModelRunner, depth: int) -> bool:
         first = Segment(tokens[_PROBE_CUT:-1], _PROBE_CUT, tables[2], logits_from=cut - 1, long_rope=long)
         begun = apart.forward([first], (), PartialPass(tuple(range(depth)))).hidden
         assert begun is not None
-        known = Begun(depth, _PROBE_CUT, tuple(first.token_ids), tuple(tables[2]), long, begun.clone())
+        known = PartialChain(depth, _PROBE_CUT, tuple(first.token_ids), tuple(tables[2]), long, begun.clone())
         got = resumed(apart, [whole[0], whole[2]], [None, known], depth).logits
     except Exception as error:  # whatever the model's own code raises
         logger.info("%s cannot resume at layer %d: %r", loaded.name, depth, error)
         return False
-    if runner.backend.name in factory.INVARIANT:
+    if runner.backend.invariant:
         return torch.equal(got, want)
     return bool((got - want).abs().max() <= TOLERANCE[loaded.dtype] * want.abs().max())

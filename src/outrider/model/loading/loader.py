@@ -1,4 +1,4 @@
-"""From a path or hub id to a model in memory, with the facts about it that the engine needs."""
+"""Loads a model from a path or hub id, with the facts that the engine needs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ import torch
 
 from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, ModelLoadError, UnsupportedModelError
+from outrider.kernels.formats.registry import FORMATS
 from outrider.kernels.weights import quantise_linears
 from outrider.model import hf
-from outrider.model.fit import Needs, check_fit, needs
-from outrider.model.given import check_given, make_own
+from outrider.model.loading.exclusive import check_wanted, exclusive_transformers
+from outrider.model.loading.files import check_files
+from outrider.model.loading.fit import Needs, check_fit, needs, stored_tensors
+from outrider.model.loading.from_module import check_given, make_own
+from outrider.model.loading.hub import hub_options
+from outrider.model.loading.kinds import check_is_checkpoint, check_rounding, missing_head, wrong_shape
 
 logger = logging.getLogger(__name__)
 
@@ -70,25 +75,23 @@ class LoadedModel:
 
 
 def check_sources(**sources: str | None) -> None:
-    """Refuse what is no folder and cannot be a hub id either, before anything is loaded and without asking the hub.
+    """Refuse what is no checkpoint and cannot be a hub id either, before anything is loaded and without asking the hub.
 
     Args:
         sources: What was given for each field; None asks for nothing.
 
     Raises:
-        InvalidParameterError: No such folder, or a file.
+        InvalidParameterError: No such folder, a file, or a folder without a configuration.
+        UnsupportedModelError: An adapter, or a GGUF file.
     """
     for name, source in sources.items():
-        if source is None or os.path.isdir(source):
+        if source is None:
             continue
-        if os.path.isfile(source):
-            problem = "it is a file, not a folder"
+        if os.path.exists(source):
+            check_is_checkpoint(name, source)
         elif not _may_be_hub_id(source):
-            problem = "no such folder"
-        else:
-            continue
-        remedy = "Give the folder that holds config.json and the weights, or a hub id like owner/name."
-        raise InvalidParameterError(name, source, problem, remedy)
+            remedy = "Give the folder that holds config.json and the weights, or a hub id like owner/name."
+            raise InvalidParameterError(name, source, "no such folder", remedy)
 
 
 def _may_be_hub_id(source: str) -> bool:
@@ -117,12 +120,14 @@ def load_model(config: ModelConfig, tokenizer: Any | None = None, *, kv_tokens: 
         UnsupportedModelError: Not a causal decoder.
     """
     device = usable_device(config.device)
-    source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    source = _source(config)
     hf_config = _read_config(config, source)
     longest = _max_model_len(config, hf_config)
+    _check_rounding(config, hf_config)
     check_fit(config, hf_config, device, kv_tokens)
     own_tokenizer = _load_tokenizer(config, source) if tokenizer is None else given_tokenizer(tokenizer)
-    return _loaded(config, _load_weights(config, hf_config, source).to(device), own_tokenizer, device, longest)
+    with exclusive_transformers():
+        return _loaded(config, _load_weights(config, hf_config, source).to(device), own_tokenizer, device, longest)
 
 
 def read_context(config: ModelConfig) -> int:
@@ -133,7 +138,7 @@ def read_context(config: ModelConfig) -> int:
         InvalidParameterError: max_model_len exceeds the context.
         UnsupportedModelError: Not a causal decoder.
     """
-    source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    source = _source(config)
     return _max_model_len(config, _read_config(config, source))
 
 
@@ -144,7 +149,7 @@ def read_needs(config: ModelConfig) -> Needs | None:
         ModelLoadError: Not on the hub, or unreadable.
         UnsupportedModelError: Not a causal decoder.
     """
-    source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    source = _source(config)
     return needs(config, _read_config(config, source))
 
 
@@ -154,14 +159,23 @@ def read_tokenizer(config: ModelConfig) -> Any | None:
     Raises:
         ModelLoadError: Not on the hub, unreadable or corrupt.
     """
-    return _load_tokenizer(config, {"revision": config.revision, "trust_remote_code": config.trust_remote_code})
+    return _load_tokenizer(config, _source(config))
+
+
+def _source(config: ModelConfig) -> dict[str, Any]:
+    """Where transformers finds a checkpoint, and what it may do with it."""
+    options = hub_options(config.model, config.revision)
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code, **options}
 
 
 def _read_config(config: ModelConfig, source: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
+    check_files(config.model)
     found = _attempt(config.model, "its configuration cannot be read", AutoConfig.from_pretrained, config.model, **source)
     _check_decoder(config.model, found)
+    _check_depth(config.model, found)
+    check_rounding(config.model, found)
     return found
 
 
@@ -182,11 +196,13 @@ def adopt_model(model: Any, config: ModelConfig, tokenizer: Any | None = None, *
     """
     check_given(model, config)
     _check_decoder(config.model, model.config)
+    _check_rounding(config, model.config)
     device = usable_device(str(model.device) if config.device is None else config.device)
     longest = _max_model_len(config, model.config)
     own_tokenizer = None if tokenizer is None else given_tokenizer(tokenizer)
     # All that may be refused is refused by now: a module that is consumed is changed from here on.
-    return _loaded(config, make_own(model, config, device, consume=consume), own_tokenizer, device, longest)
+    with exclusive_transformers():
+        return _loaded(config, make_own(model, config, device, consume=consume), own_tokenizer, device, longest)
 
 
 def given_tokenizer(tokenizer: Any) -> Any:
@@ -203,6 +219,7 @@ def given_tokenizer(tokenizer: Any) -> Any:
     if isinstance(tokenizer, str | os.PathLike):
         source = os.fspath(tokenizer)
         check_sources(tokenizer=source)
+        check_files(source)
         return _attempt(source, "its tokenizer cannot be read", AutoTokenizer.from_pretrained, source)
     if callable(tokenizer) and hasattr(tokenizer, "decode"):
         return deepcopy(tokenizer)
@@ -210,9 +227,37 @@ def given_tokenizer(tokenizer: Any) -> Any:
     raise InvalidParameterError("tokenizer", tokenizer, "neither a tokenizer nor the name of one", remedy)
 
 
+#: More layers than any model has. Files that tell how many tensors they hold set a lower limit.
+_MOST_LAYERS = 10_000
+
+
+def _check_depth(name: str, hf_config: Any) -> None:
+    """Refuse a number of layers that no files can hold, before transformers makes so many."""
+    layers = getattr(hf_config.get_text_config(decoder=True), "num_hidden_layers", 1)
+    if not isinstance(layers, int) or layers < 1:
+        problem = f"its configuration says num_hidden_layers={layers!r}"
+        raise ModelLoadError(name, problem, "Correct config.json: a decoder has 1 layer or more.")
+    most = len(stored_tensors(Path(name))) or _MOST_LAYERS  # a layer has one tensor at least
+    if layers > most:
+        problem = f"its configuration says num_hidden_layers={layers}, and its files hold no more than {most}"
+        raise ModelLoadError(name, problem, "Correct config.json, or download the checkpoint again.")
+
+
 def _check_decoder(name: str, hf_config: Any) -> None:
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedModelError(name, "it is an encoder-decoder", "Use a decoder-only (causal) model.")
+
+
+def _check_rounding(config: ModelConfig, hf_config: Any) -> None:
+    given = getattr(hf_config, "quantization_config", None)
+    if config.quantization is None or given is None:
+        return
+    method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+    raise UnsupportedModelError(
+        config.model,
+        f"its weights are quantised already ({method}), and quantization={config.quantization!r} would round them again",
+        "Leave quantization out, or give the original checkpoint.",
+    )
 
 
 def _loaded(
@@ -221,7 +266,7 @@ def _loaded(
     """Prepare a model that is ours, and find out about it."""
     model.eval().requires_grad_(False)
     if config.quantization is not None:
-        quantise_linears(model, hf.expert_stacks(model))
+        quantise_linears(model, FORMATS[config.quantization], hf.expert_stacks(model), name=config.model)
     if model.dtype == torch.float64:
         hf.use_plain_experts(model)
     text_config = model.config.get_text_config(decoder=True)
@@ -282,21 +327,38 @@ def _load_weights(config: ModelConfig, hf_config: Any, source: dict[str, Any]) -
         config=hf_config,
         dtype=dtype,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
         **source,
     )
-    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys", ()))
-    if missing:
+    if info.get("mismatched_keys"):
+        raise wrong_shape(config.model, sorted(info["mismatched_keys"]))
+    missing = sorted(info["missing_keys"])
+    if missing and _untied(model, missing):
         raise ModelLoadError(
             config.model,
-            f"{len(missing)} weights are missing or of the wrong shape, {missing[0]} first",
-            "Download or save the checkpoint again.",
+            f"its tied weights were not tied ({missing[0]}): other code of this process has transformers load a model too, "
+            "and replaces parts of transformers meanwhile",
+            "Load models one after another. Outrider's own loads take turns; others do within "
+            "outrider.model.loading.exclusive.exclusive_transformers().",
+        )
+    if missing:
+        problem = f"{len(missing)} weights are missing, {missing[0]} first"
+        raise missing_head(config.model, hf_config, missing) or ModelLoadError(
+            config.model, problem, "Download or save the checkpoint again."
         )
     return model
+
+
+def _untied(model: Any, missing: list[str]) -> bool:
+    """Whether what is missing are copies that transformers makes itself, so that no file has to hold them."""
+    tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    return bool(tied) and set(missing) <= set(getattr(model, "_tied_weights_keys", None) or ())
 
 
 def _load_tokenizer(config: ModelConfig, source: dict[str, Any]) -> Any | None:
     from transformers import AutoTokenizer
 
+    check_files(config.model)
     folder = Path(config.model)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
     if folder.is_dir() and not any((folder / name).exists() for name in names):
@@ -306,17 +368,25 @@ def _load_tokenizer(config: ModelConfig, source: dict[str, Any]) -> Any | None:
 
 def _attempt(model: str, problem: str, function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call into transformers; whatever it raises becomes a ModelLoadError that keeps the first line of the reason."""
+    check_wanted()
     try:
-        with hf.without_bars():
+        with exclusive_transformers():
             return function(*args, **kwargs)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelLoadError(model, f"{problem} ({reason})", _load_remedy(model, error)) from error
+        raise ModelLoadError(model, f"{problem} ({_reason(error)})", _load_remedy(model, error)) from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what an error says, and the second where the first announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
 
 
 def _load_remedy(model: str, error: Exception) -> str:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    if "trust_remote_code" in str(error):
+        return "It brings code of its own. If you trust that code, pass trust_remote_code=True."
     if os.path.isdir(model):
         return "Check the files in this folder."
     if isinstance(error.__cause__, LocalEntryNotFoundError):  # the hub does not answer
@@ -351,7 +421,11 @@ def _generation_defaults(model: Any) -> dict[str, Any]:
 def _max_model_len(config: ModelConfig, hf_config: Any) -> int:
     """The checkpoint's context, or less where the caller asks or where rotary factors begin to change with every token."""
     text_config = hf_config.get_text_config(decoder=True)
-    context = getattr(text_config, "max_position_embeddings", None) or 2048
+    written = getattr(text_config, "max_position_embeddings", None)
+    context = 2048 if written is None else written
+    if not isinstance(context, int) or context < 1:
+        problem = f"its configuration says max_position_embeddings={context!r}"
+        raise ModelLoadError(config.model, problem, "Correct config.json: a context has 1 token or more.")
     fixed = hf.fixed_rope_context(text_config)
     if fixed is not None and fixed < context:
         logger.warning("%s: context limited to %d tokens, where its rotary factors begin to change", config.model, fixed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.kernels.layout import NormKind
-from outrider.model.family import Family, FamilyExperts
+from outrider.model.fused.family import Family, FamilyExperts
 
 _LLAMA = Family()
 _JOINED = ("gate_up_proj", "down_proj")
@@ -48,7 +48,7 @@ _GPT_NEOX = Family(
     final_norm="final_layer_norm",
     attention="attention",
     qkv=("query_key_value",),
-    heads_in_turn=True,
+    interleaved_qkv=True,
     out="dense",
     matrices=("dense_h_to_4h", "dense_4h_to_h"),
     gated=False,

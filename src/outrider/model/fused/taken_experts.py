@@ -1,4 +1,4 @@
-"""The weights of the experts of a layer, taken out of their module and, if need be, given back."""
+"""Takes the weights of experts out of their module, and gives them back on request."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.experts import pack_gated, unpack_gated
+from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.library import KernelLibrary
 from outrider.kernels.packed import PackedWeights
-from outrider.kernels.weights import ExpertStack, StoredWeight
+from outrider.kernels.weights import ExpertStack
 from outrider.model import hf
 
 
@@ -46,27 +47,23 @@ class TakenExperts:
         """Every weight to its module."""
         size = self.down[0].in_features
         gates = [unpack_gated(self._library, packed, size) for packed in self.gate_up]
-        self._gate_up.restore(_stacked([self._joined(gate, up) for gate, up in gates]))
-        self._down.restore(_stacked([packed.unpacked() for packed in self.down]))
+        self._gate_up.restore(StoredWeight.of([self._joined(gate, up) for gate, up in gates], torch.stack))
+        self._down.restore(StoredWeight.of([packed.unpacked() for packed in self.down], torch.stack))
 
     def _packed_gates(self) -> list[PackedWeights]:
         stored, biases = self._gate_up.stored(), _biases(self._gate_up)
         packed = []
-        for expert, data in enumerate(stored.data):
-            scales = (None, None) if stored.scale is None else self._parted(stored.scale[expert])
-            gate, up = (StoredWeight(part, scale) for part, scale in zip(self._parted(data), scales, strict=True))
+        for expert in range(len(stored.data)):
+            both = stored.expert(expert)
+            gate, up = both.each(lambda tensor: self._parted(tensor)[0]), both.each(lambda tensor: self._parted(tensor)[1])
             packed.append(pack_gated(self._library, gate, up, None if biases is None else self._parted(biases[expert])))
         return packed
 
     def _packed_down(self) -> list[PackedWeights]:
         stored, biases = self._down.stored(), _biases(self._down)
         return [
-            PackedWeights(
-                self._library,
-                StoredWeight(data, None if stored.scale is None else stored.scale[expert]),
-                None if biases is None else biases[expert],
-            )
-            for expert, data in enumerate(stored.data)
+            PackedWeights(self._library, stored.expert(expert), None if biases is None else biases[expert])
+            for expert in range(len(stored.data))
         ]
 
     def _parted(self, both: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,19 +74,13 @@ class TakenExperts:
         return gate, up
 
     def _joined(self, gate: StoredWeight, up: StoredWeight) -> StoredWeight:
-        def join(first: Tensor, second: Tensor) -> Tensor:
-            return torch.cat([first, second]) if self._concatenated else torch.stack([first, second], 1).flatten(0, 1)
+        def join(parts: list[Tensor]) -> Tensor:
+            return torch.cat(parts) if self._concatenated else torch.stack(parts, 1).flatten(0, 1)
 
-        scale = None if gate.scale is None or up.scale is None else join(gate.scale, up.scale)
-        return StoredWeight(join(gate.data, up.data), scale)
+        return StoredWeight.of([gate, up], join)
 
 
 def _biases(stack: ExpertStack) -> Tensor | None:
     """[num_experts, out_features] or None."""
     biases: Tensor | None = getattr(stack.module, f"{stack.name}_bias", None)
     return None if biases is None else biases.detach()
-
-
-def _stacked(stored: list[StoredWeight]) -> StoredWeight:
-    scales = [weight.scale for weight in stored if weight.scale is not None]
-    return StoredWeight(torch.stack([weight.data for weight in stored]), torch.stack(scales) if scales else None)

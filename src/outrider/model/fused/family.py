@@ -1,4 +1,4 @@
-"""How a family of models is described, so that the kernels' decoder can be this family."""
+"""Family: the description of a model family for the fused decoder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Family:
         first_position: The row of this table that belongs to the first token.
         attention, mlp: The two parts of a layer. An empty name is the layer itself.
         qkv: The projections to queries, keys and values, or one that holds all of them.
-        heads_in_turn: Whether this one holds query, key and value of one head after another.
+        interleaved_qkv: Whether this one holds query, key and value of one head after another.
         out: The projection behind attention.
         matrices: The projections of the feed-forward in their order. In a gated one of two, the first holds gate and up.
         gated: Whether the activation is multiplied with a second projection.
@@ -73,7 +73,7 @@ class Family:
     attention: str = "self_attn"
     mlp: str = "mlp"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    heads_in_turn: bool = False
+    interleaved_qkv: bool = False
     out: str = "o_proj"
     matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     gated: bool = True

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from outrider.config import CacheConfig, ModelConfig
 from outrider.model.factory import make_runner
-from outrider.model.loader import check_sources, load_model
+from outrider.model.loading.loader import LoadedModel, adopt_model, check_sources, load_model
 from outrider.model.runner import ModelRunner
 
 
@@ -16,24 +19,42 @@ class DraftLoader:
         settings: How the target was loaded.
         cache: How its memory is cut.
         max_num_seqs: Sequences that run at a time.
+        given: Models that the caller has loaded, by the name that settings have for them. They are copied whenever a
+            proposer is built.
     """
 
-    def __init__(self, target: ModelRunner, settings: ModelConfig, cache: CacheConfig, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        target: ModelRunner,
+        settings: ModelConfig,
+        cache: CacheConfig,
+        max_num_seqs: int,
+        given: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._given = given or {}
         self._target = target
         self._settings = settings
         self._cache = cache
         self._max_num_seqs = max_num_seqs
 
     def __call__(
-        self, model: str, *, dtype: str | None = None, revision: str | None = None, trust_remote_code: bool = False
+        self,
+        model: str,
+        *,
+        dtype: str | None = None,
+        quantization: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
     ) -> ModelRunner:
-        """Load a folder or hub id; `dtype` None takes the target's. Trust is given to each checkpoint alone.
+        """Load a folder or hub id, or copy a model that was given. Where `dtype` is None it is the target's, and where
+        `quantization` is None it is that of all draft models. Trust is given to each checkpoint alone.
 
         Raises:
             InvalidParameterError: No such folder.
             ModelError: It cannot be used.
         """
-        check_sources(draft_model=model)
+        if model not in self._given:
+            check_sources(draft_model=model)
         target = self._target
         settings = self._settings.replace(
             model=model,
@@ -43,8 +64,12 @@ class DraftLoader:
             trust_remote_code=trust_remote_code,
             attention_backend="auto",
             max_model_len=None,
-            quantization=None,  # a draft model is small already
+            quantization=quantization or self._settings.draft_quantization,
             batch_invariant=False,  # drafts may differ in their bits: they are guesses
         )
         capacity = target.blocks.num_blocks * target.blocks.block_size  # whatever fits the target's memory fits the draft's
-        return make_runner(load_model(settings), "auto", self._cache.replace(num_tokens=capacity), self._max_num_seqs)
+        return make_runner(self._load(settings), "auto", self._cache.replace(num_tokens=capacity), self._max_num_seqs)
+
+    def _load(self, settings: ModelConfig) -> LoadedModel:
+        given = self._given.get(settings.model)
+        return load_model(settings) if given is None else adopt_model(given, settings)

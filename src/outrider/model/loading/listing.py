@@ -1,4 +1,4 @@
-"""How does transformers list the files of its models once, and not twice?
+"""Caches the file listing of a checkpoint while transformers loads it.
 
 While it is imported, it opens more than two thousand files and finds the names that each exports. It needs this list for
 two packages, but remembers it under two names of one folder. The second list takes a tenth of the time until the first

@@ -1,10 +1,11 @@
-"""Does a checkpoint fit into memory? Told from the headers of its files, before any weight is read."""
+"""Checks whether a checkpoint fits into memory, from the headers of its files, before weights are read."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from math import prod
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 
 from outrider.config import ModelConfig
 from outrider.errors import ModelTooLargeError
-from outrider.model.available import available_bytes
+from outrider.kernels.formats.format import WeightFormat
+from outrider.kernels.formats.registry import FORMATS
+from outrider.model.loading.available import available_bytes
+from outrider.model.loading.files import WHOLE, indexed_files
 
-_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 #: Floating dtypes in the headers, which loading converts. Others stay as they are.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
@@ -29,10 +33,12 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
 
-    def nbytes(self, dtype: torch.dtype | None, *, int8: bool = False) -> int:
-        """What it takes, loaded in `dtype`, or as it is stored for None; matrices but for embeddings rounded to int8."""
-        if int8 and len(self.shape) == 2 and not any(part in self.name for part in ("embed", "wte", "wpe")):
-            return prod(self.shape) + 4 * self.shape[0]
+    def nbytes(self, dtype: torch.dtype | None, rounded: WeightFormat | None = None) -> int:
+        """What it takes, loaded in `dtype`, or as it is stored for None; matrices but for embeddings in the format to which
+        they are rounded."""
+        is_matrix = len(self.shape) == 2 and not any(part in self.name for part in ("embed", "wte", "wpe"))
+        if rounded is not None and is_matrix:
+            return rounded.nbytes(*self.shape)
         stored = _FLOATS.get(self.dtype)
         size = _BYTES.get(self.dtype, 1) if stored is None else (dtype or stored).itemsize
         return prod(self.shape) * size
@@ -57,7 +63,7 @@ def needs(config: ModelConfig, hf_config: Any) -> Needs | None:
     if not tensors:
         return None
     dtype = _asked_dtype(config, hf_config)
-    weights = _weight_bytes(tensors, hf_config, dtype, int8=config.quantization is not None)
+    weights = _weight_bytes(tensors, hf_config, dtype, _rounded(config))
     return Needs(weights, _kv_bytes_per_token(hf_config, dtype or torch.float32))
 
 
@@ -94,23 +100,33 @@ def stored_tensors(folder: Path) -> list[StoredTensor]:
     What is malformed is left to loading, which says what is wrong.
     """
     try:
-        if (folder / _INDEX).is_file():
-            names = sorted(set(json.loads((folder / _INDEX).read_text("utf-8"))["weight_map"].values()))
-        else:
-            names = [_WHOLE] if (folder / _WHOLE).is_file() else []
-        return [tensor for name in names for tensor in _header(folder / name)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [tensor for path in weight_files(folder) for tensor in _header(path)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        ModelLoadError: Its index is malformed.
+    """
+    if (folder / WHOLE).is_file():  # transformers reads no index beside it
+        return [folder / WHOLE]
+    names = indexed_files(str(folder), folder / _INDEX) if (folder / _INDEX).is_file() else []
+    return [folder / name for name in names]
+
+
 def _header(path: Path) -> list[StoredTensor]:
+    if not path.is_file():
+        raise ValueError("no file")  # and opening a pipe would wait for whoever writes into it
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > _LONGEST_HEADER:
             raise ValueError(f"a header of {size} bytes")
         entries = json.loads(file.read(size))
     return [
-        StoredTensor(name, entry["dtype"], tuple(entry["shape"]))
+        StoredTensor(name, str(entry["dtype"]), tuple(index(size) for size in entry["shape"]))
         for name, entry in entries.items()
         if name != "__metadata__"
     ]
@@ -125,11 +141,20 @@ def _asked_dtype(config: ModelConfig, hf_config: Any) -> torch.dtype | None:
     return written if isinstance(written, torch.dtype) else None
 
 
-def _weight_bytes(tensors: list[StoredTensor], hf_config: Any, dtype: torch.dtype | None, *, int8: bool) -> int:
-    size = sum(tensor.nbytes(dtype, int8=int8) for tensor in tensors)
-    if int8 and hf_config.get_text_config(decoder=True).tie_word_embeddings:  # the rounded head is a matrix of its own
+def _rounded(config: ModelConfig) -> WeightFormat | None:
+    """The format of the rounded weights that are asked for."""
+    return None if config.quantization is None else FORMATS[config.quantization]
+
+
+def _weight_bytes(
+    tensors: list[StoredTensor], hf_config: Any, dtype: torch.dtype | None, rounded: WeightFormat | None
+) -> int:
+    size = sum(tensor.nbytes(dtype, rounded) for tensor in tensors)
+    if (
+        rounded is not None and hf_config.get_text_config(decoder=True).tie_word_embeddings
+    ):  # the rounded head is a matrix of its own
         text = hf_config.get_text_config(decoder=True)
-        size += text.vocab_size * (text.hidden_size + 4)
+        size += rounded.nbytes(text.vocab_size, text.hidden_size)
     return size
 
 
@@ -156,16 +181,18 @@ def _remedy(
     ways = []
     tokens = kv_tokens or 0
     per_token = _kv_bytes_per_token(hf_config, dtype or torch.float32)
-    weights = _weight_bytes(tensors, hf_config, dtype, int8=config.quantization is not None)
+    weights = _weight_bytes(tensors, hf_config, dtype, _rounded(config))
     if tokens and per_token and weights + per_token <= available:
         ways.append(f"kv_cache_tokens={(available - weights) // per_token} or less")
     if dtype not in (torch.bfloat16, torch.float16):
         narrow = torch.bfloat16
-        size = _weight_bytes(tensors, hf_config, narrow, int8=config.quantization is not None)
+        size = _weight_bytes(tensors, hf_config, narrow, _rounded(config))
         if size + tokens * _kv_bytes_per_token(hf_config, narrow) <= available:
             ways.append(f"dtype='bfloat16' ({size / 1e9:.1f} GB of weights)")
     if config.quantization is None:
-        size = _weight_bytes(tensors, hf_config, dtype, int8=True)
-        if size + tokens * per_token <= available:
-            ways.append(f"quantization='int8' ({size / 1e9:.1f} GB of weights)")
+        for name in ("int8", "int4"):
+            size = _weight_bytes(tensors, hf_config, dtype, FORMATS[name])
+            if size + tokens * per_token <= available:
+                ways.append(f"quantization={name!r} ({size / 1e9:.1f} GB of weights)")
+                break
     return f"Use {', or '.join(ways)}." if ways else "Use a smaller model, or a machine with more memory."

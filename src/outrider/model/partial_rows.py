@@ -1,4 +1,4 @@
-"""Rows that a proposer has begun: the target's first layers have computed them, and the target's own pass may go on there.
+"""Rows whose first layers a proposer has computed, and on which the target's own pass may continue.
 
 A proposer that drafts with the first layers of the target leaves two things behind: the KV of these layers, in the very
 slots that the target's own pass will use, and the hidden states that the next layer reads. Whether they are still what the
@@ -21,7 +21,7 @@ from outrider.model.batch import Segment
 
 
 @dataclass(frozen=True)
-class Begun:
+class PartialChain:
     """Rows of one sequence, a chain, that the first layers have computed. Nothing has written over their KV since.
 
     Attributes:
@@ -43,7 +43,7 @@ class Begun:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def first(self, count: int) -> Begun:
+    def first(self, count: int) -> PartialChain:
         """The first `count` rows."""
         return replace(self, token_ids=self.token_ids[:count], hidden=self.hidden[:count])
 
@@ -52,21 +52,21 @@ class Begun:
         return self.long_rope == segment.long_rope and self.block_table == tuple(segment.block_table)
 
 
-class BegunRows:
+class PartialRows:
     """The rows that were begun in this step, one chain for each sequence."""
 
     def __init__(self) -> None:
-        self._chains: dict[KVView, Begun] = {}
+        self._chains: dict[KVView, PartialChain] = {}
 
     def clear(self) -> None:
         """Forget everything: between two steps blocks change their owners."""
         self._chains.clear()
 
-    def take(self, kv: KVView) -> Begun | None:
+    def take(self, kv: KVView) -> PartialChain | None:
         """What is known of a sequence, which is forgotten: its KV is about to be written."""
         return self._chains.pop(kv, None)
 
-    def add(self, kv: KVView, segment: Segment, depth: int, hidden: Tensor, before: Begun | None) -> None:
+    def add(self, kv: KVView, segment: Segment, depth: int, hidden: Tensor, before: PartialChain | None) -> None:
         """Write down rows that the first layers have just computed from the embeddings.
 
         Args:
@@ -85,13 +85,13 @@ class BegunRows:
             if 0 <= kept <= len(before):
                 tokens, start = before.token_ids[:kept] + tokens, before.start
                 states = torch.cat([before.hidden[:kept], states])
-        self._chains[kv] = Begun(depth, start, tokens, tuple(segment.block_table), segment.long_rope, states)
+        self._chains[kv] = PartialChain(depth, start, tokens, tuple(segment.block_table), segment.long_rope, states)
 
-    def find(self, kvs: Sequence[KVView], segments: Sequence[Segment]) -> list[Begun | None]:
+    def find(self, kvs: Sequence[KVView], segments: Sequence[Segment]) -> list[PartialChain | None]:
         """For each segment of the target's own pass, the first of its rows that were begun; None where there are none."""
         return [self._leading(self._chains.get(kv), segment) for kv, segment in zip(kvs, segments, strict=True)]
 
-    def _leading(self, begun: Begun | None, segment: Segment) -> Begun | None:
+    def _leading(self, begun: PartialChain | None, segment: Segment) -> PartialChain | None:
         if begun is None or segment.parents is not None:
             return None
         if begun.start != segment.start or not begun.same_memory(segment):

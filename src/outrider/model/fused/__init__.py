@@ -1,0 +1,1 @@
+"""Descriptions of model families for the fused decoder."""

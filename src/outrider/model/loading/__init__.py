@@ -1,0 +1,1 @@
+"""Checkpoints and modules become loaded models."""
