@@ -1,1 +1,1 @@
-"""Who guesses: the Proposer protocol, the Draft it returns, and one method a file."""
+"""Proposers: the protocol, the settings of methods, and one method a file."""

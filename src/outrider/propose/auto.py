@@ -1,11 +1,14 @@
-"""No method of its own: the governor chooses in every step which method drafts, how much, or that none does."""
+"""Auto: leaves the choice of method and length to the governor, step by step."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+from pydantic import model_validator
+
 from outrider.errors import InvalidParameterError
 from outrider.propose.base import Proposer
+from outrider.propose.compositions import Composition
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.speculation import Members
 
@@ -25,6 +28,14 @@ class Auto(Method):
     instead_of_tree: ClassVar[str] = "Give trees to its methods."
 
     methods: Members = ()
+
+    @model_validator(mode="after")
+    def _members_can_be_chosen(self) -> Auto:
+        for place, member in enumerate(self.methods):
+            if isinstance(member.method, Composition):
+                problem = "the engine chooses among single methods"
+                raise InvalidParameterError(f"methods.{place}.method", member.name, problem, "Name its members instead.")
+        return self
 
     def build(self, context: ProposerContext) -> Proposer:
         """Nothing can be built: whoever asks wanted a member of a nested method.

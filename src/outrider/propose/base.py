@@ -1,4 +1,4 @@
-"""What a proposer is, what it is asked, and what it is shown afterwards."""
+"""The Proposer protocol: what a proposer is asked, and what it is shown after a pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.cache.lease import KVView
 from outrider.draft import Draft, Law
 from outrider.params import SamplingParams
-from outrider.propose.tree import CHAIN, TreeBuilder
+from outrider.propose.trees.tree import CHAIN, TreeBuilder
 from outrider.verify.noise import Key, NoiseSource, Stream
 from outrider.verify.processing import Processing
 
@@ -190,14 +190,14 @@ class Requirements:
     Attributes:
         aux_layers: Hidden states by transformers' index: 0 is the embeddings, i the input of layer i.
         target_top_k: How many of the target's most likely next tokens, for the rows that have logits.
-        every_row: Whether every row of the text is needed, from its first token. Such a sequence is computed without
-            prefix-cache hits on the target, and where `target_top_k` is asked for, prompt rows get logits too. Without,
-            what was computed anyway is shown, and nothing is computed for it.
+        needs_uncached_prompt: Whether every row of the text is needed, from its first token. Such a sequence is computed
+            without prefix-cache hits on the target, and where `target_top_k` is asked for, prompt rows get logits too.
+            Without, what was computed anyway is shown, and nothing is computed for it.
     """
 
     aux_layers: tuple[int, ...] = ()
     target_top_k: int = 0
-    every_row: bool = False
+    needs_uncached_prompt: bool = False
 
 
 class RowStatus(StrEnum):

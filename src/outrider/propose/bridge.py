@@ -1,5 +1,4 @@
-"""Between the tokens of a target and those of its draft model: how a text reads in the draft's tokens, and what the draft's
-logits say of the target's tokens.
+"""Bridge: translates texts and logits between the vocabularies of a target and its draft model.
 
 Where both vocabularies are the same there is nothing to do (`SameVocabulary`). Others are compared by the bytes that their
 tokens write, and share what both can write in one token (`SharedTokens`, after Timor et al. 2025).

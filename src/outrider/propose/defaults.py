@@ -1,4 +1,4 @@
-"""Who drafts where the caller leaves it open?"""
+"""Chooses the default speculation of an LLM where the caller leaves it open."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, Self
 
-from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.errors import ContradictionError, InputError, InvalidParameterError
 from outrider.propose.auto import Auto
-from outrider.propose.draft_model import DraftModel
+from outrider.propose.compositions import Composition, named, parts_of
 from outrider.propose.method import Method
+from outrider.propose.methods.draft_model import DraftModel
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 
 
@@ -46,12 +47,13 @@ class SpeculationDefaults:
         """The draft model, or the first among the methods that the engine chooses from."""
         method = self.config.method
         found = (self.config, *(method.methods if isinstance(method, Auto) else ()))
-        return next((each.method for each in found if isinstance(each.method, DraftModel)), None)
+        parts = (part.method for each in found for part in parts_of(each))
+        return next((part for part in parts if isinstance(part, DraftModel)), None)
 
     @property
     def kept(self) -> Method | None:
         """The method whose models stay loaded: where the engine chooses, its draft model."""
-        return self.draft if isinstance(self.config.method, Auto) else self.config.method
+        return self.draft if isinstance(self.config.method, Auto | Composition) else self.config.method
 
     def complete(self, speculation: Any) -> SpeculationConfig:
         """Settings of a call with what they leave open: the draft model, or the methods to choose from.
@@ -62,9 +64,20 @@ class SpeculationDefaults:
         config = SpeculationConfig.of(speculation)
         if isinstance(config.method, Auto):
             return config.replace(method=self._complete_auto(config.method, config.num_draft_tokens))
+        if isinstance(config.method, Composition):
+            members = config.method.methods or self._usual(config.num_draft_tokens)[::-1]  # a lookup comes first
+            whole = tuple(self._member(place, member) for place, member in enumerate(members))
+            return config.replace(method=config.method.replace(methods=whole))
         if isinstance(config.method, DraftModel) and config.method.model is None:
             return config.replace(method=self._complete_draft(config.method))
         return config
+
+    def _member(self, place: int, member: SpeculationConfig) -> SpeculationConfig:
+        """A member of a composition, completed as settings at the top are; an error names its place."""
+        try:
+            return self.complete(member)
+        except InputError as error:
+            raise named(f"methods.{place}", error) from None
 
     def _complete_draft(self, asked: DraftModel) -> DraftModel:
         standing = self.draft
@@ -77,14 +90,16 @@ class SpeculationDefaults:
         remedy = 'Use LLM(..., draft_model="..."), or SpeculationConfig(method=DraftModel(model="...")).'
         raise InvalidParameterError("draft_model", None, f"method={asked.name!r} needs one", remedy)
 
+    def _usual(self, longest: int) -> tuple[SpeculationConfig, ...]:
+        has_draft = self.draft is not None or self.embedded_draft is not None
+        return usual_methods(DraftModel() if has_draft else None, longest)
+
     def _complete_auto(self, asked: Auto, longest: int) -> Auto:
         """The methods that are given; or else the engine's own, or its draft model, where it has one, and a lookup."""
         if not asked.methods and isinstance(self.config.method, Auto):
             return self.config.method
         methods: Sequence[SpeculationConfig] = asked.methods
-        if not methods:
-            has_draft = self.draft is not None or self.embedded_draft is not None
-            methods = usual_methods(DraftModel() if has_draft else None, longest)
+        methods = methods or self._usual(longest)
         return asked.replace(methods=tuple(map(self.complete, methods)))
 
 
@@ -101,12 +116,24 @@ def usual_methods(draft: DraftModel | None, longest: int = Auto.default_num_draf
     return tuple(SpeculationConfig.of(method).replace(num_draft_tokens=longest) for method in methods)
 
 
+def _with_draft(config: SpeculationConfig, draft_model: str) -> SpeculationConfig:
+    """The settings with this draft model in the members that name none."""
+    method = config.method
+    if isinstance(method, Composition):
+        members = tuple(_with_draft(member, draft_model) for member in method.methods)
+        return config.replace(method=method.replace(methods=members))
+    if isinstance(method, DraftModel) and method.model is None:
+        return config.replace(method=method.replace(model=draft_model))
+    return config
+
+
 def _asked(speculation: Any, draft_model: str | PathLike[str] | None) -> Any:
     """The settings with a draft model that was given beside them."""
     if draft_model is None:
         return speculation
     if not isinstance(draft_model, str | PathLike) or not fspath(draft_model):
-        raise InvalidParameterError("draft_model", draft_model, "no path", "Give a local folder or a hub id.")
+        remedy = "Give a local folder, a hub id, or a causal language model of transformers."
+        raise InvalidParameterError("draft_model", draft_model, "neither a path nor a loaded model", remedy)
     draft_model, config = fspath(draft_model), SpeculationConfig.of(speculation)
     method = config.method
     if isinstance(method, Auto) and not method.methods:
@@ -115,5 +142,7 @@ def _asked(speculation: Any, draft_model: str | PathLike[str] | None) -> Any:
         )
     if isinstance(method, DraftModel):
         return config.replace(method=method.replace(model=draft_model))
+    if isinstance(method, Composition) and any(isinstance(part.method, DraftModel) for part in parts_of(config)):
+        return _with_draft(config, draft_model)
     problem = f"speculation names method={config.name!r}"
     raise ContradictionError("draft_model", draft_model, problem, "Leave one of them out.")

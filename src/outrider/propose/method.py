@@ -1,9 +1,11 @@
-"""A method's settings: what a caller chooses, and what builds the proposer that drafts so."""
+"""Method: the settings of a way to draft, and the factory of its proposer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
+from weakref import WeakValueDictionary
 
 from outrider.errors import OutriderError, ProposerError
 from outrider.model.runner import ModelRunner
@@ -19,9 +21,20 @@ class LoadRunner(Protocol):
     """Loads another model with KV memory of its own."""
 
     def __call__(
-        self, model: str, *, dtype: str | None = None, revision: str | None = None, trust_remote_code: bool = False
+        self,
+        model: str,
+        *,
+        dtype: str | None = None,
+        quantization: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
     ) -> ModelRunner:
-        """Load a folder or hub id; `dtype` None takes the target's. Raises ModelError or InvalidParameterError."""
+        """Load a folder or hub id; `dtype` None takes the target's, and `quantization` None that of drafts.
+
+        Raises:
+            ModelError: It cannot be used.
+            InvalidParameterError: No such folder.
+        """
         ...
 
 
@@ -33,11 +46,13 @@ class ProposerContext:
         target: The target.
         max_num_batched_tokens: Rows that a pass may hold.
         load_runner: Loads another model.
+        loaded: Models that proposers have loaded and may share, by their settings, as long as one of them is alive.
     """
 
     target: Target
     max_num_batched_tokens: int
     load_runner: LoadRunner
+    loaded: WeakValueDictionary[Hashable, ModelRunner] = field(default_factory=WeakValueDictionary, compare=False)
 
     def build(self, method: Method) -> Proposer:
         """The proposer of a method, for a nested method to build its members; it belongs to the one that asks.

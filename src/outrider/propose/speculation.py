@@ -1,4 +1,4 @@
-"""Who drafts for a request, how far, and how the draft is checked."""
+"""SpeculationConfig: who drafts for a request, how far, and how the draft is verified."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_serializer, model_validator
 
 from outrider.errors import ContradictionError, InvalidParameterError
-from outrider.propose import methods
+from outrider.propose import registry
 from outrider.propose.method import Method
-from outrider.propose.tree import MAX_ROWS
+from outrider.propose.trees.tree import MAX_ROWS
 from outrider.validation import Frozen, unknown_setting
 from outrider.verify.verifier import RuleName
 
@@ -41,7 +41,7 @@ def _as_method(value: object) -> Method | None:
     if value is None or isinstance(value, Method):
         return value
     if isinstance(value, str):
-        return None if value in ("none", "off") else methods.find(value)()
+        return None if value in ("none", "off") else registry.find(value)()
     remedy = 'Use a name like "suffix", or settings like DraftModel(model="...").'
     raise InvalidParameterError("method", value, "neither a method's name nor its settings", remedy)
 
@@ -63,7 +63,8 @@ class SpeculationConfig(Frozen):
         rule: How sampled drafts are verified. "auto" takes block verification (Sun et al. 2024), traversal on trees (Weng
             et al. 2025), or coupling for seeded requests; "block" is the same without a seed; "token" is Leviathan et al.
             2023, and recursive rejection on trees (Jeon et al. 2024); "walk" ignores how the draft was drawn; "coupled"
-            shares the target's noise. Drafts that were not drawn are always verified by the walk.
+            shares the target's noise, and a text that was once drafted for so is walked to its end. Drafts that
+            were not drawn are always verified by the walk.
         draft_sampling: "sampled" draws drafts from the draft's probabilities, "greedy" takes the most likely token.
     """
 
@@ -114,7 +115,7 @@ class SpeculationConfig(Frozen):
         own = {name: value for name, value in values.items() if name in cls.model_fields}
         rest = {name: value for name, value in values.items() if name not in own}
         method = own.get("method")
-        kind = methods.find(method) if isinstance(method, str) and method not in ("none", "off") else None
+        kind = registry.find(method) if isinstance(method, str) and method not in ("none", "off") else None
         known = kind.model_fields.keys() if kind is not None else frozenset()
         for name, value in rest.items():
             if name not in known and name not in FORMERLY:

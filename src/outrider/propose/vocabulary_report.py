@@ -1,4 +1,4 @@
-"""What two vocabularies have in common, and how a model of one may draft for a model of the other."""
+"""Compares two vocabularies, and says how a model of one may draft for a model of the other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outrider.errors import InvalidParameterError
-from outrider.model.loader import check_sources, given_tokenizer
+from outrider.model.loading.loader import check_sources, given_tokenizer
 from outrider.model.vocabulary import Vocabulary
 from outrider.propose.bridge import shared_tokens
 

@@ -13,20 +13,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from outrider.engine.scheduling.scheduler import Planner
 from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.llm import LLM
 from outrider.params import SamplingParams
-from outrider.propose import methods
+from outrider.propose import registry
 from outrider.propose.auto import Auto
 from outrider.propose.base import Proposer
-from outrider.propose.cross_vocabulary import CrossVocabulary
-from outrider.propose.draft_model import DraftModel
-from outrider.propose.pace import FixedPace
+from outrider.propose.compositions import Composition, parts_of
+from outrider.propose.methods.cross_vocabulary import CrossVocabulary
+from outrider.propose.methods.draft_model import DraftModel
 from outrider.propose.speculation import SpeculationConfig
+from outrider.propose.trees.pace import FixedPace
+from outrider.prove.faulty_proposers import Faulty, Merged
 from outrider.prove.findings import Finding
 from outrider.prove.forking import Distribution, ForkingNoise, Outcome, explore, total_variation
 from outrider.prove.settings import DRAFT, HEADS, OTHER_DRAFT, Setting
-from outrider.prove.spoilt import Faulty, Merged
 from outrider.prove.teacher_forced import TeacherForced
 from outrider.prove.tiny import PIECES, raise_engine_norms
 from outrider.verify.noise import KeyedNoise
@@ -39,8 +41,8 @@ _WIDTH = 32
 #: Passes become longer after the second row, so that trees that adapt have something to weigh.
 _PACE = FixedPace({1: 1.0, 2: 1.0, 3: 1.02, 4: 1.1, 8: 1.6})
 
-#: Where the engine chooses who drafts, a draft token costs as much as it brings, so that what stood decides.
-_COSTS = CostTable({1: 1.0, 2: 1.02, 3: 1.05, 4: 1.1, 8: 1.6}, 0.0, {"draft_model": {1: 0.25, 8: 0.3}})
+#: Where the engine chooses who drafts, a draft token brings little more than it costs, so that what stood decides.
+_COSTS = CostTable({1: 1.0, 2: 1.02, 3: 1.05, 4: 1.1, 8: 1.6}, 0.0, {"draft_model": {1: 0.1, 8: 0.12}})
 
 
 class ScriptedClock:
@@ -53,11 +55,11 @@ class ScriptedClock:
         self._count += 1
         factor = (1.0, 1.6, 0.7)[self._count % 3]
         levels = sum(draft.levels for draft in work.drafts)
-        return StepTimes(0.2 * factor * levels, factor * (1.0 + 0.05 * work.rows), 0.02)
+        return StepTimes(0.08 * factor * levels, factor * (1.0 + 0.05 * work.rows), 0.02)
 
 
-methods.register(Merged)
-methods.register(Faulty)
+registry.register(Merged)
+registry.register(Faulty)
 
 
 class EngineProof:
@@ -102,7 +104,8 @@ class EngineProof:
         missing = abs(sum(found.probs.values()) - 1.0)
         exact = self._reference.distribution(self.prompt, params, setting.language)
         distance = total_variation(found.probs, exact) + found.dropped + missing
-        return Finding(distance, BOUND, f"{found.num_paths} paths, joint of {params.max_tokens} tokens x {params.n}")
+        detail = f"{found.num_paths} paths, joint of {params.max_tokens} tokens x {params.n}"
+        return Finding(distance, BOUND, detail, horizon=params.max_tokens)
 
     def distribution(self, setting: Setting, params: SamplingParams) -> Distribution:
         """The joint distribution of the texts of `LLM.generate`. The proposer starts each path in the same state."""
@@ -111,13 +114,13 @@ class EngineProof:
         rounds = [tuple(SpeculationConfig.of(self.filled(turn)) for turn in turns) for turns in setting.turns]
         learnt = self._learnt([config, *(turn for turns in rounds for turn in turns)])
         engine.use_noise(noise)
-        planner = engine.governing.planner
-        engine.scheduler.planner = (lambda seq: rounds[seq.view.round % len(rounds)]) if rounds else planner
+        engine.scheduler.planner = _planner(rounds, setting) if rounds else engine.governing.planner
 
         def run(count: int) -> Iterator[Outcome]:
             for proposer, state in learnt:
                 proposer.restore(state)
             engine.builders.forget()
+            engine.scheduler.shares.forget()
             engine.governing.script(_COSTS, ScriptedClock(), holds=1)
             predicted = setting.prediction or None
             for output in self.llm.generate([self.prompt] * count, params, speculation=config, prediction=predicted):
@@ -129,8 +132,9 @@ class EngineProof:
             # One path runs at a time in four cases: the samples of one request share a path; a proposer that remembers
             # texts, or a tree that learns, would carry that from path to path; and a fault that raises ends the drafts of
             # the whole batch.
-            adapts = any(isinstance(each.tree, str) for each in (config, *(turn for turns in rounds for turn in turns)))
-            adapts = adapts or isinstance(config.method, Auto)
+            asked = (config, *(turn for turns in rounds for turn in turns))
+            adapts = any(isinstance(part.tree, str) for each in asked for part in parts_of(each))
+            adapts = adapts or any(isinstance(each.method, Auto | Composition) for each in asked)
             alone = params.n > 1 or bool(learnt) or adapts or getattr(config.method, "fault", None) == "raises"
             return explore(run, noise, width=1 if alone else _WIDTH)
 
@@ -160,18 +164,25 @@ class EngineProof:
         return self._models.get(settings, settings) if isinstance(settings, str) else settings
 
 
+def _planner(rounds: Sequence[tuple[SpeculationConfig, ...]], setting: Setting) -> Planner:
+    """Takes the entries of `Setting.turns` as the setting says."""
+    if setting.by_drafts:
+        return lambda seq: rounds[seq.stats.num_draft_tokens % len(rounds)]
+    return lambda seq: rounds[seq.view.round % len(rounds)]
+
+
 def _members(configs: Sequence[SpeculationConfig]) -> list[SpeculationConfig]:
     """The settings, with all that the engine may choose from in place of those that leave it the choice."""
     found: list[SpeculationConfig] = []
     for config in configs:
         found += config.method.methods if isinstance(config.method, Auto) else [config]
-    return found
+    return [part for config in found for part in parts_of(config)]
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep the log free of the faults that a proof plants. The engine still counts them."""
-    logger = logging.getLogger("outrider.engine.drafter")
+    logger = logging.getLogger("outrider.engine.proposing.drafter")
     before, logger.disabled = logger.disabled, True
     try:
         yield

@@ -1,4 +1,4 @@
-"""What proofs found, as values and as tables."""
+"""Results of proofs, as values and as tables."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class Finding:
         detail: How the number was established.
         holds: Whether the claim holds, where that is not simply `measured <= bound`.
         informs: The finding is shown for information and decides nothing, since nobody promised the claim.
+        horizon: The tokens of the joint distribution that was enumerated. None where none was. What is wrong only behind so
+            many tokens is not seen.
     """
 
     measured: float
@@ -28,6 +30,7 @@ class Finding:
     detail: str
     holds: bool | None = None
     informs: bool = False
+    horizon: int | None = None
 
     @property
     def passed(self) -> bool:
@@ -61,6 +64,7 @@ class Check:
             "measured": None if isnan(found.measured) else found.measured,
             "bound": found.bound,
             "detail": found.detail,
+            "horizon": found.horizon,
             "seconds": round(self.seconds, 3),
         }
 
@@ -75,8 +79,16 @@ class Report:
     def passed(self) -> bool:
         return bool(self.checks) and all(check.passed for check in self.checks)
 
+    @property
+    def horizon(self) -> str:
+        """How many tokens the enumerated distributions have; empty where none was enumerated."""
+        reach = sorted({check.finding.horizon for check in self.checks if check.finding.horizon is not None})
+        if not reach:
+            return ""
+        return f"joints of {reach[0]} tokens" if len(reach) == 1 else f"joints of {reach[0]} to {reach[-1]} tokens"
+
     def as_dict(self) -> dict[str, Any]:
-        return {"passed": self.passed, "checks": [check.as_dict() for check in self.checks]}
+        return {"passed": self.passed, "horizon": self.horizon, "checks": [check.as_dict() for check in self.checks]}
 
 
 def table(checks: Sequence[Check]) -> Table:

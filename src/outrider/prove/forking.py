@@ -49,7 +49,7 @@ def total_variation(a: Mapping[Any, float], b: Mapping[Any, float]) -> float:
 
 
 @dataclass
-class _Path:
+class ForkedPath:
     """One path through the program: decisions to repeat, and then new ones."""
 
     choices: dict[Name, int] = field(default_factory=dict)
@@ -65,9 +65,9 @@ class ForkingNoise:
     """A NoiseSource for `explore`. Outside of `explore` there is no path to follow, and every request fails."""
 
     def __init__(self) -> None:
-        self._paths: list[_Path] = []
-        self._by_owner: dict[int, _Path] = {}
-        self._pending: list[_Path] = []
+        self._paths: list[ForkedPath] = []
+        self._by_owner: dict[int, ForkedPath] = {}
+        self._pending: list[ForkedPath] = []
         self.dropped = 0.0
 
     def bernoulli(self, probability: Tensor, keys: Sequence[Key]) -> Tensor:
@@ -100,7 +100,7 @@ class ForkingNoise:
 
     def begin(self) -> None:
         """Forget everything and plan the first path."""
-        self._pending, self._paths, self._by_owner, self.dropped = [_Path()], [], {}, 0.0
+        self._pending, self._paths, self._by_owner, self.dropped = [ForkedPath()], [], {}, 0.0
 
     def weights(self) -> list[float]:
         """The probability of each path of the last run, in the order of their owners' ids."""
@@ -128,7 +128,7 @@ class ForkingNoise:
             return self._fork(path, key, [(token, p / total) for token, p in enumerate(probs) if p > 0.0])
         return self._race(path, key, probs, total)
 
-    def _race(self, path: _Path, key: Key, probs: list[float], total: float) -> int:
+    def _race(self, path: ForkedPath, key: Key, probs: list[float], total: float) -> int:
         """A draw that may share its noise with another draw."""
         # Whoever guesses, guesses the noise of the engine's own verification, which is the same in every round.
         drafter, round_ = (0, 0) if key.stream is Stream.GUESS else (key.drafter, key.round)
@@ -147,7 +147,7 @@ class ForkingNoise:
         path.races[noise] = cells[token]
         return token
 
-    def _spend(self, key: Key) -> _Path:
+    def _spend(self, key: Key) -> ForkedPath:
         path = self._path(key.owner)
         bits = key._replace(owner=0)  # the noise does not depend on the owner: two owners with one key are correlated
         if bits in path.spent:
@@ -155,7 +155,7 @@ class ForkingNoise:
         path.spent.add(bits)
         return path
 
-    def _path(self, owner: int) -> _Path:
+    def _path(self, owner: int) -> ForkedPath:
         if len(self._paths) == 1:  # all owners are samples of the same program
             return self._paths[0]
         if owner not in self._by_owner:
@@ -163,7 +163,7 @@ class ForkingNoise:
             self._by_owner[owner] = self._paths[len(self._by_owner)]
         return self._by_owner[owner]
 
-    def _fork(self, path: _Path, key: Key, branches: list[tuple[int, float]]) -> int:
+    def _fork(self, path: ForkedPath, key: Key, branches: list[tuple[int, float]]) -> int:
         """The choice that the path repeats, or else the likeliest one. The other choices are left to later paths."""
         self.dropped += sum(path.weight * probability for _, probability in branches if probability < FLOOR)
         branches = sorted((b for b in branches if b[1] >= FLOOR), key=lambda b: -b[1])
@@ -174,7 +174,7 @@ class ForkingNoise:
         if name in path.choices:
             return path.choices[name]
         for choice, probability in branches[1:]:
-            self._pending.append(_Path({**path.choices, name: choice}, path.weight * probability))
+            self._pending.append(ForkedPath({**path.choices, name: choice}, path.weight * probability))
         choice, probability = branches[0]
         path.choices[name] = choice
         path.weight *= probability

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 from outrider.params import SamplingParams
+from outrider.propose import registry
+from outrider.propose.compositions import Composition
 from outrider.propose.speculation import SpeculationConfig
 from outrider.prove.findings import Finding
 from outrider.prove.own_model import OwnModel
@@ -28,12 +30,7 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
         asked: Its settings in the form of one mapping. A method with a draft model takes the one of the proof unless it is
             given another. Heads fit one target only, so a method with heads always takes those of the proof.
     """
-    method = {name: value for name, value in asked.items() if name not in _VARIED}
-    own_draft = {"draft_model": DRAFT, "cross_vocabulary": OTHER_DRAFT}.get(method["method"])
-    if own_draft is not None:
-        method.setdefault("model", own_draft)
-    if method["method"] in HEAD_METHODS:
-        method["model"] = HEADS
+    method = _with_models({name: value for name, value in asked.items() if name not in _VARIED})
     base = {**method, "num_draft_tokens": _length(method, 2)}
     found = [
         Setting("as it is", base),
@@ -62,6 +59,18 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
             found.append(Setting("best-first tree", {**method, "tree": "best_first", "num_draft_tokens": 3}))
             found.append(Setting("Sequoia's tree", {**method, "tree": "sequoia", "num_draft_tokens": 3}))
     return [replace(setting, prediction=PREDICTION) for setting in found]
+
+
+def _with_models(method: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with the models of the proof, in the members of a composition too."""
+    own_draft = {"draft_model": DRAFT, "cross_vocabulary": OTHER_DRAFT}.get(method["method"])
+    filled = {"model": own_draft, **method} if own_draft is not None else dict(method)
+    if method["method"] in HEAD_METHODS:
+        filled["model"] = HEADS
+    if issubclass(registry.find(method["method"]), Composition):
+        members = method.get("methods") or ("suffix", "draft_model")
+        filled["methods"] = [_with_models({"method": each} if isinstance(each, str) else each) for each in members]
+    return filled
 
 
 def method_proofs(

@@ -10,14 +10,15 @@ from outrider.config import DTypeName
 from outrider.embedded import default_model
 from outrider.llm import LLM
 from outrider.params import SamplingParams
-from outrider.propose.draft_model import DraftModel
-from outrider.propose.early_exit import EarlyExit
-from outrider.propose.layer_skip import LayerSkip
-from outrider.propose.ngram import Ngram
+from outrider.propose.methods.draft_model import DraftModel
+from outrider.propose.methods.early_exit import EarlyExit
+from outrider.propose.methods.layer_skip import LayerSkip
+from outrider.propose.methods.ngram import Ngram
+from outrider.propose.methods.suffix import Suffix
 from outrider.propose.speculation import SpeculationConfig
-from outrider.propose.suffix import Suffix
 from outrider.prove.cache_truth import CacheAudit
 from outrider.prove.findings import Finding
+from outrider.request_options import RequestOptions
 
 #: Norms and rotary factors compute in float32, and round differently when a pass has another shape.
 KV_BOUND = 1e-5
@@ -123,7 +124,9 @@ class OwnModel:
         """The KV of every running sequence after every commit equals that of a fresh prefill of its tokens."""
         for prompt, config in self._pairs():
             params = SamplingParams(seed=5, max_tokens=max_tokens)
-            self.llm.engine.add_request(prompt, params, config, prediction=self._predicted([prompt, prompt]))
+            self.llm.engine.add_request(
+                prompt, params, config, RequestOptions(prediction=self._predicted([prompt, prompt]))
+            )
         audit = CacheAudit(self.llm.engine)
         audit.run()
         holds = audit.num_checked > 0 and audit.worst <= KV_BOUND

@@ -13,9 +13,9 @@ from outrider.draft import EMPTY, Draft, Law
 from outrider.propose.base import DraftNoise
 from outrider.prove import forking, reference, tree_reference
 from outrider.prove.findings import Finding
+from outrider.prove.recorded_rounds import WrittenText
 from outrider.prove.reference import VOCAB_SIZE, Case, Context, ReferenceRule
 from outrider.prove.tree_reference import TreeRule
-from outrider.prove.written import WrittenText
 from outrider.verify import rules
 from outrider.verify.noise import Key, NoiseSource
 from outrider.verify.verifier import Verifier

@@ -1,10 +1,11 @@
-"""The ways to ask the engine for text that are proven: every method, rule, shape and parameter, with the faults between."""
+"""The requests that are proven: every method, rule, shape and parameter, with injected faults."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from outrider.params import StructuredOutputs
@@ -20,6 +21,8 @@ class Setting:
         params: Fields of SamplingParams.
         turns: The methods that draft in each round; within a round each one drafts behind the one before. Round r takes the
             entry at r modulo the number of entries. Empty where the request's own method drafts in every round.
+        by_drafts: Whether the entry of `turns` is taken at the number of tokens drafted so far instead of the round, as a
+            planner does that goes by what came of earlier drafts.
         language: Every text that the requested structure admits. It needs a pair of models with a tokenizer.
         prediction: The tokens that the caller predicts.
     """
@@ -28,6 +31,7 @@ class Setting:
     speculation: dict[str, Any] = field(default_factory=lambda: {"method": "none"})
     params: dict[str, Any] = field(default_factory=dict)
     turns: tuple[tuple[dict[str, Any], ...], ...] = ()
+    by_drafts: bool = False
     language: tuple[str, ...] = ()
     prediction: tuple[int, ...] = ()
 
@@ -39,7 +43,8 @@ HEADS = "the heads of the proof"
 
 
 def _drafted(rule: str, **more: Any) -> dict[str, Any]:
-    return {"method": "draft_model", "model": DRAFT, "num_draft_tokens": 2, "rule": rule, **more}
+    length = {} if isinstance(more.get("tree", ""), tuple) else {"num_draft_tokens": 2}  # a shape has as many as it has
+    return {"method": "draft_model", "model": DRAFT, **length, "rule": rule, **more}
 
 
 #: Whether a fault happens depends on the committed length alone, and never on what was drawn.
@@ -47,7 +52,14 @@ FAULTS = ("raises", "nan row", "truncated", "token outside", "too long")
 
 LOOKUP = {"method": "ngram", "num_draft_tokens": 2, "min_match": 1}
 _ONE = _drafted("auto", num_draft_tokens=1)
-_GOVERNED = {"method": "auto", "methods": (_drafted("auto"), LOOKUP)}
+_DOUBTED = {"min_confidence": 0.33, "num_draft_tokens": 3}
+#: Draws from the same probabilities as the draft model, independently.
+_TWIN = _drafted("auto", num_draft_tokens=1, dtype="float64")
+#: Finds nothing behind most tokens.
+_RARE = LOOKUP | {"num_draft_tokens": 1, "min_match": 2}
+#: Longer drafts are expected to bring more at first: the draft model begins in the first, and the lookup in the second.
+_GOVERNED = {"method": "auto", "methods": (_drafted("auto"), LOOKUP | {"num_draft_tokens": 1})}
+_LOOKUP_FIRST = {"method": "auto", "methods": (_drafted("auto"), LOOKUP)}
 _PREDICTED = {"method": "prediction", "num_draft_tokens": 3, "min_match": 1}
 #: This lookup learns from other texts of its namespace.
 _SHARED = {"method": "suffix", "num_draft_tokens": 2, "min_match": 1, "shared": True}
@@ -94,15 +106,35 @@ SETTINGS = (
     Setting("best-first tree, seeded", _drafted("auto", tree="best_first", num_draft_tokens=3), {"seed": 5}),
     Setting("best-first tree, most likely tokens", _drafted("auto", tree="best_first", draft_sampling="greedy")),
     Setting("Sequoia's tree", _drafted("block", tree="sequoia", num_draft_tokens=3)),
-    Setting("stop behind a token of low confidence", _drafted("block", min_confidence=0.4, num_draft_tokens=3)),
-    Setting("the same in a tree", _drafted("block", min_confidence=0.4, tree=(2, 1))),
-    Setting("the same in a best-first tree", _drafted("auto", min_confidence=0.4, tree="best_first", num_draft_tokens=3)),
+    Setting("stop behind a token of low confidence", _drafted("block", min_confidence=0.33, num_draft_tokens=3)),
+    Setting("the same in a tree", _drafted("block", min_confidence=0.33, tree=(2, 1))),
+    Setting("the same in a best-first tree", _drafted("auto", min_confidence=0.33, tree="best_first", num_draft_tokens=3)),
     Setting("tree, wider than the tokens left", _drafted("block", tree=(3, 1)), {"top_k": 2}),
     Setting("merged tree", _drafted("auto", tree=(1, 1), num_draft_tokens=4) | {"method": "_prove_merged"}),
     Setting("merged tree, three laws", _drafted("token", tree=(2,), num_draft_tokens=4) | {"method": "_prove_merged"}),
+    *(
+        Setting(f"merge, {name}", {"method": "merge", "methods": members, **more}, params)
+        for name, members, more, params in (
+            ("two drawn members of equal laws", (_ONE, _TWIN), {"rule": "block"}, {}),
+            ("the same under the token rule", (_ONE, _TWIN), {"rule": "token"}, {}),
+            ("the same, longer", (_drafted("auto"), _TWIN), {}, {}),
+            ("drawn trees that collide", (_drafted("auto", tree=(2,)), _TWIN), {"rule": "block"}, {}),
+            ("the same, recursive rejection", (_drafted("auto", tree=(2,)), _TWIN), {"rule": "token"}, {}),
+            ("a lookup beside a drawn draft", (_ONE, LOOKUP), {}, {}),
+            ("a lookup that leaves rows to a drawn draft", (_drafted("auto"), _RARE), {"num_draft_tokens": 2}, {}),
+            ("seeded", (_ONE, LOOKUP, _TWIN), {}, {"seed": 5}),
+            ("two samples", (_ONE, _TWIN), {}, {"n": 2, "max_tokens": 2}),
+            ("penalties", (_ONE, _TWIN), {}, {"frequency_penalty": -0.6, "repetition_penalty": 1.7}),
+            ("one goes on inside", ({"method": "then", "methods": (_RARE, _ONE)}, _TWIN), {}, {}),
+        )
+    ),
+    Setting("then, a lookup and a drawn draft", {"method": "then", "methods": (_RARE, _ONE)}),
+    Setting("then, a drawn draft and a lookup", {"method": "then", "methods": (_drafted("auto"), _RARE)}),
+    Setting("then, behind a merge", {"method": "then", "methods": ({"method": "merge", "methods": (_ONE, _TWIN)}, _RARE)}),
     Setting("a text that the caller predicts", _PREDICTED, prediction=(1, 0, 1, 2)),
     Setting("the same, seeded", _PREDICTED, {"seed": 3}, prediction=(0, 1, 0, 1)),
     Setting("the engine chooses", _GOVERNED, {"max_tokens": 5}),
+    Setting("the engine chooses, a lookup first", _LOOKUP_FIRST, {"max_tokens": 5}),
     Setting("the engine chooses, token rule", {"method": "auto", "methods": (_drafted("token"),)}),
     Setting("the engine chooses, trees", {"method": "auto", "methods": (_drafted("block", tree=(2, 1)), LOOKUP)}),
     Setting("the engine chooses, a lookup of other texts", {"method": "auto", "methods": (_SHARED, _drafted("block"))}),
@@ -115,11 +147,24 @@ SETTINGS = (
         turns=((_drafted("block", num_draft_tokens=1), LOOKUP | {"num_draft_tokens": 1}),),
     ),
     Setting(
+        "two drawn tokens, then a lookup that sometimes finds nothing behind them",
+        turns=((_drafted("block"), LOOKUP | {"num_draft_tokens": 1, "min_match": 2}),),
+    ),
+    Setting(
         "two drawn drafts, one behind the other", turns=((_ONE, _drafted("block", dtype="float64", num_draft_tokens=1)),)
     ),
     Setting("the same under the token rule", turns=((_ONE | {"rule": "token"}, _drafted("block", dtype="float64")),)),
     Setting("a drawn tree behind a drawn chain", turns=((_ONE, _drafted("block", dtype="float64", tree=(2,))),)),
     Setting("coupled drafts, one behind the other", turns=((_ONE, _drafted("auto", dtype="float64")),), params={"seed": 2}),
+    *(
+        Setting(
+            f"coupled drafts, or {rule}{' on a tree' if tree else ''} by what was drafted",
+            turns=((_drafted("coupled", **_DOUBTED),), (_drafted(rule, **({"tree": tree} if tree else {})),)),
+            by_drafts=True,
+            params={"max_tokens": 4},
+        )
+        for rule, tree in (("block", ""), ("token", ""), ("token", (2,)))
+    ),
     Setting("block, temperature", _drafted("block"), {"temperature": 0.6}),
     Setting("block, top_k", _drafted("block"), {"top_k": 2}),
     Setting("token, top_p", _drafted("token"), {"top_p": 0.8, "temperature": 1.5}),
@@ -166,6 +211,14 @@ SHARED_TARGET_SETTINGS = (
     Setting("early exit, then the draft model behind it", turns=((_EXIT_ONE, _drafted("block", num_draft_tokens=1)),)),
     Setting("early exit, then a deeper one behind it", turns=((_EXIT_ONE, _DEEPER | {"num_draft_tokens": 1}),)),
     Setting("early exit, then a tree behind it", turns=((_EXIT_ONE, _skip_tree("block") | {"num_draft_tokens": 2}),)),
+    *(
+        Setting(f"merge of {name}, {rule}", {"method": "merge", "methods": members, "rule": rule})
+        for name, members in (
+            ("early exit and the draft model", (_EXIT_ONE, _ONE)),
+            ("a tree and a chain of unlike laws", (_exit_tree("auto") | {"tree": (2,)}, _SKIP_ONE)),
+        )
+        for rule in ("block", "token")
+    ),
     Setting("layer skip behind early exit", turns=((_EXIT_ONE, _SKIP_ONE),)),
     Setting("early exit behind layer skip", turns=((_SKIP_ONE, _EXIT_ONE),)),
     Setting("layer skip, block", _SKIP | {"rule": "block"}),
@@ -230,6 +283,18 @@ def _every_other(ids: Tensor, scores: Tensor) -> Tensor:
     return pushed
 
 
+def _stuck_behind(token: int) -> dict[str, Any]:
+    """No token may follow `token`."""
+    return {"bad_words_ids": tuple((token, other) for other in range(3))}
+
+
+def _raising(ids: Tensor, scores: Tensor) -> Tensor:
+    """A logits processor that forbids one token, ends with another, and raises behind both of them."""
+    if int(ids[0, -1]) == 2 and ids.shape[1] > 5:
+        raise ValueError("the text has ended here, or has a token that was forbidden")
+    return scores if ids.shape[1] % 2 else scores.index_fill(1, torch.tensor([2]), float("-inf"))
+
+
 #: One setting of every parameter that changes logits and whose effect depends, or may depend, on the path of a row.
 PARAMETERS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.7},
@@ -240,6 +305,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"allowed_token_ids": (0, 2)},
     "logits_processors": {"logits_processors": (_every_other,)},
     "min_tokens": {"stop_token_ids": (1,), "min_tokens": 2},
+    "nothing may follow a stop": {"stop_token_ids": (2,), **_stuck_behind(2)},
+    "a processor that raises behind a stop": {"stop_token_ids": (2,), "logits_processors": (_raising,)},
     "all together": {
         "repetition_penalty": 0.8, "presence_penalty": -0.3, "frequency_penalty": 0.4, "logit_bias": {1: 0.5},
         "bad_words_ids": ((2, 1),), "logits_processors": (_every_other,), "temperature": 1.4, "top_p": 0.95,
@@ -275,6 +342,9 @@ STRUCTURES: dict[str, StructuredOutputs] = {
     "gbnf": StructuredOutputs(grammar=f"root ::= {_RULE}"),
 }
 
+#: Ends of texts that need a tokenizer.
+_STUCK_ENDS = {"a stop string": {"stop": ('"',), **_stuck_behind(0)}, "an end of text": _stuck_behind(2)}
+
 STRUCTURE_SETTINGS = (
     *(
         Setting(f"{name}, block", _drafted("block"), {"structured_outputs": structure, "max_tokens": 5}, language=_LANGUAGE)
@@ -289,6 +359,11 @@ STRUCTURE_SETTINGS = (
         )
         for way, (speculation, extra) in DRAFTED_BY.items()
         if way != "block"
+    ),
+    *(
+        Setting(f"nothing may follow {end}, {way}", DRAFTED_BY[way][0], {**asked, **DRAFTED_BY[way][1]})
+        for end, asked in _STUCK_ENDS.items()
+        for way in ("block", "tree", "coupled", "lookup")
     ),
 )
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from outrider.model.loader import check_sources
+from outrider.model.loading.loader import check_sources
 from outrider.params import SamplingParams
-from outrider.propose.cross_vocabulary import CrossVocabulary
-from outrider.propose.early_exit import EarlyExit
-from outrider.propose.layer_skip import LayerSkip
 from outrider.propose.method import Method
+from outrider.propose.methods.cross_vocabulary import CrossVocabulary
+from outrider.propose.methods.early_exit import EarlyExit
+from outrider.propose.methods.layer_skip import LayerSkip
 from outrider.propose.speculation import SpeculationConfig
+from outrider.prove.deep_rounds import DEEP_SETTINGS, prove_deep
 from outrider.prove.engine_distribution import EngineProof
 from outrider.prove.findings import Check, Finding, Report
 from outrider.prove.one_method import method_proofs, speculations
@@ -101,7 +102,7 @@ def run_method_suite(
     own = OwnModel(model, draft_model, speculations(asked))
     for config in own.speculations:  # settings that do not fit the model are refused before any proof
         if config.method is not None:
-            own.llm.proposers.get(config.method)
+            own.llm.proposers.prepare(own.llm.resolve(config))
     method = SpeculationConfig.of(asked).method
     with TemporaryDirectory() as folder:
         crossed = isinstance(method, CrossVocabulary)
@@ -143,6 +144,8 @@ def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: b
     yield from _rule_proofs(12 if quick else 56)
     for rule in ("token", "block", "walk", "coupled"):
         yield f"random numbers, {rule}", partial(prove_sampled, rule, 100_000 if quick else 1_000_000)
+    for deep_setting in DEEP_SETTINGS[:2] if quick else DEEP_SETTINGS:
+        yield f"deep round: {deep_setting.name}", partial(prove_deep, deep_setting)
     tiny, speaking = _TinyPair(folder / "tiny"), _TinyPair(folder / "speaking", speaks=True)
     crossed = _TinyPair(folder / "crossed", crossed=True)
     for setting in QUICK_SETTINGS if quick else SETTINGS:

@@ -11,7 +11,7 @@ from math import exp
 
 import torch
 
-from outrider.model.hf import without_bars
+from outrider.model.loading.exclusive import exclusive_transformers
 from outrider.params import SamplingParams
 from outrider.prove.forking import Outcome
 from outrider.prove.tiny import PIECES, raise_norms
@@ -30,7 +30,7 @@ class TeacherForced:
     def __init__(self, path: str, end_token_ids: Sequence[int] = ()) -> None:
         from transformers import AutoModelForCausalLM
 
-        with without_bars():
+        with exclusive_transformers():
             self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
         self._ends = tuple(end_token_ids)
         raise_norms(self._model)
@@ -53,8 +53,9 @@ class TeacherForced:
             probs = process(self.logits(prompt + written), params, prompt, written, stops, allowed)
             for token, p in enumerate(probs):
                 text = (*written, token)
+                ends = len(text) >= params.max_tokens or token in stops or _has_stop_string(text, params)
                 if p > 0.0:
-                    (one if len(text) >= params.max_tokens or token in stops else alive)[text] = weight * p
+                    (one if ends else alive)[text] = weight * p
         joint: dict[Outcome, float] = {}
         for texts in product(one, repeat=params.n):
             weight = 1.0
@@ -136,6 +137,10 @@ def _filtered(alive: dict[int, float], params: SamplingParams, vocab_size: int) 
     odds = {t: x for t, x in odds.items() if x >= params.min_p * max(odds.values())}
     total = sum(odds.values())
     return [odds.get(t, 0.0) / total for t in range(vocab_size)]
+
+
+def _has_stop_string(text: Context, params: SamplingParams) -> bool:
+    return bool(params.stop) and any(stop in "".join(PIECES[t] for t in text) for stop in params.stop)
 
 
 def _may_follow(written: Context, language: Sequence[str]) -> set[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.llm import LLM
-from outrider.model.hf import without_bars
+from outrider.model.loading.exclusive import exclusive_transformers
 
 #: The text of the token that ends a text.
 END = "<end>"
@@ -61,7 +61,7 @@ def save_tiny_llama(
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.7)
-    with without_bars():
+    with exclusive_transformers():
         model.save_pretrained(folder)
     if speaks:
         _save_tokenizer(folder, pieces)

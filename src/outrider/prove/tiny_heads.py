@@ -11,7 +11,7 @@ from outrider.heads.checkpoint import save_heads
 from outrider.heads.config import BlockwiseConfig, ExitConfig, HeadsConfig, HeadTarget, MedusaConfig
 from outrider.heads.networks import build_network, randomise
 from outrider.heads.pairing import describe_target, take_witness
-from outrider.model.hf import without_bars
+from outrider.model.loading.exclusive import exclusive_transformers
 
 #: Methods that draft with heads, and a spread of random weights for a tiny target, so that they guess unevenly and are not
 #: sure of anything.
@@ -57,7 +57,7 @@ def save_random_heads(folder: Path, target: str, method: str, seed: int = 1, *, 
     """
     from transformers import AutoModelForCausalLM
 
-    with without_bars():
+    with exclusive_transformers():
         model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     config = random_config(method, describe_target(model, target)).replace(**changes)
     network = build_network(config)

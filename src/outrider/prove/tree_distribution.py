@@ -5,21 +5,23 @@ rules_distribution.py does the same for chains.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from outrider.draft import EMPTY, Draft, Law
 from outrider.propose.base import DraftNoise
 from outrider.prove import forking, reference
 from outrider.prove.findings import Finding
-from outrider.prove.reference import VOCAB_SIZE, Case, Probs
+from outrider.prove.recorded_rounds import WrittenText
+from outrider.prove.reference import VOCAB_SIZE, Case, Context, Probs
 from outrider.prove.rules_distribution import tensor
 from outrider.prove.tree_reference import TreeRule
-from outrider.prove.written import WrittenText
 from outrider.verify.noise import NoiseSource
 from outrider.verify.verifier import RuleName, Verifier
 
 #: The rule that a request asks for so that the Verifier applies the tree rule.
-_RULE_NAMES: dict[TreeRule, RuleName] = {TreeRule.RECURSIVE: "token", TreeRule.TRAVERSAL: "block", TreeRule.MERGED: "auto"}
+RULE_NAMES: dict[TreeRule, RuleName] = {TreeRule.RECURSIVE: "token", TreeRule.TRAVERSAL: "block", TreeRule.MERGED: "auto"}
 _MANY = 1_000
 
 
@@ -43,13 +45,13 @@ def tree_verifier_distribution(case: Case, rule: TreeRule, widths: tuple[int, ..
 def _decode(
     case: Case, rule: TreeRule, noise: NoiseSource, widths: tuple[int, ...], length: int, width: int
 ) -> list[forking.Outcome]:
-    texts = [WrittenText.begin(i, _RULE_NAMES[rule]) for i in range(width)]
+    texts = [WrittenText.begin(i, RULE_NAMES[rule]) for i in range(width)]
     verifier = Verifier(noise)
     while running := [text for text in texts if len(text.output) < length]:
         candidates, rows = [], list[Probs]()
         for text in running:
             context = text.output
-            draft = _draw(case, text, noise, widths[: length - len(context) - 1])
+            draft = draw_tree(case.draft, text, DraftNoise(noise), widths[: length - len(context) - 1])
             if rule is TreeRule.MERGED:
                 draft = _with_guess(draft, context)
             first = len(rows)
@@ -61,9 +63,9 @@ def _decode(
     return [text.output[:length] for text in texts]
 
 
-def _draw(case: Case, text: WrittenText, noise: NoiseSource, widths: tuple[int, ...]) -> Draft:
-    """A tree of `widths`. Siblings are drawn one after another, without replacement."""
-    source, context = DraftNoise(noise), text.output
+def draw_tree(law: Callable[[Context], Probs], text: WrittenText, source: DraftNoise, widths: tuple[int, ...]) -> Draft:
+    """A tree of `widths`, drawn from `law` of each context. Siblings are drawn one after another, without replacement."""
+    context = text.output
     tokens: list[int] = []
     parents: list[int] = []
     rows: list[Probs] = []
@@ -71,7 +73,7 @@ def _draw(case: Case, text: WrittenText, noise: NoiseSource, widths: tuple[int, 
     for depth, width in enumerate(widths):
         below = []
         for place, (node, path) in enumerate(level):
-            probs = case.draft(context + path)
+            probs = law(context + path)
             left = tensor([probs])
             for rank in range(min(width, sum(p > 0 for p in probs))):
                 token = int(source.categorical(left, [text.request], [depth], [place * width + rank])[0])

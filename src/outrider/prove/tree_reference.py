@@ -70,7 +70,7 @@ def _trees(case: Case, context: Context, path: Context, widths: tuple[int, ...])
     if not widths:
         yield Node(path), _ONE
         return
-    for tokens, chance in _orders(case.draft(context + path), widths[0]):
+    for tokens, chance in orders(case.draft(context + path), widths[0]):
         for children, rest in _families(case, context, path, tokens, widths[1:]):
             yield Node(path, children), chance * rest
 
@@ -86,18 +86,18 @@ def _families(
             yield (first, *others), chance * rest
 
 
-def _orders(probs: Probs, count: int) -> Iterator[tuple[Context, Fraction]]:
+def orders(probs: Probs, count: int) -> Iterator[tuple[Context, Fraction]]:
     """All draws of `count` tokens without replacement, in order. A draw is shorter where no more tokens are possible."""
     if count == 0 or not any(probs):
         yield (), _ONE
         return
     for token, p in enumerate(probs):
         if p:
-            for rest, chance in _orders(_without(probs, token), count - 1):
+            for rest, chance in orders(without(probs, token), count - 1):
                 yield (token, *rest), p * chance
 
 
-def _without(probs: Probs, token: int) -> Probs:
+def without(probs: Probs, token: int) -> Probs:
     left = tuple(_ZERO if t == token else p for t, p in enumerate(probs))
     total = sum(left, _ZERO)
     return tuple(p / total for p in left) if total else left
@@ -118,7 +118,7 @@ def _recursive(case: Case, context: Context, node: Node) -> Iterator[tuple[Conte
         reached *= 1 - coin
         if not reached:
             return
-        p, q = owed(p, q, _ONE), _without(q, token)
+        p, q = owed(p, q, _ONE), without(q, token)
     walked = {child.path[-1]: child for child in node.children if not child.drawn}
     for token, weight in enumerate(p):
         if weight and token in walked:
@@ -180,6 +180,6 @@ def _refuse(level: _Level, token: int) -> _Level:
         level,
         weight=excess / below if below else _ONE,
         p=owed(level.p, level.q, level.weight),
-        q=_without(level.q, token),
+        q=without(level.q, token),
         left=level.left[1:],
     )

@@ -1,4 +1,4 @@
-"""The one place where logits become probabilities; the target and model proposers both pass through it."""
+"""Turns logits into probabilities; the only place, for the target and for model proposers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How likely the chosen tokens were: logprobs as vLLM and the OpenAI client define them."""
+"""Logprobs as vLLM and the OpenAI client define them."""
 
 from __future__ import annotations
 

@@ -1,16 +1,37 @@
-"""What a sequence's parameters do to its logits before they become probabilities, row by row along each row's own path."""
+"""Applies a sequence's parameters to its logits, row by row along each row's own path."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from outrider.errors import OutriderError
 from outrider.params import SamplingParams
-from outrider.verify.grammar import GrammarState
+from outrider.structured.grammar import GrammarState
+from outrider.verify.logits import argmax
 
 Path = tuple[int, ...]
+
+
+class NothingAllowedError(OutriderError):
+    """The parameters together forbid every token of a row; a request whose text comes there fails with NoTokenLeftError."""
+
+
+@dataclass(frozen=True)
+class Processed:
+    """Logits as the parameters leave them.
+
+    Attributes:
+        logits: [num_rows, vocab_size], finite or minus infinity.
+        faults: Rows without probabilities, with what was raised there. Their logits are as they came. Drafts have rows that
+            no text comes to, so a fault ends a request only where its text comes to the row.
+    """
+
+    logits: Tensor
+    faults: dict[int, BaseException]
 
 
 class Processing:
@@ -23,7 +44,7 @@ class Processing:
         sampling: The request's parameters.
         token_ids: Committed tokens, prompt first; grows as the text does.
         num_prompt_tokens: How many of them are the prompt.
-        end_token_ids: What may not be written before `sampling.min_tokens` output tokens.
+        end_token_ids: What ends the text, and may not be written before `sampling.min_tokens` output tokens.
         bad_words: Token sequences that may not be completed.
         grammar: Where the output stands in its structure, if it has one.
     """
@@ -40,6 +61,7 @@ class Processing:
         self._sampling = sampling
         self._token_ids = token_ids
         self._num_prompt_tokens = num_prompt_tokens
+        self._ends = frozenset(end_token_ids)
         self._end_token_ids = tuple(end_token_ids) if sampling.min_tokens else ()
         self._bad_words: dict[Path, list[int]] = {}  # by their beginning, the tokens that complete one
         for *beginning, last in bad_words:
@@ -61,27 +83,27 @@ class Processing:
             or self._forbids_ends(())
         )
 
-    def apply(self, logits: Tensor, paths: Sequence[Path]) -> tuple[Tensor, list[bool]]:
+    def apply(self, logits: Tensor, paths: Sequence[Path]) -> Processed:
         """Logits as the parameters leave them.
+
+        A row that no text can come to, behind an end or behind a token that the row before forbids, is shown to no logits
+        processor and to no grammar.
 
         Args:
             logits: [num_rows, vocab_size], finite; not written to.
-            paths: Of each row.
-
-        Returns:
-            Logits [num_rows, vocab_size], finite or minus infinity, and for each row whether every token was forbidden.
-            Such a row comes back as it was: it has no probabilities, and whoever would need them must give the text up.
-
-        Raises:
-            ValueError: A logits processor answered with another shape, NaN or plus infinity.
-            Exception: Whatever a logits processor raises.
+            paths: Of each row; where one row follows another, it comes later.
         """
-        logits = self._biased(logits)
-        logits = self._penalised(logits, paths)
-        logits = self._user_processed(logits, paths)
-        masked = logits.masked_fill(self._forbidden(paths, logits), float("-inf"))
-        stuck = masked.amax(-1) == float("-inf")
-        return torch.where(stuck[:, None], logits, masked), stuck.tolist()
+        faults: dict[int, BaseException] = {}
+        scores = self._penalised(self._biased(logits), paths)
+        forbidden = self._forbidden(paths, scores, faults)
+        scores = self._user_processed(scores, paths, forbidden, faults)
+        masked = scores.masked_fill(forbidden, float("-inf"))
+        for row, best in enumerate(masked.amax(-1).tolist()):
+            if best == float("-inf"):
+                faults.setdefault(row, NothingAllowedError())
+        if faults:
+            masked[list(faults)] = logits[list(faults)]
+        return Processed(masked, faults)
 
     def advance(self, token_id: int) -> None:
         """A token was committed and the text goes on."""
@@ -118,11 +140,42 @@ class Processing:
                 output[row, token] += 1
         return prompt.to(like.device), output.to(like)
 
-    def _user_processed(self, logits: Tensor, paths: Sequence[Path]) -> Tensor:
+    def _user_processed(
+        self, logits: Tensor, paths: Sequence[Path], forbidden: Tensor, faults: dict[int, BaseException]
+    ) -> Tensor:
+        """The rows that a text can come to, through the caller's functions; notes in `faults` what they raise."""
         if not self._sampling.logits_processors:
             return logits
-        committed = list(self._token_ids)
-        return torch.cat([self._through_processors(committed, path, row) for path, row in zip(paths, logits, strict=True)])
+        committed, rows = list(self._token_ids), list(logits)
+        reached: dict[Path, Tensor | None] = {}  # by path, the row as it will be; None where no text goes on from it
+        for row, path in enumerate(paths):
+            if row in faults or not self._may_come(path, reached):
+                reached[path] = None
+                continue
+            try:
+                rows[row] = self._through_processors(committed, path, logits[row])[0]
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                faults[row], reached[path] = error, None
+            else:
+                reached[path] = rows[row].masked_fill(forbidden[row], float("-inf"))
+        return torch.stack(rows)
+
+    def _may_come(self, path: Path, reached: dict[Path, Tensor | None]) -> bool:
+        """Whether a text may come to the row of `path`, as far as the rows before it are among those `reached`."""
+        if self._is_over(path):
+            return False
+        if not path or path[:-1] not in reached:
+            return True
+        before, token = reached[path[:-1]], path[-1]
+        if before is None or float(before[token]) == float("-inf"):
+            return False
+        return not self._sampling.greedy or int(argmax(before[None])) == token
+
+    def _is_over(self, path: Path) -> bool:
+        """Whether the text ends within `path`."""
+        return not self._ends.isdisjoint(path)
 
     def _through_processors(self, committed: list[int], path: Path, row: Tensor) -> Tensor:
         """One row through the caller's functions, [1, vocab_size]."""
@@ -138,8 +191,8 @@ class Processing:
             scores = answer.to(row)
         return scores
 
-    def _forbidden(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
-        """True [num_rows, vocab_size] where a token may not stand."""
+    def _forbidden(self, paths: Sequence[Path], logits: Tensor, faults: dict[int, BaseException]) -> Tensor:
+        """True [num_rows, vocab_size] where a token may not stand; notes in `faults` what the grammar raises."""
         mask = torch.zeros(logits.shape, dtype=torch.bool)
         if self._sampling.allowed_token_ids is not None:
             mask[:] = True
@@ -148,10 +201,16 @@ class Processing:
             if self._forbids_ends(path):
                 mask[row, list(self._end_token_ids)] = True
             mask[row, self._completions(path)] = True
-            if self._grammar is not None:
+            if self._grammar is None or self._is_over(path):
+                continue
+            try:
                 allowed = self._grammar.allowed(path, logits.shape[-1])
-                if allowed is not None:
-                    mask[row] |= ~allowed
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                faults[row] = error
+            else:
+                mask[row] |= torch.zeros_like(mask[row]) if allowed is None else ~allowed
         return mask.to(logits.device)
 
     def _forbids_ends(self, path: Path) -> bool:

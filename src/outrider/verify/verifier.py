@@ -1,4 +1,4 @@
-"""Checks drafts in batches: which rule fits which draft, and what stands of it.
+"""Verifier: applies the rule that fits each draft, in batches.
 
 The driver knows drafts, probabilities and keys, and nothing of requests or engines. So a proposer that verifies the guess
 of its own drafter uses the same rules as the engine.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import pairwise
 from typing import Literal
@@ -35,7 +35,7 @@ class Rule(Enum):
     TOKEN = auto()  # R1, chains
     BLOCK = auto()  # R3, chains
     RECURSIVE = auto()  # R4, trees of any laws with sampled nodes among them
-    TRAVERSAL = auto()  # R5, trees of sampled nodes alone
+    TRAVERSAL = auto()  # R5, the same
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class CandidateKeys:
     position: int
     drafter: int = 0
 
-    def coin(self, node: int, depth: int) -> Key:
-        """Of the coin of `node`, `depth` tokens below the root. A position's coin may be tossed again in a later round,
-        after a rejection before it; hence the round."""
+    def coin(self, draw: int, depth: int) -> Key:
+        """Of the coin of a draw, whose node is `depth` tokens below the root. A position's coin may be tossed again in a
+        later round, after a rejection before it; hence the round."""
         position = self.position + depth - 1
-        return Key(self.owner, self.seed, self.sample, Stream.ACCEPT, position, self.round, node, self.drafter)
+        return Key(self.owner, self.seed, self.sample, Stream.ACCEPT, position, self.round, draw, self.drafter)
 
     def next(self, depth: int, *, owed: bool) -> Key:
         """Of the token after a node at `depth`, from the target's own probabilities or from what they still owe after a
@@ -84,6 +84,8 @@ class Candidate:
         keys: Names of its draws.
         rule: See `rule_for`.
         coins: Where the coins that were tossed are recorded; None where nobody asked.
+        residuals: Where those probabilities [vocab_size] are recorded from which a token was drawn after a refusal, by the
+            node that it follows. Nothing is recorded where coins are not.
     """
 
     draft: Draft
@@ -92,6 +94,7 @@ class Candidate:
     keys: CandidateKeys
     rule: Rule
     coins: list[CoinToss] | None = None
+    residuals: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,9 @@ class Verdict:
 def rule_for(draft: Draft, rule_name: RuleName, *, coupled: bool = False) -> Rule:
     """The rule by the draft's laws: only nodes drawn from known probabilities gain from a ratio test; all else is walked.
 
+    Which of the two ratio tests is taken follows from what was asked for alone: R1 is R4 on a chain, and R3 is R5 on a
+    chain. If nodes that another proposer adds behind drawn ones changed the test, it would depend on what was drawn.
+
     Args:
         draft: The draft.
         rule_name: As asked for; "auto" takes block verification, or on trees traversal, where it applies.
@@ -122,10 +128,10 @@ def rule_for(draft: Draft, rule_name: RuleName, *, coupled: bool = False) -> Rul
     laws = set(draft.laws)
     if coupled or Law.SAMPLED not in laws or Law.COUPLED in laws or rule_name in ("walk", "coupled"):
         return Rule.WALK
-    all_sampled = laws == {Law.SAMPLED}
-    if draft.is_chain and all_sampled:
-        return Rule.TOKEN if rule_name == "token" else Rule.BLOCK
-    return Rule.TRAVERSAL if all_sampled and rule_name != "token" else Rule.RECURSIVE
+    one_by_one = draft.is_chain and draft.num_draws == len(draft) and laws == {Law.SAMPLED}
+    if rule_name == "token":
+        return Rule.TOKEN if one_by_one else Rule.RECURSIVE
+    return Rule.BLOCK if one_by_one else Rule.TRAVERSAL
 
 
 class Verifier:
@@ -220,6 +226,9 @@ class Verifier:
         q_next = q[lane, accepted.clamp(max=length - 1)] * (accepted < length)[:, None]  # nothing is drafted after the last
         owed = residual(p[lane, accepted], q_next, weights[lane, accepted])
         lengths: list[int] = accepted.tolist()
+        for candidate, k, left in zip(candidates, lengths, owed, strict=True):
+            if k < length:
+                _record_residual(candidate, k - 1, left)
         keys = [c.keys.next(k, owed=k < length) for c, k in zip(candidates, lengths, strict=True)]
         tokens: list[int] = self.noise.categorical(owed, keys).tolist()
         return [
@@ -251,10 +260,13 @@ class Verifier:
     def _toss(self, coins: dict[int, Coin], candidates: dict[int, Candidate]) -> dict[int, int | None]:
         if not coins:
             return {}
-        keys = [candidates[i].keys.coin(coin.node, _depth(candidates[i].draft, coin.node)) for i, coin in coins.items()]
+        keys = [
+            candidates[i].keys.coin(coin.draw, _depth(candidates[i].draft, candidates[i].draft.nodes[coin.draw]))
+            for i, coin in coins.items()
+        ]
         fallen = self.noise.bernoulli(torch.stack([coin.probability for coin in coins.values()]), keys).tolist()
         for (i, coin), fell in zip(coins.items(), fallen, strict=True):
-            _record(candidates[i], coin.node, coin.probability, fell)
+            _record(candidates[i], coin.draw, coin.probability, fell)
         return dict(zip(coins, fallen, strict=True))
 
     def _draw_next(self, draws: dict[int, Draw], candidates: dict[int, Candidate]) -> dict[int, int | None]:
@@ -263,6 +275,9 @@ class Verifier:
         keys = [
             candidates[i].keys.next(_depth(candidates[i].draft, draw.node), owed=draw.owed) for i, draw in draws.items()
         ]
+        for i, draw in draws.items():
+            if draw.owed:
+                _record_residual(candidates[i], draw.node, draw.probs)
         tokens = self.noise.categorical(torch.stack([draw.probs for draw in draws.values()]), keys)
         return dict(zip(draws, tokens.tolist(), strict=True))
 
@@ -308,10 +323,8 @@ def _open(candidate: Candidate, logits: Tensor) -> Conversation:
     """Start a tree rule on one candidate."""
     draft = candidate.draft
     p = target_probs(logits[slice(*candidate.rows)], [candidate.sampling] * (len(draft) + 1))
-    children = {node: draft.children(node) for node in range(-1, len(draft))}
-    tree = Tree(draft.token_ids, draft.parents, children, tuple(law is Law.SAMPLED for law in draft.laws))
     rule = recursive_rejection if candidate.rule is Rule.RECURSIVE else traversal
-    return rule(tree, p, _draft_probs(draft).to(p))
+    return rule(Tree.of(draft), p, _draft_probs(draft).to(p))
 
 
 def _draft_probs(draft: Draft) -> Tensor:
@@ -333,10 +346,16 @@ def _depth(draft: Draft, node: int) -> int:
 def _record_chains(candidates: Sequence[Candidate], chances: Tensor, coins: Tensor) -> None:
     for index, candidate in enumerate(candidates):
         if candidate.coins is not None:
-            for node, (chance, fell) in enumerate(zip(chances[index], coins[index].tolist(), strict=True)):
-                _record(candidate, node, chance, fell)
+            for draw, (chance, fell) in enumerate(zip(chances[index], coins[index].tolist(), strict=True)):
+                _record(candidate, draw, chance, fell)
 
 
-def _record(candidate: Candidate, node: int, probability: Tensor, fell: bool) -> None:
+def _record_residual(candidate: Candidate, node: int, probs: Tensor) -> None:
     if candidate.coins is not None:
-        candidate.coins.append(CoinToss(node, float(probability), bool(fell)))
+        candidate.residuals[node] = probs
+
+
+def _record(candidate: Candidate, draw: int, probability: Tensor, fell: bool) -> None:
+    if candidate.coins is not None:
+        toss = CoinToss(candidate.draft.nodes[draw], float(probability), bool(fell), candidate.draft.members[draw])
+        candidate.coins.append(toss)

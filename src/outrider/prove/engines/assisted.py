@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from outrider.model.hf import without_bars
+from outrider.model.loading.exclusive import exclusive_transformers
 from outrider.params import SamplingParams
 from outrider.prove.engine_distribution import PROMPT
 from outrider.prove.engines.torch_forking import explore_torch
@@ -171,7 +171,8 @@ class AssistedGeneration:
         found = _distance(self.distribution(call, length), self._plain_distribution(call, length).probs, length)
         if not call.lossy_by_design:
             return found
-        return Finding(found.measured, found.bound, f"{found.detail}; lossy by its documentation", informs=True)
+        detail = f"{found.detail}; lossy by its documentation"
+        return Finding(found.measured, found.bound, detail, informs=True, horizon=found.horizon)
 
     def distribution(self, call: Call, length: int) -> Distribution:
         """The exact joint distribution of the texts of `call` behind `PROMPT`. A failure counts as a text of its own."""
@@ -294,7 +295,7 @@ class _Cast:
 def _load(path: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with without_bars():
+    with exclusive_transformers():
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     raise_norms(model)
     return model
@@ -331,4 +332,5 @@ def _distance(found: Distribution, reference: Mapping[Any, float], length: int) 
     distance = total_variation(found.probs, reference) + found.dropped + missing
     failures = sum(mass for text, mass in found.probs.items() if text and isinstance(text[0], str))
     failed = f", fails with probability {failures:.3g}" if failures else ""
-    return Finding(distance, BOUND, f"{found.num_paths} paths, joint distribution of {length} tokens{failed}")
+    detail = f"{found.num_paths} paths, joint distribution of {length} tokens{failed}"
+    return Finding(distance, BOUND, detail, horizon=length)

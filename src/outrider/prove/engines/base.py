@@ -1,4 +1,4 @@
-"""What another engine must offer to be proved."""
+"""The interface of another engine that is proved."""
 
 from __future__ import annotations
 

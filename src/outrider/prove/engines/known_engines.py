@@ -1,4 +1,4 @@
-"""The engines that can be proved, by the names that users give."""
+"""Registry of the engines that can be proved, by name."""
 
 from __future__ import annotations
 

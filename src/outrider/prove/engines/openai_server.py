@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from outrider.errors import EngineAnswerError
-from outrider.model.hf import without_bars
+from outrider.model.loading.exclusive import exclusive_transformers
 from outrider.prove.engines.cells import ProbsOf, Text, finding, judge
 from outrider.prove.engines.completions import Answer, CompletionsClient
 from outrider.prove.findings import Finding
@@ -202,7 +202,7 @@ class ReferenceModel:
     def __init__(self, path: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        with without_bars():
+        with exclusive_transformers():
             self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path)

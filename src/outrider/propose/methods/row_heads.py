@@ -1,0 +1,95 @@
+"""Drafting with heads that read the target's last hidden state; `medusa` and `blockwise` differ in their layers.
+
+Such heads need one row: that of the token before the last one of the text, which every pass of the target brings, whatever
+stands of its draft. So there is nothing to catch up with. A text whose prompt comes out of the prefix cache has its last
+prompt token computed anyway, and begins with that row; nothing is computed for the heads' sake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.draft import Draft
+from outrider.heads.running import RunningHeads
+from outrider.propose.base import (
+    DraftNoise,
+    ObservedRows,
+    Proposer,
+    ProposeRequest,
+    ProposerSequence,
+    Requirements,
+    RowStatus,
+)
+from outrider.propose.trees.growth import Growth, add_level
+
+
+class _Feature(NamedTuple):
+    """What the target left at the last row of a text that is computed.
+
+    Attributes:
+        position: Of the row.
+        hidden: [hidden_size]
+    """
+
+    position: int
+    hidden: Tensor
+
+
+class RowHeadsProposer(Proposer):
+    """Greedy, drawn or coupled chains and trees from heads that are independent of each other, batched over sequences.
+
+    All nodes of one depth are chosen from the probabilities of one head, whatever stands before them in the draft.
+
+    Args:
+        heads: The heads.
+        min_confidence: Nothing is drafted behind a token whose own draft probability is smaller.
+    """
+
+    def __init__(self, heads: RunningHeads, min_confidence: float = 0.0) -> None:
+        self.requires = Requirements(aux_layers=(heads.config.layer,))
+        self._heads = heads
+        self._min_confidence = min_confidence
+        self._features: dict[int, _Feature] = {}
+
+    def fork(self, parent: ProposerSequence, child: ProposerSequence) -> None:
+        if parent.seq_id in self._features:
+            self._features[child.seq_id] = self._features[parent.seq_id]
+
+    def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
+        growths = [self._growth(request) for request in requests]
+        begun = [growth for growth in growths if growth.growing]
+        logits = self._logits(begun) if begun else {}
+        while alive := [growth for growth in begun if growth.growing]:
+            rows = [logits[id(growth)][growth.node(node).depth] for growth in alive for node in growth.level]
+            add_level(alive, torch.stack(rows), noise)
+        return [growth.draft() for growth in growths]
+
+    def observe(self, rows: Sequence[ObservedRows]) -> None:
+        for seen in rows:
+            last = len(seen.sequence.token_ids) - 2  # the row behind which the last token was written
+            for row in seen.where(RowStatus.TEXT, RowStatus.ACCEPTED):
+                if seen.positions[row] == last:
+                    hidden = seen.aux_hidden_states[self._heads.config.layer][row]
+                    self._features[seen.sequence.seq_id] = _Feature(last, hidden.clone())  # a view would keep all rows
+
+    def finish(self, sequence: ProposerSequence) -> None:
+        self._features.pop(sequence.seq_id, None)
+
+    def _growth(self, request: ProposeRequest) -> Growth:
+        """An empty draft where the row was not seen, as in the first step of a text that the heads are given late."""
+        feature = self._features.get(request.sequence.seq_id)
+        seen = feature is not None and feature.position == len(request.sequence.token_ids) - 2
+        depth = min(request.max_depth, self._heads.config.num_heads - len(request.path))
+        return Growth.of(request, request.budget if seen else 0, depth, self._min_confidence)
+
+    def _logits(self, growths: Sequence[Growth]) -> dict[int, Tensor]:
+        """By draft: logits [depth, vocab_size] of the tokens at each depth of it."""
+        hidden = torch.stack([self._features[growth.request.sequence.seq_id].hidden for growth in growths])
+        starts = [len(growth.request.path) for growth in growths]
+        ends = [start + min(g.max_depth, g.budget) for start, g in zip(starts, growths, strict=True)]
+        logits = self._heads.logits(hidden, max(ends))
+        return {id(growth): logits[start:, i] for i, (growth, start) in enumerate(zip(growths, starts, strict=True))}

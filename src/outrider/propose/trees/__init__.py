@@ -1,0 +1,1 @@
+"""How drafts grow into chains and trees."""

@@ -1,0 +1,347 @@
+"""Growing drafts from probabilities, a few rows at a time: chains, trees of a fixed shape, and trees that adapt.
+
+Whatever computes the next row's logits, a draft model or a head, grows its drafts here: drawn, drawn without replacement
+among siblings (Jeon et al. 2024), most likely first, or guessed with the target's noise. A `TreeBuilder` says which rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from outrider.draft import EMPTY, Confidence, Draft, Law
+from outrider.propose.base import DraftNoise, ProposeRequest
+from outrider.propose.trees.acceptance import RANKS
+from outrider.propose.trees.tree import Mode
+from outrider.verify.logits import argmax, target_probs
+
+
+@dataclass
+class Node:
+    """A node of a growing draft.
+
+    Attributes:
+        token_id: Its token.
+        parent: Index of its parent, -1 for the root.
+        depth: Tokens from the root to it.
+        rank: How many elder siblings it has.
+        place: Which node of a template it is, -1 where there is none.
+        chance: How likely the target's text reaches it, as far as its builder has an opinion.
+    """
+
+    token_id: int
+    parent: int
+    depth: int
+    rank: int
+    place: int
+    chance: float = 1.0
+
+
+_ROOT = Node(-1, -1, 0, 0, -1)
+
+
+@dataclass(frozen=True)
+class NodeLaw:
+    """What the children of a node are chosen from.
+
+    Attributes:
+        row: [vocab_size] probabilities where they are drawn, else logits.
+        drawn: Whether they are drawn.
+    """
+
+    row: Tensor
+    drawn: bool
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """Probabilities [vocab_size]."""
+        return self.row if self.drawn else self.row.softmax(-1)
+
+    @cached_property
+    def likeliest(self) -> list[float]:
+        """The largest probabilities above 0 in descending order, as many as there are ranks that are counted apart."""
+        return [p for p in self.probs.topk(min(RANKS, len(self.row))).values.tolist() if p > 0.0]
+
+
+@dataclass
+class Growth:
+    """A draft in the making.
+
+    Attributes:
+        request: What was asked for.
+        budget: Most nodes.
+        max_depth: Longest path.
+        min_confidence: Nothing is drafted behind a token whose own probability is smaller.
+        nodes: So far.
+        laws: By node, -1 for the root: what its children are chosen from, where that is known.
+        level: Nodes whose logits are wanted next, in ascending order; -1 is the root.
+        open: Nodes that were added last, and may be wanted next.
+        template: Where the shape is fixed: the children of the root and then of each node.
+    """
+
+    request: ProposeRequest
+    budget: int
+    max_depth: int
+    min_confidence: float = 0.0
+    nodes: list[Node] = field(default_factory=list)
+    laws: dict[int, NodeLaw] = field(default_factory=dict)
+    level: list[int] = field(default_factory=list)
+    open: list[int] = field(default_factory=list)
+    template: tuple[tuple[int, ...], ...] = ()
+    _num_keys: dict[int, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(request: ProposeRequest, budget: int, max_depth: int, min_confidence: float = 0.0) -> Growth:
+        """A draft as the request's tree builder shapes it, within a budget of nodes and a depth."""
+        growth = Growth(request, max(budget, 0), max(max_depth, 0), min_confidence)
+        request.builder.begin(growth)
+        growth.level = [-1] if growth.budget and growth.max_depth else []
+        return growth
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether its tokens are drawn."""
+        return not (self.request.sequence.sampling.greedy or self.request.greedy)
+
+    @cached_property
+    def law(self) -> Law:
+        """The law of its tokens."""
+        if not self.draws:
+            return Law.DETERMINISTIC
+        return Law.COUPLED if self.request.coupled else Law.SAMPLED
+
+    @cached_property
+    def mode(self) -> Mode:
+        """What the acceptance of a row depends on beside its probabilities: its law, and whether the target is greedy."""
+        return self.law, self.request.sequence.sampling.greedy
+
+    @property
+    def branches(self) -> bool:
+        """Whether it may become a tree."""
+        return self.request.builder.branches(self)
+
+    @property
+    def depth(self) -> int:
+        """Length of its longest path so far."""
+        return max((node.depth for node in self.nodes), default=0)
+
+    @property
+    def growing(self) -> bool:
+        """Whether the logits of further nodes are wanted."""
+        return bool(self.level)
+
+    def node(self, index: int) -> Node:
+        """A node, or the root for -1."""
+        return _ROOT if index < 0 else self.nodes[index]
+
+    def place(self, index: int) -> int:
+        """Which node of the template a node is; -1 is the root."""
+        return self.node(index).place
+
+    def children(self, index: int) -> list[int]:
+        """The children of a node so far, in order."""
+        return [i for i in range(index + 1, len(self.nodes)) if self.nodes[i].parent == index]
+
+    def path(self, index: int) -> tuple[int, ...]:
+        """Tokens from below the root to a node."""
+        tokens: list[int] = []
+        while index >= 0:
+            tokens.append(self.nodes[index].token_id)
+            index = self.nodes[index].parent
+        return tuple(reversed(tokens))
+
+    def confidence(self, index: int) -> Confidence:
+        """How sure the proposer was at the place of a node, and of its token."""
+        node = self.nodes[index]
+        law = self.laws[node.parent]
+        return Confidence(law.likeliest[0], float(law.probs[node.token_id]))
+
+    def draft(self) -> Draft:
+        """What has grown."""
+        if not self.nodes:
+            return EMPTY
+        tokens, parents = tuple(n.token_id for n in self.nodes), tuple(n.parent for n in self.nodes)
+        laws = (self.law,) * len(tokens)
+        told = self.request.builder.learns
+        confidences = tuple(self.confidence(i) for i in range(len(tokens))) if told else ()
+        if not self.draws:
+            return Draft(tokens, parents, laws, confidences=confidences)
+        probs = torch.stack([self.laws[n.parent].row for n in self.nodes])
+        return Draft(tokens, parents, laws, probs, confidences=confidences)
+
+    def new_keys(self, depth: int, count: int) -> range:
+        """Numbers that tell the draws for one depth apart."""
+        first = self._num_keys.get(depth, 0)
+        self._num_keys[depth] = first + count
+        return range(first, first + count)
+
+
+def add_level(growths: Sequence[Growth], logits: Tensor, noise: DraftNoise) -> None:
+    """Choose further tokens, now that the laws behind the nodes of each `Growth.level` are known.
+
+    Args:
+        growths: Drafts that grow.
+        logits: [num_nodes, vocab_size] of the nodes of their levels, one draft after another, before any parameter.
+        noise: For drawn tokens.
+    """
+    company = len(growths)
+    _keep_laws(growths, logits)
+    for growth in growths:
+        growth.open = []
+    _add_children([(growth, growth.request.builder.children(growth, company)) for growth in growths], noise)
+    for growth in growths:
+        growth.open = [node for node in growth.open if _may_go_on(growth, node)]
+        room = len(growth.nodes) < growth.budget
+        growth.level = growth.request.builder.expanded(growth, company) if growth.open and room else []
+    ended = [growth for growth in growths if not growth.level]
+    _add_children([(growth, growth.request.builder.last_children(growth, company)) for growth in ended], noise)
+
+
+def level_logits(growths: Sequence[Growth], logits: Tensor) -> Tensor:
+    """The logits of the nodes of each `Growth.level`.
+
+    Args:
+        growths: Drafts that grow.
+        logits: [num_nodes, vocab_size] of each draft's nodes from the first of its level to its last one.
+    """
+    rows, start = list[int](), 0
+    for growth in growths:
+        first = growth.level[0]
+        rows += [start + node - first for node in growth.level]
+        start += len(growth.nodes) - first
+    return logits if len(rows) == len(logits) else logits[rows]
+
+
+def _keep_laws(growths: Sequence[Growth], logits: Tensor) -> None:
+    """Remember what the children of the levels' nodes are chosen from."""
+    places = [(growth, node) for growth in growths for node in growth.level]
+    rows = _processed(growths, logits)
+    drawing = [i for i, (growth, _) in enumerate(places) if growth.draws]
+    laws = {i: NodeLaw(row, False) for i, row in enumerate(rows)}
+    if drawing:
+        chosen = rows if len(drawing) == len(places) else rows[drawing]
+        probs = target_probs(chosen, [places[i][0].request.sequence.sampling for i in drawing])
+        laws |= {i: NodeLaw(row, True) for i, row in zip(drawing, probs, strict=True)}
+    for i, (growth, node) in enumerate(places):
+        growth.laws[node] = laws[i]
+
+
+def _processed(growths: Sequence[Growth], logits: Tensor) -> Tensor:
+    """Logits [num_nodes, vocab_size] as the requests' parameters leave them, each along its own path."""
+    done, end = [], 0
+    for growth in growths:
+        start, end = end, end + len(growth.level)
+        done.append(_along_paths(growth, logits[start:end]))
+    return torch.cat(done)
+
+
+def _along_paths(growth: Growth, rows: Tensor) -> Tensor:
+    processing, before = growth.request.sequence.processing, growth.request.path
+    if not processing.active:
+        return rows
+    return processing.apply(rows, [before + growth.path(i) for i in growth.level]).logits
+
+
+def _may_go_on(growth: Growth, node: int) -> bool:
+    """Whether a draft may go on behind a token; a token of low confidence is kept, and is the last of its path."""
+    if growth.nodes[node].depth >= growth.max_depth:
+        return False
+    return growth.min_confidence <= 0.0 or growth.confidence(node).token >= growth.min_confidence
+
+
+@dataclass
+class _Family:
+    """A node that gets children: `first` is the rank of the first new one."""
+
+    growth: Growth
+    parent: int
+    first: int
+    count: int
+    tokens: list[int] = field(default_factory=list)
+
+
+def _add_children(wanted: Sequence[tuple[Growth, Mapping[int, int]]], noise: DraftNoise) -> None:
+    """Give nodes as many children as their builders want, within the budgets, and note them as open."""
+    families = [family for growth, counts in wanted for family in _families(growth, counts)]
+    _choose_likeliest([family for family in families if not family.growth.draws])
+    _draw([family for family in families if family.growth.draws], noise)
+    for family in families:
+        growth = family.growth
+        for rank, token in enumerate(family.tokens, family.first):
+            _add(growth, family.parent, rank, token)
+
+
+def _families(growth: Growth, counts: Mapping[int, int]) -> list[_Family]:
+    """What has room in the budget; decided before anything is drawn."""
+    room, found = growth.budget - len(growth.nodes), []
+    for parent, total in counts.items():
+        first = len(growth.children(parent))
+        count = min(total - first, room)
+        if count > 0:
+            found.append(_Family(growth, parent, first, count))
+            room -= count
+    return found
+
+
+def _add(growth: Growth, parent: int, rank: int, token: int) -> None:
+    template = growth.template
+    place = template[growth.place(parent) + 1][rank] if template else -1
+    growth.open.append(len(growth.nodes))
+    growth.nodes.append(Node(token, parent, growth.node(parent).depth + 1, rank, place))
+    growth.request.builder.appraise(growth, len(growth.nodes) - 1)
+
+
+def _choose_likeliest(families: list[_Family]) -> None:
+    """The likeliest tokens that a node has no child of, best first, the lowest id among equals."""
+    if not families:
+        return
+    logits = torch.stack([family.growth.laws[family.parent].row for family in families])
+    ends = [family.first + family.count for family in families]
+    if max(ends) <= 1:
+        tokens = argmax(logits)[:, None]
+    else:
+        tokens = logits.sort(stable=True, dim=-1, descending=True).indices[:, : max(ends)]
+    possible = logits.gather(-1, tokens) > float("-inf")
+    for family, row, ok, end in zip(families, tokens.tolist(), possible.tolist(), ends, strict=True):
+        family.tokens = [token for token, may in zip(row[:end], ok, strict=False) if may][family.first :]
+
+
+def _draw(families: list[_Family], noise: DraftNoise) -> None:
+    """Draw children without replacement, in order. A node has fewer where no more tokens are possible; which ones were
+    drawn has no part in that."""
+    if not families:
+        return
+    keys = [_keys(family) for family in families]
+    left = torch.stack([_left(family) for family in families])
+    for turn in range(max(family.count for family in families)):
+        wide = [i for i, family in enumerate(families) if turn < family.count]
+        if turn or any(family.first for family in families):
+            mass = left[wide].sum(-1).tolist()
+            wide = [i for i, m in zip(wide, mass, strict=True) if m > 0.0]
+        if not wide:
+            break
+        growths = [families[i].growth for i in wide]
+        offsets = [growth.node(families[i].parent).depth for i, growth in zip(wide, growths, strict=True)]
+        rows = left if len(wide) == len(families) else left[wide]
+        drawn = noise.categorical(rows, [g.request for g in growths], offsets, [keys[i][turn] for i in wide]).tolist()
+        for i, token in zip(wide, drawn, strict=True):
+            families[i].tokens.append(token)
+        if turn + 1 < max(family.count for family in families):
+            left[wide, drawn] = 0.0
+
+
+def _keys(family: _Family) -> range:
+    return family.growth.new_keys(family.growth.node(family.parent).depth, family.count)
+
+
+def _left(family: _Family) -> Tensor:
+    """What is left [vocab_size] of a node's probabilities behind the children that it has."""
+    row = family.growth.laws[family.parent].row
+    if not family.first:
+        return row
+    taken = [family.growth.nodes[child].token_id for child in family.growth.children(family.parent)]
+    return row.index_fill(0, torch.tensor(taken, device=row.device), 0.0)

@@ -1,0 +1,1 @@
+"""Structured output: grammars, the automata made of them, and the trial of untrusted grammars."""

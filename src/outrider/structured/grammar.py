@@ -1,0 +1,293 @@
+"""Grammars of structured output: the tokens that may follow along any draft path.
+
+The automaton is llguidance's, an optional extra. It advances by committed tokens only; a look along a draft path consumes
+the path and takes it back. A text is started with its first mask, where most of the work may be. The library bounds
+the work of later masks too, and a text that comes to a bound is ended alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from time import thread_time
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.errors import ContradictionError, InvalidParameterError, OutriderError, UnsupportedParameterError
+from outrider.params import StructuredOutputs
+from outrider.structured.structures import StructureError, Vocabulary, Written, compiled
+from outrider.structured.trials import Trials
+
+_FIELD = "structured_outputs"
+#: The largest structures that the automaton begins with in a fraction of a second. Beyond them its time grows with the
+#: square of the size, and all requests wait for it.
+MAX_CHOICES = 10_000
+MAX_CHARACTERS = 200_000
+#: What following a request's texts may take of a processor's time: so much in all, and for each mask. Masks of JSON and of
+#: programming languages take 0.1 to 0.3 ms, and 2 ms where most of 120,000 tokens may follow. One inside a literal of
+#: 60,000 characters takes 9 ms.
+_SECONDS = 0.2
+_SECONDS_A_MASK = 0.005
+#: What the library says where a limit is reached, and not where something is wrong.
+_TOO_MUCH = (
+    "too big",
+    "schema too large",
+    "too deeply",
+    "too many",
+    "fuel",
+    "max is",
+    "recursion limit",
+    "precomputation failed",
+    "too much work",
+)
+#: And where nothing more may follow, although the structure is not complete.
+_DEAD_END = "NoExtension"
+
+
+class GrammarError(OutriderError):
+    """The automaton refused a token or gave up; its request fails with a ProcessingError."""
+
+
+class _Times:
+    """What following a request's texts has taken of a processor's time, which all other requests wait for."""
+
+    def __init__(self) -> None:
+        self._seconds, self._num_masks = 0.0, 0
+
+    @contextmanager
+    def counted(self, num_masks: int) -> Iterator[None]:
+        """A block of work for so many masks.
+
+        Raises:
+            GrammarError: The work takes too long. Where it did so before, the block is not begun.
+        """
+        self._check()
+        begun = thread_time()
+        yield
+        self._seconds += thread_time() - begun
+        self._num_masks += num_masks
+        self._check()
+
+    def _check(self) -> None:
+        if self._seconds > _SECONDS + _SECONDS_A_MASK * self._num_masks:
+            mean = 1000 * self._seconds / max(self._num_masks, 1)
+            raise GrammarError(_gave_up(f"too much work: its {self._num_masks:,} masks took {mean:.1f} ms each"))
+
+
+class GrammarState:
+    """Where one text stands in its structure.
+
+    Args:
+        matcher: An llguidance.LLMatcher.
+        bits: Its mask; None where it is not known yet.
+        times: Of all texts of its request; None for the first of them.
+    """
+
+    def __init__(self, matcher: Any, bits: bytes | None = None, times: _Times | None = None) -> None:
+        self._matcher = matcher
+        self._times = _Times() if times is None else times
+        self._bits = bits  # of what may follow the committed text; asked for by the draft and by the target
+
+    def copy(self) -> GrammarState:
+        """Another text of the same request, at the same place. They share what the automaton has computed, so nothing is
+        compiled anew, and where one has failed all have. So is the time that their masks may take."""
+        return GrammarState(self._matcher.deep_copy(), self._bits, self._times)
+
+    def advance(self, token_id: int) -> None:
+        """A token was committed; one that the structure allows.
+
+        Raises:
+            GrammarError: It does not allow it, or the automaton gave up.
+        """
+        self._bits = None
+        with self._times.counted(num_masks=0):
+            taken = self._matcher.consume_token(token_id)
+        if not taken:
+            raise GrammarError(_gave_up(self._matcher.get_error()))
+
+    def allowed(self, path: tuple[int, ...], vocab_size: int) -> Tensor | None:
+        """Tokens [vocab_size] bool that may follow the committed text and `path`; None where the path itself may not.
+
+        Raises:
+            GrammarError: The automaton gave up (its limits on complexity), or its masks take too long.
+        """
+        bits = self._bits_behind(path) if path else self._committed_bits()
+        if bits is None:
+            return None
+        flags = _flags(bits)[:vocab_size]
+        mask = torch.zeros(vocab_size, dtype=torch.bool)
+        mask[: len(flags)] = torch.from_numpy(flags)
+        return mask
+
+    def _committed_bits(self) -> bytes:
+        if self._bits is None:
+            with self._times.counted(num_masks=1):
+                self._bits = self._compute()
+        return self._bits
+
+    def _bits_behind(self, path: tuple[int, ...]) -> bytes | None:
+        with self._times.counted(num_masks=1):
+            taken = self._matcher.try_consume_tokens(list(path))
+            try:
+                return self._compute() if taken == len(path) else None
+            finally:
+                if taken and not self._matcher.is_error():
+                    self._matcher.rollback(taken)
+
+    def _compute(self) -> bytes:
+        bits: bytes = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise GrammarError(_gave_up(self._matcher.get_error()))
+        return bits
+
+
+class GrammarCompiler:
+    """Makes automata for one tokenizer.
+
+    Args:
+        tokenizer: Of the target; None where it has none.
+        vocab_size: Width of the target's logits.
+        eos_token_ids: Tokens that end a text.
+
+    Attributes:
+        trials: Where structures are tried before anything is made of them here; None where those who write them are trusted
+            with the whole process.
+    """
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._lock = Lock()
+        self._wrapped: Any | None = None
+        self.trials: Trials | None = None
+
+    def start(self, structure: StructuredOutputs) -> GrammarState:
+        """A text that has yet to begin, with its first mask. Any thread may call this, and it may take tenths of a second.
+
+        Raises:
+            UnsupportedParameterError: The extra is not installed.
+            ContradictionError: The model has no tokenizer, or no token that ends a text.
+            InvalidParameterError: The structure is malformed, no text has it, it is larger than one of the limits here, or
+                it is too much for an automaton.
+            TrialError, ClosedError: It cannot be tried.
+        """
+        written = _written(structure)
+        library = _library()
+        with self._lock:
+            if self._wrapped is None:
+                self._wrapped = self._read_vocabulary().wrapped(library)
+        if self.trials is not None:
+            refusal = self.trials.verdict(written, self._read_vocabulary)
+            if refusal is not None:
+                raise _refused(structure, refusal)
+        try:
+            return GrammarState(*compiled(written, self._wrapped, library))
+        except StructureError as error:
+            raise _refused(structure, error) from error
+
+    def _read_vocabulary(self) -> Vocabulary:
+        if self._tokenizer is None or not self._eos_token_ids:
+            lacks = "tokenizer" if self._tokenizer is None else "token that ends a text"
+            raise ContradictionError(_FIELD, "...", f"the model has no {lacks}", "Use a model that has one.")
+        if getattr(self._tokenizer, "backend_tokenizer", None) is None:
+            problem = "the model's tokenizer is none of the fast ones, which structures need"
+            raise UnsupportedParameterError(_FIELD, "...", problem, "Use a model that has a tokenizer.json.")
+        return Vocabulary.of(self._tokenizer, self._vocab_size, self._eos_token_ids)
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise UnsupportedParameterError(
+            _FIELD, "...", "the library that follows grammars is not installed", "Install outrider[grammar]."
+        ) from error
+    return llguidance
+
+
+def _given(structure: StructuredOutputs) -> object:
+    return next(v for v in dict(structure).values() if v not in (None, False, ()))
+
+
+def _written(structure: StructuredOutputs) -> Written:
+    """The structure as text, which is not too large."""
+    if structure.choice:
+        _check_size(structure, sum(map(len, structure.choice)))
+        return Written.choices(structure.choice)
+    if structure.json_object or structure.json_schema is not None:
+        written = Written("schema", '{"type": "object"}' if structure.json_object else _schema_text(structure))
+    elif structure.regex is not None:
+        written = Written("regex", structure.regex)
+    else:
+        written = Written.grammar(structure.grammar or "")
+    _check_size(structure, len(written.text))
+    return written
+
+
+def _schema_text(structure: StructuredOutputs) -> str:
+    if isinstance(structure.json_schema, str):
+        return structure.json_schema
+    try:
+        return json.dumps(structure.json_schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _refused(structure, error) from error
+
+
+def _check_size(structure: StructuredOutputs, num_characters: int) -> None:
+    if len(structure.choice) > MAX_CHOICES:
+        raise InvalidParameterError(
+            _FIELD,
+            structure.choice,
+            f"it is too large: {len(structure.choice):,} choices",
+            f"Use up to {MAX_CHOICES:,} choices; a regex or a grammar says many alike in one.",
+        )
+    if num_characters > MAX_CHARACTERS:
+        raise InvalidParameterError(
+            _FIELD,
+            _given(structure),
+            f"it is too large: {num_characters:,} characters",
+            f"Use up to {MAX_CHARACTERS:,} characters in all.",
+        )
+
+
+def _refused(structure: StructuredOutputs, reason: object) -> InvalidParameterError:
+    """Why a structure cannot be followed: it is more than an automaton can do, nothing has it, or it is written wrongly."""
+    line = _first_line(reason)
+    if _is_too_much(line):
+        remedy = "Use fewer or shorter repetitions, fewer alternatives, smaller multiples, and less nesting."
+        return InvalidParameterError(_FIELD, _given(structure), f"it is too much for an automaton ({line})", remedy)
+    if _DEAD_END in line:
+        return InvalidParameterError(_FIELD, _given(structure), "no text can have it", "Give one that a text can have.")
+    return InvalidParameterError(_FIELD, _given(structure), f"it is malformed ({line})", "Correct it.")
+
+
+def _flags(bits: bytes) -> NDArray[np.bool_]:
+    return np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").astype(bool)
+
+
+def _is_too_much(line: str) -> bool:
+    return any(part in line.lower() for part in _TOO_MUCH)
+
+
+def _gave_up(reason: object) -> str:
+    """What is said of an automaton that cannot go on."""
+    line = _first_line(reason)
+    if _is_too_much(line):
+        return f"the structure became too much for its automaton ({line})"
+    return f"no token may follow in the structure ({line})" if _DEAD_END in line else line
+
+
+def _first_line(reason: object, limit: int = 200) -> str:
+    """What an error says, without the states and lists that may follow."""
+    lines = str(reason).strip().splitlines() or ["no reason was given"]
+    # Behind a drawing of a regular expression comes what is wrong with it.
+    told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "")
+    line = f"{lines[0].removesuffix('regex parse error:')}{told}" if told else lines[0]
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"

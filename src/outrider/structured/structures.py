@@ -1,0 +1,149 @@
+"""Compiles structures (JSON schema, regex, choice, Lark, GBNF) to automata.
+
+No torch: a process that tries structures starts with this module alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, Self
+
+#: What an automaton may spend until its first mask is there, and then on each mask. The library counts the expressions that
+#: it makes of regular expressions. `((((a{100}){100}){100}){100})` is given up after 0.1 s at the beginning of a text, and
+#: after 0.03 s in the middle of one. With the library's own limits it held a text up for 1.4 s and 0.2 s. A text may then
+#: begin with a literal of some 100,000 characters, and one behind something else may have 20,000.
+#: It also counts the items of its parser, whose number explodes where a grammar is ambiguous. `e: e e e e e e | /./ |` with
+#: a rule `start: e` is given up when a mask takes 0.05 s. With the library's own limit of 50,000 masks took 1.1 s. A small
+#: programming language needs some 5,000 items in a vocabulary of 120,000 tokens.
+_LIMITS = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "max_lexer_states": 50_000,
+    "step_max_items": 15_000,
+    "verbose_errors": False,
+}
+#: White space between the parts of a JSON text, where a schema does not say otherwise with "x-guidance": one blank or none,
+#: as json.dumps writes it. The library's own has no end, and a model that likes blanks would fill its text with them.
+_WHITESPACE = " "
+#: How a rule begins in GBNF. Lark may have the same signs in a text or a schema, but not behind a name that starts a line.
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]*[ \t]*::=", re.MULTILINE)
+
+Language = Literal["schema", "regex", "lark", "gbnf"]
+
+
+class StructureError(Exception):
+    """No automaton can be made; the message is the library's reason."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A structure as text.
+
+    Attributes:
+        language: In which it is written; a schema is JSON.
+        text: The whole of it.
+    """
+
+    language: Language
+    text: str
+
+    @classmethod
+    def choices(cls, choices: Sequence[str]) -> Self:
+        """The structure that a text has which is one of these."""
+        return cls("lark", "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in choices))
+
+    @classmethod
+    def grammar(cls, text: str) -> Self:
+        """A grammar, in Lark or in GBNF."""
+        return cls("lark" if _GBNF_RULE.search(text) is None else "gbnf", text)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens that structures are followed in.
+
+    Attributes:
+        tokenizer: A fast tokenizer, in its own JSON form.
+        size: Width of the target's logits.
+        ends: Tokens that end a text.
+    """
+
+    tokenizer: str
+    size: int
+    ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Any, size: int, ends: Sequence[int]) -> Self:
+        """That of a fast tokenizer of transformers."""
+        plain = copy(tokenizer.backend_tokenizer)
+        plain.no_padding()
+        plain.no_truncation()
+        return cls(plain.to_str(), size, tuple(ends))
+
+    def wrapped(self, library: Any) -> Any:
+        """The same for llguidance; it takes a second where the vocabulary is large."""
+        return library.LLTokenizer(self.tokenizer, n_vocab=self.size, eos_token=list(self.ends))
+
+
+def compiled(written: Written, vocabulary: Any, library: Any) -> tuple[Any, bytes]:
+    """An automaton at the beginning of a text, and its first mask; a token of it can be taken.
+
+    Args:
+        written: The structure.
+        vocabulary: A `Vocabulary`, wrapped.
+        library: llguidance.
+
+    Raises:
+        StructureError: It is malformed, no text has it, or it is too much for the automaton.
+        MemoryError: There is no memory for it.
+    """
+    try:
+        limits = library.LLParserLimits(**_LIMITS)
+        matcher = library.LLMatcher(vocabulary, _source(written, library), log_level=0, limits=limits)
+    except MemoryError:
+        raise
+    except RecursionError as error:
+        raise StructureError("recursion limit reached") from error
+    except Exception as error:  # the library's readers raise whatever happened to them
+        raise StructureError(str(error)) from error
+    if matcher.is_error():
+        raise StructureError(matcher.get_error())
+    bits: bytes = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise StructureError(matcher.get_error())
+    ahead = matcher.deep_copy()  # a matcher that has failed once has failed for ever
+    if not ahead.consume_token(_first_token(bits)):
+        raise StructureError(ahead.get_error())
+    return matcher, bits
+
+
+def _first_token(bits: bytes) -> int:
+    place, byte = next((place, byte) for place, byte in enumerate(bits) if byte)
+    return 8 * place + (byte & -byte).bit_length() - 1
+
+
+def _source(written: Written, library: Any) -> str:
+    """The structure in llguidance's own form."""
+    if written.language == "schema":
+        return _from_schema(written.text, library)
+    if written.language == "regex":
+        return str(library.LLMatcher.grammar_from_regex(written.text))
+    if written.language == "lark":
+        return str(library.LLMatcher.grammar_from_lark(written.text))
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    return str(library.LLMatcher.grammar_from_lark(any_to_lark(written.text)))
+
+
+@lru_cache(maxsize=64)
+def _from_schema(schema: str, library: Any) -> str:
+    read = json.loads(schema)
+    own = read.get("x-guidance") if isinstance(read, dict) else None
+    defaults = None if own else {"whitespace_pattern": _WHITESPACE}
+    grammar: str = library.LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
+    return grammar

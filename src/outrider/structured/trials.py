@@ -1,0 +1,206 @@
+"""Tries untrusted structures in a limited process, and refuses those that take too much work."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from hashlib import sha256
+from subprocess import DEVNULL, PIPE, Popen
+from threading import Lock, Timer
+from typing import Any
+from weakref import finalize
+
+from outrider.errors import ClosedError, TrialError
+from outrider.structured.structures import Vocabulary, Written
+
+#: What a trial may take of a processor. Schemas of 64 KB, 10,000 choices and literals of 64,000 characters take 0.2 s.
+SECONDS = 1.0
+#: And of memory, beside what the process has when it has read the vocabulary.
+NUM_BYTES = 512 * 2**20
+#: How long a trial may last where the processors are taken, or the system cannot limit what a process takes.
+_PATIENCE = 20.0
+#: How the system says that a process was ended from outside.
+_KILLED = -9
+#: Verdicts that are kept, so that one structure in many requests is tried once.
+_NUM_VERDICTS = 1_000
+#: What the process runs. It finds this package where its parent does.
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from outrider.structured.trial import main; main()"
+#: Why a structure was refused whose trial did not come to its end.
+TOO_MUCH_WORK = f"too much work: more than {SECONDS:g} s of a processor's time or {NUM_BYTES >> 20} MiB of memory"
+
+
+class Trials:
+    """Tries structures in other processes. They are started when they are first needed, as many as threads ask at a time;
+    one that has ended is replaced when the next is needed.
+
+    Any thread may use it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
+        self._idle: list[_Trier] = []
+        self._all: set[_Trier] = set()
+        self._closed = False
+        finalize(self, _end_all, self._all)
+
+    def verdict(self, written: Written, vocabulary: Callable[[], Vocabulary]) -> str | None:
+        """Why a structure cannot be followed; None where it can, in little time and memory.
+
+        Args:
+            written: The structure.
+            vocabulary: Tells that of the model, the same in all calls; asked where a process is started.
+
+        Raises:
+            TrialError: No process can be had.
+            ClosedError: Trials have come to their end.
+        """
+        key = sha256(f"{written.language}\0{written.text}".encode("utf-8", "surrogatepass")).digest()
+        with self._lock:
+            if key in self._verdicts:
+                self._verdicts.move_to_end(key)
+                return self._verdicts[key]
+        trier = self._take(vocabulary)
+        try:
+            found = trier.reason(written)
+        except EOFError:
+            self._forget(trier)
+            if trier.was_killed:  # which may say more of this machine than of the structure
+                return TOO_MUCH_WORK
+            found = TOO_MUCH_WORK
+        except BaseException:
+            self._forget(trier)
+            raise
+        else:
+            with self._lock:
+                self._idle.append(trier)
+        self._keep(key, found)
+        return found
+
+    def close(self) -> None:
+        """End all processes, and the trials under way with them."""
+        with self._lock:
+            self._closed = True
+            _end_all(self._all)
+
+    def _take(self, vocabulary: Callable[[], Vocabulary]) -> _Trier:
+        with self._lock:
+            if self._closed:
+                raise ClosedError
+            while self._idle:
+                trier = self._idle.pop()
+                if trier.is_alive:
+                    return trier
+                trier.end()
+                self._all.discard(trier)
+            trier = _Trier()
+            self._all.add(trier)
+        try:
+            trier.begin(vocabulary())
+        except BaseException:
+            self._forget(trier)
+            raise
+        return trier
+
+    def _forget(self, trier: _Trier) -> None:
+        trier.end()
+        with self._lock:
+            self._all.discard(trier)
+            if self._closed:
+                raise ClosedError
+
+    def _keep(self, key: bytes, found: str | None) -> None:
+        with self._lock:
+            self._verdicts[key] = found
+            if len(self._verdicts) > _NUM_VERDICTS:
+                self._verdicts.popitem(last=False)
+
+
+class _Trier:
+    """One such process.
+
+    Raises:
+        TrialError: It cannot be started.
+    """
+
+    def __init__(self) -> None:
+        self._was_slow = False
+        try:
+            # In a session of its own, Ctrl-C in a terminal does not reach it.
+            self._process = Popen(
+                [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)],
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise TrialError(f"a process that tries structures cannot be started ({error})") from error
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether it was ended from outside: by the clock, by whoever needed its memory, or by hand."""
+        return self._was_slow or self._process.returncode == _KILLED
+
+    def begin(self, vocabulary: Vocabulary) -> None:
+        """Have it read the vocabulary."""
+        try:
+            self._ask(asdict(vocabulary))
+        except EOFError:
+            code = self._process.wait()
+            raise TrialError(f"a process that tries structures ended before it was ready, with {code}") from None
+
+    def reason(self, written: Written) -> str | None:
+        """Why a structure cannot be followed.
+
+        Raises:
+            EOFError: The process has ended over it.
+        """
+        found: str | None = self._ask({**asdict(written), "seconds": SECONDS, "num_bytes": NUM_BYTES})
+        return found
+
+    def end(self) -> None:
+        """End it, whatever it does."""
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(OSError):  # what it was not told any more
+                pipe.close()
+        self._process.wait()
+
+    def _ask(self, message: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        told = json.dumps(message).encode() + b"\n"
+        clock = Timer(_PATIENCE, self._give_up)
+        clock.daemon = True
+        clock.start()
+        try:
+            self._process.stdin.write(told)
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except (OSError, ValueError) as error:  # ValueError where it was ended meanwhile
+            raise EOFError from error
+        finally:
+            clock.cancel()
+        if not line.endswith(b"\n"):
+            raise EOFError
+        return json.loads(line)
+
+    def _give_up(self) -> None:
+        self._was_slow = True
+        self._process.kill()
+
+
+def _end_all(triers: set[_Trier]) -> None:
+    """End processes; a thread that waits for one finds that it has ended."""
+    for trier in list(triers):
+        trier.end()
