@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from outrider.bench.figures import Spread
 from outrider.bench.results import Advice, CellResult, Outcome
-from outrider.bench.ways import Recipe
+from outrider.measure.decoding_config import Recipe
+from outrider.measure.figures import Spread
 
 _MORE = "Measure more before you choose it: --num-prompts 16 --max-tokens 128."
 
@@ -58,14 +58,18 @@ def _advice(group: str, cells: Sequence[CellResult]) -> Advice:
     """The advice for one group: the best way among those that surely pay, or else the best of all."""
     ours = [way for found in cells for way in found.ways if way.peer is None and not way.plain]
     names = list(dict.fromkeys(way.name for way in ours))
+    disturbed = list(dict.fromkeys(way.name for way in ours if way.disturbed))
     silent = [name for name in names if not any(way.drafted for way in ours if way.name == name)]
     found = [_candidate(name, cells) for name in names if name not in silent]
     candidates = [candidate for candidate in found if candidate is not None]
     best = max(candidates, key=lambda c: (c.pays, c.speedup.median), default=None)
     outcome = _outcome(best, looping=len(silent) < len(names)) if names else Outcome.ABSENT
-    sentences = [_said(outcome, best, cells), _left_out(cells) if best else "", _silent(silent)]
+    if best is None and disturbed:
+        outcome = Outcome.DISTURBED
+    sentences = [_said(outcome, best, cells), _left_out(cells) if best else "", _silent(silent), _disturbed(disturbed)]
     chosen = best.name if best and (best.pays or best.speedup.median >= 1.0) else "plain"
-    recipe = _recipe(chosen, cells) if outcome not in (Outcome.LOOPS, Outcome.ABSENT) else None
+    unknown = (Outcome.LOOPS, Outcome.ABSENT, Outcome.DISTURBED)
+    recipe = None if outcome in unknown else _recipe(chosen, cells)
     return Advice(
         group=group,
         outcome=outcome,
@@ -112,6 +116,8 @@ def _outcome(best: _Candidate | None, *, looping: bool) -> Outcome:
 def _said(outcome: Outcome, best: _Candidate | None, cells: Sequence[CellResult]) -> str:
     if outcome is Outcome.LOOPS:
         return "No advice: the greedy text repeats itself, which flatters every way to draft. Measure prompts of your own."
+    if outcome is Outcome.DISTURBED:
+        return "No advice: other work disturbed the measurement. Measure again when the machine is at rest."
     if outcome is Outcome.ABSENT:
         return f"No advice: no way to draft took part.{_REPLAYS if all(found.cell.replay for found in cells) else ''}"
     if best is None:
@@ -139,6 +145,10 @@ def _left_out(cells: Sequence[CellResult]) -> str:
 
 def _silent(names: Sequence[str]) -> str:
     return f"Never drafted: {', '.join(names)}." if names else ""
+
+
+def _disturbed(names: Sequence[str]) -> str:
+    return f"Not believed, since other work disturbed it: {', '.join(names)}." if names else ""
 
 
 def _recipe(name: str, cells: Sequence[CellResult]) -> Recipe | None:

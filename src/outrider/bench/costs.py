@@ -1,4 +1,4 @@
-"""Which passes of a model are timed, and what they come to."""
+"""Chooses the passes of a model that are timed, and summarises their times."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from outrider.bench import machine, prefill, row_costs
-from outrider.bench.passes import PassTimer
+from outrider.bench import prefill
 from outrider.bench.prefill import Arithmetic
 from outrider.bench.results import ModelResult
 from outrider.bench.settings import BenchSettings
 from outrider.errors import InvalidParameterError
+from outrider.measure import machine, row_costs
+from outrider.measure.passes import PassTimer
 from outrider.model.runner import ModelRunner
 
 #: The contexts of a full run.
@@ -73,7 +74,7 @@ class CostPlan:
 
     def covered(self, known: ModelResult | None) -> bool:
         """Whether results hold all these passes."""
-        if known is None:
+        if known is None or known.doubt is not None:
             return False
         parts = {(part.start, part.rows) for part in known.prefill}
         return set(self.contexts) <= known.pass_seconds.keys() and set(self.parts) <= parts
@@ -89,8 +90,10 @@ class CostPlan:
         model = runner.loaded.model
         ends = [context + n for context in self.contexts for n in self.rows] + [start + n for start, n in self.parts]
         timer = PassTimer(runner, min(self.limit, max(ends)))
+        costs = row_costs.row_costs(timer, self.contexts, self.rows, self.limit, self.row_repeats, on_round)
         return ModelResult(
-            pass_seconds=row_costs.row_costs(timer, self.contexts, self.rows, self.limit, self.row_repeats, on_round),
+            pass_seconds=costs.seconds,
+            doubt=costs.doubt,
             prefill=prefill.prefill(timer, self.parts, Arithmetic.of(model), self.part_repeats, on_round),
             positions=positions,
             weight_bytes=runner.backend.weight_bytes(model) or machine.weight_bytes(model),

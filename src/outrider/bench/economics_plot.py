@@ -1,4 +1,4 @@
-"""A plot of what drafts of every length are worth, as `outrider plan` calculates it."""
+"""Plots the predicted value of drafts of every length, for `outrider plan`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cells a run measures. A cell is a workload in one precision, with one kind of sampling and one batch size."""
+"""Plans the cells of a run: a cell is a workload in one precision, with one kind of sampling and one batch size."""
 
 from __future__ import annotations
 
@@ -10,19 +10,29 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from outrider.bench import ways as way_names
-from outrider.bench.long_prompts import long_tasks
-from outrider.bench.replay import copy_tasks
 from outrider.bench.settings import BenchSettings, PrecisionName
-from outrider.bench.tasks import LONG, LONG_WORKLOADS, WORKLOADS, Task, built_in, read_prompts, read_replay, read_spec_bench
-from outrider.bench.ways import Way, parse_ways
 from outrider.errors import InvalidParameterError
+from outrider.measure import decoding_config as way_names
+from outrider.measure.decoding_config import DecodingConfig, parse_ways
+from outrider.measure.long_prompts import long_tasks
+from outrider.measure.replay import copy_tasks
+from outrider.measure.tasks import (
+    LONG,
+    LONG_WORKLOADS,
+    WORKLOADS,
+    Task,
+    built_in,
+    read_prompts,
+    read_replay,
+    read_spec_bench,
+)
 
 T = TypeVar("T")
 _ALL_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 #: A usual run samples every workload one text at a time, and a single workload in this batch.
 _USUAL_BATCH, _USUAL_NUM_PROMPTS, _USUAL_MAX_TOKENS = 8, 3, 32
 _FULL_NUM_PROMPTS, _FULL_MAX_TOKENS = 16, 96
+_QUICK_NUM_PROMPTS, _QUICK_MAX_TOKENS = 2, 16
 
 
 class Cell(BaseModel):
@@ -119,9 +129,12 @@ class Plan:
     @property
     def max_tokens(self) -> int:
         """The output tokens of a text that is not replayed."""
-        return self._settings.max_tokens or (_FULL_MAX_TOKENS if self._settings.full else _USUAL_MAX_TOKENS)
+        return self._settings.max_tokens or self._sized(_QUICK_MAX_TOKENS, _USUAL_MAX_TOKENS, _FULL_MAX_TOKENS)
 
-    def ways_of(self, cell: Cell) -> list[Way]:
+    def _sized(self, quick: int, usual: int, full: int) -> int:
+        return full if self._settings.full else quick if self._settings.quick else usual
+
+    def ways_of(self, cell: Cell) -> list[DecodingConfig]:
         """The ways that take part in a cell."""
         return [way for way in self.ways if way.name in cell.ways]
 
@@ -145,7 +158,7 @@ class Plan:
                 yield workload, "replay", 1
                 continue
             yield from ((workload, sampling, batch) for sampling in samplings for batch in batches)
-        if not first.startswith("replay/"):
+        if not first.startswith("replay/") and not settings.quick:
             if not settings.samplings and not full:
                 yield first, "greedy", batches[0]
             if not settings.batches and not full:
@@ -153,7 +166,7 @@ class Plan:
 
     def _cell(self, dtype: str, workload: str, sampling: str, batch: int, peers: Sequence[str]) -> Cell:
         settings, tasks, replay = self._settings, self.tasks[workload], sampling == "replay"
-        num_prompts = settings.num_prompts or (_FULL_NUM_PROMPTS if settings.full else _USUAL_NUM_PROMPTS)
+        num_prompts = settings.num_prompts or self._sized(_QUICK_NUM_PROMPTS, _USUAL_NUM_PROMPTS, _FULL_NUM_PROMPTS)
         digest = hashlib.sha256(json.dumps([[task.prompt, task.answer] for task in tasks]).encode()).hexdigest()
         return Cell(
             model=self._model,
@@ -171,8 +184,9 @@ class Plan:
 
 def _tasks(settings: BenchSettings) -> dict[str, list[Task]]:
     """The tasks by workload, in the order of their sources."""
-    names = settings.workloads if settings.chooses_tasks else WORKLOADS
-    replay = settings.replay if settings.chooses_tasks else "copy"
+    usual = WORKLOADS[:1] if settings.quick else WORKLOADS
+    names = settings.workloads if settings.chooses_tasks else usual
+    replay = settings.replay if settings.chooses_tasks or settings.quick else "copy"
     whole = dict.fromkeys(each for name in names for each in (LONG_WORKLOADS if name == LONG else (name,)))
     found = [task for name in whole for task in (long_tasks(name) if name in LONG_WORKLOADS else built_in(name))]
     if settings.prompts is not None:

@@ -10,9 +10,9 @@ from typing import Any, Self
 
 from torch import nn
 
-from outrider.bench.machine import is_mixture
-from outrider.bench.passes import PassTimer
 from outrider.bench.results import PrefillResult
+from outrider.measure.machine import is_mixture
+from outrider.measure.passes import PassTimer
 from outrider.model import hf
 from outrider.model.context import LayerReach
 

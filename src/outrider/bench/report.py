@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from outrider.bench.figures import LOOPS_ABOVE, Spread
-from outrider.bench.machine import PRODUCT_SIZE
 from outrider.bench.results import Advice, CellResult, ModelResult, Outcome, Results, WayResult
+from outrider.measure.figures import LOOPS_ABOVE, Spread
+from outrider.measure.machine import PRODUCT_SIZE
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,7 +27,8 @@ LEGEND = (
     "'accepted' is conditional, position by position; eta = speedup / tau, and 1/C is what it would be if only the "
     "target's pass cost time; 'time' goes to propose/forward/verify/host. "
     f"'loops' marks greedy text with more than {LOOPS_ABOVE:.0%} of its 8-grams repeated, which flatters every proposer: "
-    "not a headline. 'replay' is recorded text, forced as the target's choice at full target cost. GFLOP/s are the "
+    "not a headline. 'disturbed' marks what seemed to be faster than its tokens per pass allow, also when it was measured "
+    "again. 'replay' is recorded text, forced as the target's choice at full target cost. GFLOP/s are the "
     "multiplications and additions of a part of a prompt, its products with weights and its attention, over its time; 'the "
     "peak' is what torch's product of two matrices reaches here in the model's type, or in float32 where that is more."
 )
@@ -181,7 +182,7 @@ def speed_row(found: CellResult, way: WayResult) -> tuple[str, ...]:
     return (
         way.name,
         speed,
-        "1" if way.plain else _times(way.speedup),
+        "1" if way.plain else "disturbed" if way.disturbed else _times(way.speedup),
         "" if first is None else f"{1e3 * first.median:.0f}",
         f"{way.whole_tokens_per_second.median:.1f}",
         "1" if way.plain or way.whole_speedup is None else f"{way.whole_speedup.median:.2f}x",

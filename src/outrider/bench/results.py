@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from outrider.bench.figures import Spread
 from outrider.bench.plan import Cell
-from outrider.bench.ways import Recipe
+from outrider.config import QUANTIZATIONS
+from outrider.measure.decoding_config import Recipe
+from outrider.measure.figures import Spread
 
 #: The tokens before the rows of passes in results that were kept before other contexts were measured.
 _EARLIER_CONTEXT = 128
@@ -46,6 +47,7 @@ class WayResult(BaseModel):
             batch 1.
         repeated_8grams: The median over texts of the share of repeated 8-grams.
         loops: Whether that share is too large for a headline.
+        disturbed: Whether other work disturbed it so that its speed cannot be true. Then its speedups are None.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -76,6 +78,7 @@ class WayResult(BaseModel):
     bandwidth_share: float | None = None
     repeated_8grams: float
     loops: bool
+    disturbed: bool = False
 
     @property
     def plain(self) -> bool:
@@ -104,6 +107,11 @@ class CellResult(BaseModel):
     ways: list[WayResult]
     dropouts: list[str] = []
     recipes: dict[str, Recipe] = {}
+
+    @property
+    def disturbed(self) -> list[str]:
+        """The names of the ways whose speed cannot be true. Where there are any, the cell is not kept."""
+        return [way.name for way in self.ways if way.disturbed]
 
     def flatters(self, way: WayResult) -> bool:
         """Whether a way wrote greedy text that loops. Every proposer guesses it, so its figures must not be a headline."""
@@ -162,6 +170,7 @@ class ModelResult(BaseModel):
         positions: How many positions its rotary range was stretched to for these passes. None where it was not.
         weight_bytes: The bytes of weights that decoding a token reads. None for mixtures of experts.
         num_parameters: The number of parameters.
+        doubt: Why the times cannot be believed; None where they can. Those that cannot are not kept.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -171,6 +180,7 @@ class ModelResult(BaseModel):
     positions: int | None = None
     weight_bytes: int | None
     num_parameters: int
+    doubt: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -201,6 +211,7 @@ class Outcome(StrEnum):
     PLAIN = "plain"
     LOOPS = "loops"
     ABSENT = "absent"
+    DISTURBED = "disturbed"
 
 
 class Advice(BaseModel):
@@ -255,10 +266,16 @@ class Results(BaseModel):
 
     def product_peak(self, dtype: str) -> float | None:
         """The operations per second that torch's product reaches in a precision, or in float32 where that is more."""
-        known = [
-            self.products[name] for name in ("bfloat16" if dtype == "int8" else dtype, "float32") if name in self.products
-        ]
+        names = ("bfloat16" if dtype in QUANTIZATIONS else dtype, "float32")
+        known = [self.products[name] for name in names if name in self.products]
         return max(known, default=None)
+
+    @property
+    def believed(self) -> Results:
+        """The same without what other work disturbed."""
+        cells = {key: found for key, found in self.cells.items() if not found.disturbed}
+        models = {name: model for name, model in self.models.items() if model.doubt is None}
+        return self.model_copy(update={"cells": cells, "models": models})
 
     def note(self, text: str) -> None:
         """Add a note, unless it is there already."""
@@ -267,5 +284,13 @@ class Results(BaseModel):
 
     @property
     def remarks(self) -> list[str]:
-        """The notes, and who dropped out of a cell, each once."""
-        return list(dict.fromkeys([*self.notes, *(said for found in self.cells.values() for said in found.dropouts)]))
+        """The notes, who dropped out of a cell, and what other work disturbed, each once."""
+        dropouts = [said for found in self.cells.values() for said in found.dropouts]
+        doubts = [f"passes of {name} were disturbed: {model.doubt}" for name, model in self.models.items() if model.doubt]
+        doubts += [
+            f"{found.cell.load} was disturbed: {', '.join(found.disturbed)} seemed faster than can be. It is not kept: "
+            "measure it again when the machine is at rest"
+            for found in self.cells.values()
+            if found.disturbed
+        ]
+        return list(dict.fromkeys([*self.notes, *dropouts, *doubts]))

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 
 import torch
 
-from outrider.bench import machine
 from outrider.bench.advice import advise
-from outrider.bench.contestants import Contestant, interleave, ours, theirs
 from outrider.bench.costs import CostPlan
 from outrider.bench.peers.base import Peer, PeerModels
+from outrider.bench.peers.contestant import theirs
 from outrider.bench.peers.known_peers import open_peer
 from outrider.bench.plan import Cell, Plan
 from outrider.bench.results import CellResult, ModelResult, Results
-from outrider.bench.run import EncodedTask
 from outrider.bench.settings import BenchSettings, PrecisionName
 from outrider.bench.store import Store
-from outrider.bench.summary import summarise
-from outrider.bench.texts import encoded_tasks
-from outrider.bench.ways import Way
-from outrider.bench.widen import cache_folder, stretched, wide_target
+from outrider.bench.summary import reads_too_fast, summarise
 from outrider.bench.widen_heads import wide_heads
-from outrider.config import ModelConfig
+from outrider.config import QUANTIZATIONS, ModelConfig
 from outrider.embedded import default_model
 from outrider.errors import InvalidParameterError, MissingExtraError, OtherEngineError
 from outrider.llm import LLM
-from outrider.model.loader import check_sources, read_context, usable_device
-from outrider.propose.head_method import HeadMethod
+from outrider.measure import machine
+from outrider.measure.contestants import Contestant, interleave, ours
+from outrider.measure.decoding_config import DecodingConfig, precision
+from outrider.measure.load import LoadWatch
+from outrider.measure.plausible import AGAIN
+from outrider.measure.progress import Progress
+from outrider.measure.run import EncodedTask
+from outrider.measure.texts import encoded_tasks
+from outrider.measure.widen import cache_folder, stretched, wide_target
+from outrider.model.loading.loader import check_sources, read_context, usable_device
+from outrider.propose.methods.head_method import HeadMethod
 
 _WARM_UP_TOKENS = 4
 #: KV memory, in tokens, for the draft behind a text.
@@ -39,19 +43,6 @@ _DRAFT_TOKENS = 128
 _LEAST_ROOM = 64
 #: The types whose products show the peak of the arithmetic.
 _PRODUCT_DTYPES = (torch.bfloat16, torch.float32)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The callbacks that show how far a run is.
-
-    Attributes:
-        expect: Called with the name of what comes next and its number of turns.
-        advance: Called after each turn.
-    """
-
-    expect: Callable[[str, int], None] = lambda what, turns: None
-    advance: Callable[[], None] = lambda: None
 
 
 class Session:
@@ -99,7 +90,7 @@ class Session:
         Raises:
             OutriderError: The folder cannot be used, or a model cannot be loaded.
         """
-        settings, store = self._settings, Store(self._settings.out)
+        settings, store, watch = self._settings, Store(self._settings.out), LoadWatch()
         with _threads(settings.num_threads):
             device = usable_device(settings.device)
             results = store.open(machine.describe(device))
@@ -108,6 +99,7 @@ class Session:
             self._note_choices(results)
             for dtype in self.plan.dtypes:
                 self._measure_precision(dtype, results, store)
+        results.note(f"load meanwhile: {watch.load()}")
         return results
 
     def _note_choices(self, results: Results) -> None:
@@ -138,7 +130,7 @@ class Session:
         with self._one(f"loading {self._name}"):
             target = self._target(dtype)
             llm = self._load(target, dtype)
-        actual = "int8" if dtype == "int8" else str(llm.engine.runner.loaded.dtype).removeprefix("torch.")
+        actual = dtype if dtype in QUANTIZATIONS else str(llm.engine.runner.loaded.dtype).removeprefix("torch.")
         models = PeerModels(target, self._draft_model, actual, torch.get_num_threads(), cache_folder() / "peers")
         with ExitStack() as stack:
             peers = self._open_peers(models, stack, results)
@@ -146,7 +138,7 @@ class Session:
             for cell in self.plan.cells(actual, [f"{peer.name} {peer.version}" for peer in peers]):
                 if not self._settings.full or cell.key not in results.cells:
                     contestants = self._contestants(cell, llm, peers)
-                    results.cells[cell.key] = self._measure(cell, contestants, model, results.bandwidth)
+                    results.cells[cell.key] = self._measure(cell, contestants, model, results)
                     results.advice = advise(results.cells.values())
                     store.save(results)
                 self.measured.append(results.cells[cell.key])
@@ -169,7 +161,9 @@ class Session:
             return self._settings.model
         if not self._settings.wide:
             return default_model("target")
-        return wide_target("bfloat16" if dtype in ("auto", "int8") else dtype)  # "auto" is the embedded checkpoint's own
+        return wide_target(
+            "bfloat16" if dtype in ("auto", *QUANTIZATIONS) else dtype
+        )  # "auto" is the embedded checkpoint's own
 
     def _load(self, target: str, dtype: PrecisionName) -> LLM:
         """The target, with KV memory for the largest cell."""
@@ -178,8 +172,7 @@ class Session:
         return LLM(
             target if self._positions is None else stretched(target, self._positions),
             speculation="none",
-            dtype="bfloat16" if dtype == "int8" else dtype,
-            quantization="int8" if dtype == "int8" else None,
+            **precision(dtype),
             device=self._settings.device,
             max_num_seqs=batch,
             kv_cache_tokens=batch * (longest + _DRAFT_TOKENS),
@@ -204,16 +197,14 @@ class Session:
             found += [theirs(peer, mode, cell.temperature) for mode in modes]
         return found
 
-    def _carried(self, way: Way) -> Way:
+    def _carried(self, way: DecodingConfig) -> DecodingConfig:
         """The way on the target at hand: heads of the embedded target are carried over to its wide copy."""
         method = way.config.method
         if not self._settings.wide or not isinstance(method, HeadMethod) or method.model is None:
             return way
         return replace(way, config=way.config.replace(method=method.replace(model=wide_heads(method.model))))
 
-    def _measure(
-        self, cell: Cell, contestants: list[Contestant], model: ModelResult, bandwidth: float | None
-    ) -> CellResult:
+    def _measure(self, cell: Cell, contestants: list[Contestant], model: ModelResult, results: Results) -> CellResult:
         """Let every contestant write a few tokens to warm up, and then measure all rounds."""
         rounds = list(cell.rounds(self._texts[cell.workload]))
         dropouts: list[str] = []
@@ -229,7 +220,16 @@ class Session:
         warm = interleave([short], contestants, advance, dropped)
         ready = [contestant for contestant in contestants if contestant.name in warm]
         runs = interleave(rounds, ready, advance, dropped)
-        ways = summarise(ready, runs, cell.batch, model, bandwidth, _mean_length(rounds))
+        for _ in range(AGAIN):
+            if not reads_too_fast(runs, cell.batch, model, results.bandwidth):
+                break
+            with self._one("memory bandwidth"):  # a busy moment read less than weights are read now
+                found = machine.read_bandwidth(usable_device(self._settings.device))
+                results.bandwidth = max(results.bandwidth or 0.0, found)
+        else:
+            if reads_too_fast(runs, cell.batch, model, results.bandwidth):
+                results.note("plain decoding seemed to read weights faster than torch reads memory, so no share is told")
+        ways = summarise(ready, runs, cell.batch, model, results.bandwidth, _mean_length(rounds))
         greedy = cell.sampling == "greedy"
         recipes = {way.name: way.recipe(cell.model, cell.dtype, greedy=greedy) for way in self.plan.ways_of(cell)}
         return CellResult(cell=cell, ways=ways, dropouts=dropouts, recipes=recipes)

@@ -1,4 +1,4 @@
-"""What a run measures, validated before anything is loaded."""
+"""Settings of a benchmark run, validated before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from outrider.bench.peers.known_peers import PEERS
-from outrider.bench.tasks import LONG, LONG_WORKLOADS, WORKLOADS
 from outrider.config import DTypeName, QuantizationName
 from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.measure.tasks import LONG, LONG_WORKLOADS, WORKLOADS
 from outrider.validation import Frozen
 
 SamplingName = Literal["greedy", "T=1"]
@@ -31,7 +31,7 @@ class BenchSettings(Frozen):
         model: Folder or hub id of the target. None takes the embedded one.
         draft_model: Its draft model. None takes the embedded one for the embedded target, and none for other targets.
         wide: Whether the target is the wide copy of the embedded one.
-        dtypes: The precisions, measured one after another. int8 weights are used with bfloat16.
+        dtypes: The precisions, measured one after another. Rounded weights are used with bfloat16.
         device: The device, as LLM takes it.
         num_threads: The number of threads that compute. None leaves torch's.
         workloads: Names of built-in workloads. "long" stands for all that have long prompts.
@@ -47,6 +47,7 @@ class BenchSettings(Frozen):
         chunks: The numbers of prompt rows whose passes are timed, at the beginning of a text and behind each context.
         peers: Other engines by name, or "all".
         full: Measure everything, and go on where an earlier run stopped.
+        quick: Measure one workload, sampled, one short text at a time, where nothing else is asked for.
         out: The folder for results. None writes no results.
 
     Raises:
@@ -57,7 +58,9 @@ class BenchSettings(Frozen):
     model: str | None = Field(None, min_length=1, description="Use a local folder or a hub id.")
     draft_model: str | None = Field(None, min_length=1, description="Use a local folder or a hub id.")
     wide: bool = False
-    dtypes: tuple[PrecisionName, ...] = Field((), description="Use auto, float64, float32, bfloat16, float16 or int8.")
+    dtypes: tuple[PrecisionName, ...] = Field(
+        (), description="Use auto, float64, float32, bfloat16, float16, int8, int4 or another way to round weights."
+    )
     device: str | None = None
     num_threads: int | None = Field(None, ge=1, description="Use 1 or more.")
     workloads: tuple[str, ...] = ()
@@ -73,6 +76,7 @@ class BenchSettings(Frozen):
     chunks: tuple[Chunk, ...] = Field((), description="Use 1 to 4096 rows.")
     peers: tuple[str, ...] = ()
     full: bool = False
+    quick: bool = False
     out: Path | None = None
 
     @model_validator(mode="after")
@@ -81,6 +85,8 @@ class BenchSettings(Frozen):
         _check_names("peers", self.peers, (ALL_PEERS, *PEERS))
         if self.wide and self.model is not None:
             raise ContradictionError("wide", True, "it is a copy of the embedded target", "Leave MODEL or --wide out.")
+        if self.full and self.quick:
+            raise ContradictionError("quick", True, "a full run measures everything", "Leave --full or --quick out.")
         if self.full and self.out is None:
             raise ContradictionError("full", True, "its results need a place to be resumed from", "Add --out FOLDER.")
         return self

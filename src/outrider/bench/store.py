@@ -57,8 +57,10 @@ class Store:
         return next(path for path in names if not path.exists())
 
     def save(self, results: Results) -> None:
-        """Replace the file. An interruption leaves either the old file or the new one."""
+        """Replace the file. An interruption leaves either the old file or the new one. What other work disturbed is left
+        out, so that the next run measures it again."""
         if self._folder is not None:
+            results = results.believed
             unfinished = self._folder / f"{self.NAME}.{os.getpid()}"
             unfinished.write_text(results.model_dump_json(indent=1) + "\n", "utf-8")
             unfinished.replace(self._folder / self.NAME)

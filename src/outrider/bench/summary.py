@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from outrider.bench.contestants import Contestant
-from outrider.bench.figures import (
+from outrider.bench.results import ModelResult, WayResult
+from outrider.measure import machine
+from outrider.measure.contestants import Contestant
+from outrider.measure.figures import (
     LOOPS_ABOVE,
     Spread,
     conditional_acceptance,
@@ -15,8 +17,8 @@ from outrider.bench.figures import (
     repeated_8grams,
     row_cost_ratio,
 )
-from outrider.bench.results import ModelResult, WayResult
-from outrider.bench.run import Run
+from outrider.measure.plausible import SLACK, believed_rounds
+from outrider.measure.run import Run
 from outrider.stats import RequestStats
 
 PLAIN = "plain"
@@ -66,12 +68,23 @@ def _summary(
         loops=repeated > LOOPS_ABOVE,
     )
     if not result.plain:
-        result.speedup = _ratios(runs, plain, lambda run: run.tokens_per_second)
-        result.whole_speedup = _ratios(runs, plain, lambda run: run.whole_tokens_per_second)
+        pairs = list(zip(runs, plain, strict=True)) if contestant.peer else believed_rounds(runs, plain)
+        result.disturbed = not pairs
+        result.speedup = _ratios(pairs, lambda run: run.tokens_per_second)
+        result.whole_speedup = _ratios(pairs, lambda run: run.whole_tokens_per_second)
     elif batch == 1 and bandwidth and model.weight_bytes and result.tokens_per_second is not None:
-        result.bandwidth_share = result.tokens_per_second.median * model.weight_bytes / bandwidth
+        share = result.tokens_per_second.median * model.weight_bytes / bandwidth
+        result.bandwidth_share = share if share <= SLACK else None
     _add_drafts(result, runs)
     return result
+
+
+def reads_too_fast(runs: Mapping[str, list[Run]], batch: int, model: ModelResult, bandwidth: float | None) -> bool:
+    """Whether plain decoding of one text read weights faster than memory gives them, although they fit no cache."""
+    speeds = [run.tokens_per_second for run in runs[PLAIN] if run.tokens_per_second is not None]
+    if batch != 1 or not bandwidth or not model.weight_bytes or not speeds:
+        return False
+    return median(speeds) * model.weight_bytes > SLACK * bandwidth and not machine.fits_a_cache(model.weight_bytes)
 
 
 def _certain(values: list[float]) -> Spread:
@@ -80,9 +93,9 @@ def _certain(values: list[float]) -> Spread:
     return spread
 
 
-def _ratios(runs: list[Run], plain: list[Run], speed: Callable[[Run], float | None]) -> Spread | None:
+def _ratios(rounds: Sequence[tuple[Run, Run]], speed: Callable[[Run], float | None]) -> Spread | None:
     """The ratios of two speeds within each round. A round does not count where one of the two is not known."""
-    pairs = [(speed(run), speed(base)) for run, base in zip(runs, plain, strict=True)]
+    pairs = [(speed(run), speed(base)) for run, base in rounds]
     return Spread.of([a / b for a, b in pairs if a is not None and b is not None])
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.bench.widen import HIDDEN, cache_folder
 from outrider.embedded import default_model
 from outrider.heads.checkpoint import FILE, Witness, load_heads, save_heads
 from outrider.heads.config import BlockwiseConfig, ExitConfig, HeadsConfig, MedusaConfig
 from outrider.heads.networks import build_network
-from outrider.model.hf import without_bars
+from outrider.measure.widen import HIDDEN, cache_folder
+from outrider.model.loading.exclusive import exclusive_transformers
 
 
 def wide_heads(heads: str) -> str:
@@ -96,7 +96,7 @@ def _output_layer(source: str) -> Tensor:
     """The weight [vocab_size, hidden_size] of a checkpoint's output layer."""
     from transformers import AutoModelForCausalLM
 
-    with without_bars():
+    with exclusive_transformers():
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     weight: Tensor = model.get_output_embeddings().weight.detach()
     return weight

@@ -1,4 +1,4 @@
-"""What a request must satisfy before it is queued; each refusal names the field, the value and what would be right."""
+"""Checks a request before it is queued; each refusal names the field, the value and what would be right."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from outrider.cache.blocks import BlockManager
 from outrider.config import SchedulerConfig
 from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError
-from outrider.model.loader import LoadedModel
+from outrider.model.loading.loader import LoadedModel
 from outrider.params import SamplingParams
 from outrider.propose.speculation import SpeculationConfig, tree_size
 
@@ -45,6 +45,14 @@ def check_request(
     _check_memory(len(tokens), params, loaded.max_model_len, blocks)
 
 
+def check_prompt_ids(tokens: tuple[int, ...], vocab_size: int) -> None:
+    """Raise InvalidPromptError where a token of a prompt is outside the vocabulary."""
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            remedy = f"Use ids from 0 to {vocab_size - 1}."
+            raise InvalidPromptError("prompt", token, "token id outside the vocabulary", remedy)
+
+
 def bad_word_ids(params: SamplingParams, tokenizer: Any | None) -> tuple[tuple[int, ...], ...]:
     """Every token sequence that `params` bans. A word is banned as it begins a text and as it follows a space.
 
@@ -64,11 +72,7 @@ def bad_word_ids(params: SamplingParams, tokenizer: Any | None) -> tuple[tuple[i
 def _check_prompt(tokens: tuple[int, ...], loaded: LoadedModel) -> None:
     if not tokens:
         raise InvalidPromptError("prompt", list(tokens), "it has no tokens", "Give at least one.")
-    for token in tokens:
-        if not 0 <= token < loaded.vocab_size:
-            raise InvalidPromptError(
-                "prompt", token, "token id outside the vocabulary", f"Use ids from 0 to {loaded.vocab_size - 1}."
-            )
+    check_prompt_ids(tokens, loaded.vocab_size)
     if len(tokens) >= loaded.max_model_len:
         raise InvalidPromptError(
             "prompt",

@@ -1,23 +1,25 @@
-"""Commit: what a step writes down, in texts, in books and for those who watch."""
+"""Commits a step: appends tokens, keeps the KV of accepted rows, and informs proposers and observers."""
 
 from __future__ import annotations
 
-from outrider.engine import observation, rounds
-from outrider.engine.drafting import StepDraft, teach
+from outrider.draft import Draft
+from outrider.engine import rounds
 from outrider.engine.failures import Failures
-from outrider.engine.governing import Governing
-from outrider.engine.observation import ComputedRows
 from outrider.engine.outputs import piece
-from outrider.engine.scheduler import Schedule, ScheduledSequence
-from outrider.engine.scoring import Decode, score_prompt
+from outrider.engine.proposing import observation
+from outrider.engine.proposing.drafting import StepDraft, teach
+from outrider.engine.proposing.governing import Governing
+from outrider.engine.proposing.observation import ComputedRows
+from outrider.engine.scheduling.row_shares import RowShares
+from outrider.engine.scheduling.scheduler import Schedule, ScheduledSequence
+from outrider.engine.scheduling.tenants import Tenants
+from outrider.engine.scoring import Decode, Written, score, score_prompt
 from outrider.engine.sequence import Sequence, Status
 from outrider.engine.stats import EngineStats
-from outrider.engine.tenants import Tenants
 from outrider.engine.verification import Judged
-from outrider.errors import ProcessingError
 from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.params import TokenOrigin
-from outrider.verify.grammar import GrammarError
+from outrider.structured.grammar import GrammarError
 from outrider.verify.verifier import Verdict
 
 
@@ -30,6 +32,7 @@ class Committing:
         tenants: Who has had how much.
         failures: Ends requests that cannot go on.
         governing: Knows why a sequence drafted as it did.
+        shares: How the members of compositions share rows.
         decode: Text of a token.
     """
 
@@ -40,6 +43,7 @@ class Committing:
         tenants: Tenants,
         failures: Failures,
         governing: Governing,
+        shares: RowShares,
         decode: Decode,
     ) -> None:
         self._runner = runner
@@ -47,6 +51,7 @@ class Committing:
         self._tenants = tenants
         self._failures = failures
         self._governing = governing
+        self._shares = shares
         self._decode = decode
 
     def commit(
@@ -80,30 +85,27 @@ class Committing:
         score_prompt(seq, start, item.num_rows, out.logits[slice(*out.logits_spans[place])], self._decode)
         if judged is not None:
             try:
-                accepted = self._extend(seq, step, judged)
+                accepted = self._extend(seq, step, out, judged)
             except GrammarError as error:
-                self._failures.fail(seq.request, ProcessingError, str(error), cause=error)
+                self._failures.fail_at_row(seq, error)
+            if seq.request.error is not None:
                 return None
         seq.kv.publish(seq.token_ids)
         return ComputedRows(item, step, place, start, accepted)
 
-    def _extend(self, seq: Sequence, step: StepDraft, judged: Judged) -> tuple[int, ...]:
+    def _extend(self, seq: Sequence, step: StepDraft, out: ForwardOutput, judged: Judged) -> tuple[int, ...]:
         """Append what stands; returns the draft tokens that entered the text."""
         draft, verdict = step.draft, judged.verdict
         start, before = len(seq.token_ids) - 1, seq.num_output_tokens
         found = None
-        if seq.request.traced:
+        if seq.request.options.trace:
             found = rounds.trace(
                 seq, step, judged.candidate, verdict, judged.logits, self._governing.reason(seq), self._decode
             )
-        for node in verdict.path:
-            if seq.status is Status.RUNNING:
-                seq.append(draft.token_ids[node], TokenOrigin.ACCEPTED)
-        num_accepted = seq.num_output_tokens - before
-        if seq.status is Status.RUNNING:
-            seq.append(verdict.token_id, verdict.origin)
-        num_written = seq.num_output_tokens - before
-        del seq.logprobs[seq.num_output_tokens :]  # of tokens behind an end inside the draft
+        written, fault = _append(seq, draft, judged)
+        score(seq, judged.candidate, written, out.logits, judged.logits, self._decode)
+        num_written = len(written)
+        num_accepted = min(num_written, len(verdict.path))
         self._runner.compact(seq.kv.block_table, start, [0, *(node + 1 for node in verdict.path)])
         seq.kv.num_computed += num_accepted
         seq.kv.enter_regime(len(seq.token_ids))
@@ -120,15 +122,38 @@ class Committing:
             rejected = num_written > num_accepted and verdict.origin is TokenOrigin.RECOVERED
             seq.stats.observe_draft(len(draft), draft.depth, num_accepted, rejected=rejected)
             seq.stats.observe_ranks(draft.parents, verdict.path[:num_accepted])
+            for part in step.parts:
+                name, stood = part.drafter.method.name, len(part.accepted(verdict.path[:num_accepted]))
+                seq.stats.observe_method(name, len(part.nodes), stood)
         if seq.request.outbox is not None:
             seq.request.outbox.append(piece(seq, before))
+        if fault is not None:
+            self._failures.fail_at_row(seq, fault)
         return verdict.path[:num_accepted]
 
     def _teach(self, seq: Sequence, step: StepDraft, verdict: Verdict) -> None:
         """Tell those who shaped a draft what of it stands; what raises there costs drafts and no text."""
         try:
             teach(step, verdict.path, greedy=seq.request.params.greedy)
+            for part in step.parts:
+                self._shares.observe(part.drafter.method, *part.outcome(verdict.path))
         except Exception as error:
             seq.stats.num_proposer_faults += 1
             for part in step.parts:
                 part.drafter.report_fault(seq.request.request_id, f"its tree builder raised {error!r}")
+
+
+def _append(seq: Sequence, draft: Draft, judged: Judged) -> tuple[Written, BaseException | None]:
+    """Append what stands up to the first end of the text; returns the tokens, each with the node that it follows, and why
+    the text cannot go on, where it came to a row with a fault."""
+    verdict, written = judged.verdict, list[tuple[int, int]]()
+    for step, node in enumerate((-1, *verdict.path)):
+        if seq.status is not Status.RUNNING:
+            break
+        if node + 1 in judged.faults:
+            return written, judged.faults[node + 1]
+        last = step == len(verdict.path)
+        token = verdict.token_id if last else draft.token_ids[verdict.path[step]]
+        seq.append(token, verdict.origin if last else TokenOrigin.ACCEPTED)
+        written.append((node, token))
+    return written, None

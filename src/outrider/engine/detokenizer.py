@@ -1,4 +1,4 @@
-"""Tokens to text as they come: half characters and half stop strings are held back."""
+"""Turns tokens into text as they come; incomplete characters and incomplete stop strings are held back."""
 
 from __future__ import annotations
 

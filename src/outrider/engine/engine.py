@@ -10,25 +10,24 @@ from itertools import count
 from time import perf_counter
 from typing import Any
 
-from torch import float64
-
 from outrider.cache.lease import KVLease
 from outrider.config import SchedulerConfig
-from outrider.engine import books, observation
+from outrider.engine import integrity
 from outrider.engine.admission import bad_word_ids, check_request
-from outrider.engine.calibration import calibrate
 from outrider.engine.committing import Committing
 from outrider.engine.detokenizer import TextStream
-from outrider.engine.drafters import Drafters
-from outrider.engine.drafting import StepDraft, prefill_all, propose_all
 from outrider.engine.failures import REMEDIES, Failures
-from outrider.engine.governing import Governing
-from outrider.engine.proposers import ProposerSet
-from outrider.engine.scheduler import Schedule, Scheduler
+from outrider.engine.proposing import observation
+from outrider.engine.proposing.calibration import calibrate
+from outrider.engine.proposing.drafters import Drafters
+from outrider.engine.proposing.drafting import StepDraft, prefill_all, propose_all
+from outrider.engine.proposing.governing import Governing
+from outrider.engine.proposing.proposers import ProposerSet
+from outrider.engine.proposing.tree_builders import TreeBuilders
+from outrider.engine.scheduling.scheduler import Schedule, Scheduler
 from outrider.engine.segments import segment_of
 from outrider.engine.sequence import Request, Sequence, Status
 from outrider.engine.stats import EngineStats
-from outrider.engine.tree_builders import TreeBuilders
 from outrider.engine.verification import Judged, Verification
 from outrider.errors import (
     EngineBusyError,
@@ -38,18 +37,19 @@ from outrider.errors import (
 )
 from outrider.govern.costs import StepTimes
 from outrider.model.batch import Segment
-from outrider.model.factory import INVARIANT
-from outrider.model.resumed import TargetPass
+from outrider.model.resumed_forward import TargetPass
 from outrider.model.row_costs import measure_passes
 from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.params import SamplingParams
 from outrider.propose.auto import Auto
 from outrider.propose.base import Proposer
-from outrider.propose.draft_model import DraftModelProposer
-from outrider.propose.pace import Pace
+from outrider.propose.compositions import parts_of
+from outrider.propose.methods.draft_model import DraftModelProposer
 from outrider.propose.speculation import SpeculationConfig
+from outrider.propose.trees.pace import Pace
+from outrider.request_options import NO_OPTIONS, RequestOptions
 from outrider.stats import RequestStats
-from outrider.verify.grammar import GrammarCompiler, GrammarState
+from outrider.structured.grammar import GrammarCompiler, GrammarState
 from outrider.verify.noise import KeyedNoise, NoiseSource
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Engine:
         self.governing = Governing(
             proposers,
             lambda drafts: calibrate(runner, _runners(drafts)),
-            invariant=runner.backend.name in INVARIANT or runner.loaded.dtype is float64,
+            invariant=runner.invariant,
             max_rows=config.max_num_batched_tokens,
         )
         self.scheduler.planner = self.governing.planner
@@ -87,9 +87,10 @@ class Engine:
         self._drafters = Drafters(proposers)
         self._failures = Failures(self.stats)
         self.noise: NoiseSource = KeyedNoise()
-        self._verification = Verification(self.noise, self._failures, self.governing, decode)
+        self._verification = Verification(self.noise, self._failures, self.governing)
         tenants = self.scheduler.tenants
-        self._committing = Committing(runner, self.stats, tenants, self._failures, self.governing, decode)
+        shares = self.scheduler.shares
+        self._committing = Committing(runner, self.stats, tenants, self._failures, self.governing, shares, decode)
         self._ids = count()
         self._seq_ids = count()
         self._stepping = False
@@ -110,11 +111,7 @@ class Engine:
         speculation: SpeculationConfig,
         *,
         prompt: str | None = None,
-        streaming: bool = False,
-        namespace: str | None = None,
-        prediction: tuple[int, ...] = (),
-        priority: int = 0,
-        traced: bool = False,
+        options: RequestOptions = NO_OPTIONS,
     ) -> Request:
         """Check a request, and do what takes time and does not need the engine at rest: its structure is compiled, and the
         mask of its first token computed, here.
@@ -137,12 +134,8 @@ class Engine:
             secrets.randbits(63) if params.seed is None else params.seed,
             loaded.eos_token_ids,
             bad_word_ids(params, loaded.tokenizer),
-            namespace,
-            prediction=prediction,
-            priority=priority,
-            traced=traced,
+            options,
         )
-        request.outbox = [] if streaming else None
         structure = params.structured_outputs
         grammar = None if structure is None else self.grammars.start(structure)
         request.sequences = [self._sequence(request, index, grammar) for index in range(params.n)]
@@ -158,16 +151,22 @@ class Engine:
         if isinstance(method, Auto):
             self.governing.admit(method)
         elif method is not None:
-            self.proposers.get(method)  # one that cannot be built is refused now, not in some later step
-            self.builders.prepare(request.speculation.tree)
-            self._drafters.of(first, method)
+            self.proposers.prepare(request.speculation)  # one that cannot be built is refused now, not in some later step
+            for part in parts_of(request.speculation):
+                self.builders.prepare(part.tree)
+                if part.method is not None:
+                    self._drafters.of(first, part.method)
         self.scheduler.add(first)
 
     def add_request(
-        self, prompt_token_ids: tuple[int, ...], params: SamplingParams, speculation: SpeculationConfig, **options: Any
+        self,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        speculation: SpeculationConfig,
+        options: RequestOptions = NO_OPTIONS,
     ) -> Request:
         """Prepare and admit in one; for those who drive the engine themselves. Arguments and errors are those of both."""
-        request = self.prepare(prompt_token_ids, params, speculation, **options)
+        request = self.prepare(prompt_token_ids, params, speculation, options=options)
         self.admit(request)
         return request
 
@@ -175,7 +174,7 @@ class Engine:
         loaded = self.runner.loaded
         grammar = start if start is None or index == 0 else start.copy()
         text = TextStream(loaded.tokenizer, request.params.stop)
-        kv = KVLease(self.runner.blocks, request.namespace, loaded.long_rope_after)
+        kv = KVLease(self.runner.blocks, request.options.namespace, loaded.long_rope_after)
         return Sequence(
             next(self._seq_ids), request, index, text, loaded.max_model_len, kv, grammar, loaded.long_rope_after
         )
@@ -210,6 +209,7 @@ class Engine:
             self._step()
         finally:
             self._stepping = False
+            self._verification.forget()
             self._settle()
 
     def _step(self) -> None:
@@ -227,7 +227,7 @@ class Engine:
         try:
             with self.stats.timed("propose"):
                 self._copy_blocks(plan)  # first of all: a proposer may read the target's KV
-                self.runner.begun.clear()
+                self.runner.partial_rows.clear()
                 drafts = self._propose(plan)
             self._score_idle()
             with self.stats.timed("forward"):
@@ -279,7 +279,9 @@ class Engine:
             if drafter is not None:
                 try:
                     self.governing.shadow(seq, drafter.proposer, drafter.index, shadow, self.noise)
-                except Exception as error:
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:
                     drafter.report_fault(seq.request.request_id, repr(error))
                     seq.stats.num_proposer_faults += 1
             self.governing.spent(seq, shadow, perf_counter() - start)
@@ -316,11 +318,11 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books disagree; for tests, between two steps."""
-        books.check_integrity(self.scheduler, self.runner, self.proposers)
+        integrity.check_integrity(self.scheduler, self.runner, self.proposers)
 
     def check_rest(self) -> None:
         """Raise AssertionError where an engine without work still holds something of a text that has ended."""
-        books.check_rest(self.scheduler, self.runner, self.proposers)
+        integrity.check_rest(self.scheduler, self.runner, self.proposers)
 
     def rebuild(self, requests: Iterable[Request], error: BaseException) -> None:
         """Begin anew where a fault has left the books wrong: over the same weights, with an empty memory and new proposers.
@@ -332,9 +334,10 @@ class Engine:
         self._stepping, self._failures.ended = False, []
         old = self.scheduler
         self.scheduler = Scheduler(old.config, self.runner.blocks, old.max_model_len, old.tenants)
+        self.scheduler.shares = old.shares
         self.scheduler.planner = old.planner
         self.runner.blocks.reset()
-        self.runner.begun.clear()
+        self.runner.partial_rows.clear()
         self.proposers.dismiss_all()
         self.governing.forget()
         for request in requests:

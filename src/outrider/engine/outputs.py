@@ -1,4 +1,4 @@
-"""What callers get: finished completions, and the pieces of a stream."""
+"""Builds what callers get: finished completions, and the pieces of a stream."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def completion(seq: Sequence) -> CompletionOutput:
         stop_reason=seq.stop_reason,
         stats=seq.stats.copy(),
         logprobs=_logprobs(seq, 0),
-        rounds=tuple(seq.rounds) if seq.request.traced else None,
-        texts=tuple(seq.text.texts()) if seq.request.traced else None,
+        rounds=tuple(seq.rounds) if seq.request.options.trace else None,
+        texts=tuple(seq.text.texts()) if seq.request.options.trace else None,
     )
 
 

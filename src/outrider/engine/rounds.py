@@ -1,4 +1,4 @@
-"""Traces of rounds, for requests that asked for them; others cost nothing."""
+"""Records traces of rounds for requests that asked for them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from outrider.engine.drafting import StepDraft
+from outrider.draft import Draft
+from outrider.engine.proposing.drafting import StepDraft
 from outrider.engine.sequence import Sequence
-from outrider.trace import DraftedBy, Likely, RoundTrace, RowTrace
+from outrider.trace import DraftedBy, DrawTrace, Likely, RoundTrace, RowTrace
 from outrider.verify.logits import target_probs
 from outrider.verify.verifier import Candidate, Verdict
 
@@ -39,14 +40,16 @@ def trace(
     wanted = target_probs(logits[slice(*candidate.rows)], [candidate.sampling] * (size + 1))
     end = verdict.path[-1] if verdict.path else -1
     written = {end: verdict.token_id}
+    draws = _draws(draft)
+    first = {draw.node: draw for draw in reversed(draws)}
     return RoundTrace(
         round=seq.view.round,
         position=len(seq.token_ids),
         token_ids=draft.token_ids,
         parents=draft.parents,
-        laws=tuple(str(law) for law in draft.laws),
-        drafted_by=tuple(DraftedBy(part.drafter.method.name, *part.nodes) for part in step.parts),
-        draft_probs=tuple(_drawn_with(step, node) for node in range(size)),
+        laws=tuple(first[node].law for node in range(size)),
+        drafted_by=tuple(DraftedBy(part.drafter.method.name, *part.draws) for part in step.parts),
+        draft_probs=tuple(first[node].draft_prob for node in range(size)),
         target_probs=tuple(float(wanted[draft.parents[node] + 1, draft.token_ids[node]]) for node in range(size)),
         num_scratch_rows=len(draft.scratch),
         rule=candidate.rule.name.lower() if size else None,
@@ -56,8 +59,9 @@ def trace(
         reason=reason,
         seconds={},
         texts=tuple(decode(token) for token in draft.token_ids),
-        rows=tuple(_row(step, node, wanted[node + 1], written.get(node), decode) for node in range(-1, size)),
+        rows=tuple(_row(candidate, node, wanted[node + 1], written.get(node), decode) for node in range(-1, size)),
         at=0.0,
+        draws=draws,
     )
 
 
@@ -79,35 +83,47 @@ def close(
     return replace(found, accepted=found.accepted[:num_accepted], token_id=token, seconds=times, at=perf_counter() - begun)
 
 
-def _row(step: StepDraft, node: int, wanted: Tensor, written: int | None, decode: Decode) -> RowTrace:
+def _row(candidate: Candidate, node: int, wanted: Tensor, written: int | None, decode: Decode) -> RowTrace:
     """What could have come after `node`, with `wanted` [vocab_size] the target's probabilities there."""
-    draft = step.draft
+    draft, residual = candidate.draft, candidate.residuals.get(node)
     children = draft.children(node)
-    drawn = next((child for child in children if _is_drawn(step, child)), None)
+    drawn = next(
+        (draw for draw in range(draft.num_draws) if draft.nodes[draw] in children and _is_drawn(draft, draw)), None
+    )
     proposal = None if drawn is None or draft.draft_probs is None else draft.draft_probs[drawn].to(wanted)
     named = {draft.token_ids[child] for child in children} | ({written} if written is not None else set())
-    for probs in (wanted, proposal):
+    for probs in (wanted, proposal, residual):
         if probs is not None:
             values, tokens = probs.topk(min(_LIKELIEST, len(probs)))
             named.update(tokens[values > 0].tolist())
     chances = [(float(wanted[token]), token) for token in sorted(named)]
     likely = (
-        Likely(token, decode(token), chance, None if proposal is None else float(proposal[token]))
+        Likely(token, decode(token), chance, *(None if p is None else float(p[token]) for p in (proposal, residual)))
         for chance, token in sorted(chances, key=lambda pair: -pair[0])
     )
     return RowTrace(node, tuple(likely), None if proposal is None else float(torch.minimum(wanted, proposal).sum()))
 
 
-def _is_drawn(step: StepDraft, node: int) -> bool:
-    return step.draft.draft_probs is not None and step.draft.laws[node] in ("sampled", "coupled")
+def _draws(draft: Draft) -> tuple[DrawTrace, ...]:
+    return tuple(
+        DrawTrace(node, member, str(law), _drawn_with(draft, draw))
+        for draw, (node, member, law) in enumerate(zip(draft.nodes, draft.members, draft.laws, strict=True))
+    )
 
 
-def _drawn_with(step: StepDraft, node: int) -> float | None:
-    """Probability that a node was drawn with, those of its elder siblings taken out; None where it was not drawn."""
-    draft = step.draft
-    if draft.draft_probs is None or not _is_drawn(step, node):
+def _is_drawn(draft: Draft, draw: int) -> bool:
+    return draft.draft_probs is not None and draft.laws[draw] in ("sampled", "coupled")
+
+
+def _drawn_with(draft: Draft, draw: int) -> float | None:
+    """Probability that a draw was made with, its member's elder siblings taken out; None where it was not drawn."""
+    if draft.draft_probs is None or not _is_drawn(draft, draw):
         return None
-    probs = draft.draft_probs[node]
-    elders = [e for e in draft.children(draft.parents[node]) if e < node and draft.laws[e] == draft.laws[node]]
-    left = float(probs.sum()) - sum(float(probs[draft.token_ids[elder]]) for elder in elders)
-    return float(probs[draft.token_ids[node]]) / left if left > 0 else 0.0
+    probs, own = draft.draft_probs[draw], (draft.members[draw], draft.laws[draw], draft.parents[draft.nodes[draw]])
+    elders = [
+        elder
+        for elder in range(draw)
+        if (draft.members[elder], draft.laws[elder], draft.parents[draft.nodes[elder]]) == own
+    ]
+    left = float(probs.sum()) - sum(float(probs[draft.token_ids[draft.nodes[elder]]]) for elder in elders)
+    return float(probs[draft.token_ids[draft.nodes[draw]]]) / left if left > 0 else 0.0

@@ -1,39 +1,38 @@
-"""Logprobs of the tokens that a step commits, for those who asked."""
+"""Computes logprobs of the tokens that a step commits, for requests that asked for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
-from outrider.draft import Draft
 from outrider.engine.sequence import Sequence
 from outrider.verify.logprobs import positions, processed_logprobs, raw_logprobs
-from outrider.verify.verifier import Candidate, Verdict
+from outrider.verify.verifier import Candidate
 
 Decode = Callable[[int], str | None]
+Written = Seq[tuple[int, int]]
 
 
-def score(seq: Sequence, candidate: Candidate, verdict: Verdict, raw: Tensor, processed: Tensor, decode: Decode) -> None:
-    """Record the logprobs of the tokens that a verdict is about to commit.
+def score(seq: Sequence, candidate: Candidate, written: Written, raw: Tensor, processed: Tensor, decode: Decode) -> None:
+    """Record the logprobs of tokens that were written.
 
     Args:
         seq: Whose.
         candidate: Its draft and its rows.
-        verdict: What stands.
+        written: Each token, with the node of the draft that it follows (-1: the committed text).
         raw: [num_logits, vocab_size] of the target.
         processed: [num_logits, vocab_size] as the parameters left them.
         decode: Text of a token.
     """
     params = seq.request.params
-    if params.logprobs is None:
+    if params.logprobs is None or not written:
         return
-    draft: Draft = candidate.draft
-    tokens = [*(draft.token_ids[node] for node in verdict.path), verdict.token_id]
-    rows = torch.tensor([node + 1 for node in (-1, *verdict.path)], device=raw.device) + candidate.rows[0]
+    rows = torch.tensor([node + 1 for node, _ in written], device=raw.device) + candidate.rows[0]
     logprobs = raw_logprobs(raw[rows]) if params.logprobs_mode == "raw" else processed_logprobs(processed[rows], params)
-    seq.logprobs += positions(logprobs, tokens, params.logprobs, decode)
+    seq.logprobs += positions(logprobs, [token for _, token in written], params.logprobs, decode)
 
 
 def score_prompt(seq: Sequence, start: int, num_rows: int, logits: Tensor, decode: Decode) -> None:

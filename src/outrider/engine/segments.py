@@ -1,10 +1,10 @@
-"""Which rows of a pass are those of a sequence."""
+"""Maps sequences to their rows in a pass."""
 
 from __future__ import annotations
 
-from outrider.engine import observation
-from outrider.engine.drafting import StepDraft
-from outrider.engine.scheduler import ScheduledSequence
+from outrider.engine.proposing import observation
+from outrider.engine.proposing.drafting import StepDraft
+from outrider.engine.scheduling.scheduler import ScheduledSequence
 from outrider.model.batch import Segment
 
 
@@ -17,7 +17,7 @@ def segment_of(item: ScheduledSequence, step: StepDraft) -> Segment:
         parents = (-1, *(parent + 1 for parent in draft.row_parents))
     needed = observation.requirements(item)
     first_logit = item.num_rows - 1 if item.completes else item.num_rows
-    if any(n.target_top_k and n.every_row for n in needed) or (
+    if any(n.target_top_k and n.needs_uncached_prompt for n in needed) or (
         seq.index == 0 and seq.request.params.prompt_logprobs is not None
     ):
         first_logit = 0

@@ -1,4 +1,4 @@
-"""A request and its sequences: all state of a text being written; no torch."""
+"""Request and Sequence: all state of a text that is being written. No torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from time import perf_counter
 
 from outrider.cache.lease import KVLease, KVView
 from outrider.engine.detokenizer import TextStream
-from outrider.engine.drafter import Drafter
+from outrider.engine.proposing.drafter import Drafter
 from outrider.errors import OutriderError
 from outrider.params import FinishReason, PositionLogprobs, SamplingParams, StreamPiece, TokenOrigin
 from outrider.propose.base import ProposerSequence, Tokens
 from outrider.propose.method import Method, same_method
 from outrider.propose.speculation import SpeculationConfig
+from outrider.request_options import NO_OPTIONS, RequestOptions
 from outrider.stats import RequestStats
+from outrider.structured.grammar import GrammarState
 from outrider.trace import RoundTrace
-from outrider.verify.grammar import GrammarState
 from outrider.verify.processing import Processing
 
 
@@ -39,10 +40,7 @@ class Request:
         seed: Of its noise: the caller's, or one drawn from the operating system.
         eos_token_ids: Tokens that end a text of this model.
         bad_words: Token sequences that may not be completed, strings resolved.
-        namespace: Keeps caches of unrelated callers apart.
-        prediction: Tokens that the caller expects the output to have.
-        priority: Lower numbers go first among the requests of one namespace.
-        traced: Whether a trace of every round is kept.
+        options: Its namespace, priority, prediction and trace, and whether it is streamed.
 
     Attributes:
         arrival: Its place among all requests that were queued; None before.
@@ -58,11 +56,7 @@ class Request:
         seed: int,
         eos_token_ids: frozenset[int],
         bad_words: tuple[tuple[int, ...], ...] = (),
-        namespace: str | None = None,
-        *,
-        prediction: tuple[int, ...] = (),
-        priority: int = 0,
-        traced: bool = False,
+        options: RequestOptions = NO_OPTIONS,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -72,16 +66,14 @@ class Request:
         self.seed = seed
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.bad_words = bad_words
-        self.namespace = namespace
-        self.prediction = prediction
-        self.priority = priority
-        self.traced = traced
+        self.options = options
         self.arrival: int | None = None
         self.begun = perf_counter()
         self.prompt_logprobs: list[PositionLogprobs | None] = [None]
         self.sequences: list[Sequence] = []
         self.error: OutriderError | None = None
-        self.outbox: list[StreamPiece] | None = None  # pieces not yet fetched; None where nobody streams
+        #: Pieces not yet fetched; None where nobody streams.
+        self.outbox: list[StreamPiece] | None = [] if options.streaming else None
 
     @property
     def finished(self) -> bool:
@@ -102,6 +94,9 @@ class Sequence:
         refused: Methods whose proposers cannot be had.
         num_prompt_charged: Up to where its tenant has been charged for its prompt.
         reads_every_row: Whether one of them must be shown every row of the text, so that no prefix may come from a cache.
+        coupled: Whether a draft has guessed with the target's noise. A guess shows noise of places that the text has yet to
+            come to. So this noise decides there, whatever rule is asked for later: if it were left unused by what the guess
+            showed, the text would have another distribution.
         rounds: Traces, where they were asked for.
         logprobs: Of the output so far, where they were asked for.
 
@@ -138,6 +133,7 @@ class Sequence:
         self.refused: list[Method] = []
         self.num_prompt_charged = 0
         self.reads_every_row = False
+        self.coupled = False
         self.forked = request.params.n == 1 or index > 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -156,8 +152,8 @@ class Sequence:
             seed=request.seed,
             sample=index,
             kv=KVView(kv),
-            namespace=request.namespace,
-            prediction=request.prediction,
+            namespace=request.options.namespace,
+            prediction=request.options.prediction,
         )
 
     @property

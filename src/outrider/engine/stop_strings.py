@@ -1,4 +1,4 @@
-"""All stop strings of a request at once: which one a text completes, and which one it might go on to.
+"""Matches all stop strings of a request at once, complete ones and beginnings.
 
 An automaton of Aho and Corasick (1975). A node is a beginning of some stop string, node 0 the empty one; the node of a text
 is the longest of its tails that is such a beginning. A character costs a step or two, however many strings there are.

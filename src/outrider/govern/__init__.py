@@ -1,1 +1,1 @@
-"""What speculation is worth, and how it is chosen: costs, acceptance, the choice. No torch."""
+"""The governor: cost model, acceptance model, and the choice of proposer and draft length. No torch."""

@@ -1,4 +1,4 @@
-"""How often draft tokens stand, by method and position: what each request showed, with what others showed as a prior.
+"""Estimates acceptance by method and position: counts of each request, with those of other requests as a prior.
 
 A position counts only drafts whose earlier tokens stood, so chances multiply along a draft. Counts fade, so that a change
 of text is followed; where outcomes are too unlikely under the present estimate, most of the past is forgotten at once.

@@ -1,4 +1,4 @@
-"""How many rows pay, and for whom: one budget for the batch, chosen from history before anything is drawn.
+"""Chooses how many rows pay and for whom, with one budget for the batch, from history before anything is drawn.
 
 Rows are taken in the order of the chance that the text comes to them, over all requests at once (the scheduling of DSpark's
 algorithm 1). The budget is the number of them at which most tokens a second are expected. Every quantity here was known
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from outrider.govern.acceptance import Outlook
 from outrider.govern.costs import CostModel
@@ -29,12 +30,14 @@ class Option:
         outlook: What is expected of its drafts.
         longest: Draft tokens that may be of use.
         lag: Tokens that its own model has yet to read.
+        reads: Tokens of these that it reads in the step to come.
     """
 
     method: str
     outlook: Outlook
     longest: int
     lag: int = 0
+    reads: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,13 @@ class Plan:
         rows: Method and draft tokens, by request; requests that are not there decode plainly.
         tokens: That the step is expected to write, all texts together.
         seconds: That it is expected to take.
+        used: The share of the rows that methods are expected to use: where they have nothing to say, they use none.
     """
 
     rows: dict[int, tuple[str, int]] = field(default_factory=dict)
     tokens: float = 1.0
     seconds: float = 1.0
+    used: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -77,10 +82,11 @@ class _Filling:
     Attributes:
         tokens: That are expected.
         granted: Rows.
-        expected: Rows that methods are expected to use: where they have nothing to say, they use none.
+        expected: Rows that methods are expected to use.
         texts: Texts for each method.
         levels: Longest draft of each method.
         late: Seconds a step for models that must read texts first.
+        reading: Seconds that this takes in the step to come.
     """
 
     tokens: float
@@ -89,6 +95,7 @@ class _Filling:
     texts: dict[str, int] = field(default_factory=dict)
     levels: dict[str, int] = field(default_factory=dict)
     late: float = 0.0
+    reading: float = 0.0
 
 
 class Chooser:
@@ -99,11 +106,17 @@ class Chooser:
         texts: The batch.
         context: Tokens before it, all texts together.
         max_rows: Draft rows that all may have together.
+        may_lose: Seconds that the step may take longer than a plain one, should no draft token stand.
+
+    Attributes:
+        limited: Whether a plan was left out since it might have lost more.
     """
 
-    def __init__(self, costs: CostModel, texts: Sequence[Text], context: int, max_rows: int) -> None:
+    def __init__(self, costs: CostModel, texts: Sequence[Text], context: int, max_rows: int, may_lose: float = inf) -> None:
         self._costs = costs
         self._texts = texts
+        self._may_lose = may_lose
+        self.limited = False
         most = sum(max((o.longest for o in text.options.values()), default=0) for text in texts)
         self._max_rows = min(max_rows, most)
         count = len(texts)
@@ -125,7 +138,8 @@ class Chooser:
         return found
 
     def again(self, plan: Plan) -> Plan:
-        """What is expected of the assignment of an earlier plan now; requests that have ended or begun decode plainly."""
+        """What is expected of the assignment of an earlier plan now. Requests that have ended or begun decode plainly, and
+        all do where it might lose more than it may."""
         filling = _Filling(float(len(self._texts)))
         rows = {}
         for text in self._texts:
@@ -136,7 +150,9 @@ class Chooser:
                 assert option is not None
                 reach = self._add(filling, option, place, reach)
                 rows[text.request] = (method, place + 1)
-        return Plan(rows, filling.tokens, self._seconds(filling))
+        if not self._may(filling):
+            return self.plain()
+        return Plan(rows, filling.tokens, self._seconds(filling), _used(filling))
 
     def _filled(self, chosen: Sequence[Option | None]) -> Plan:
         """Rows best first for an option of each text, and of all prefixes of this order the best."""
@@ -147,7 +163,7 @@ class Chooser:
         heapify(heap)
         order: list[int] = []
         best, best_rows, seconds = filling.tokens / self._times[0], 0, self._times[0]
-        best_tokens, best_seconds = filling.tokens, seconds
+        best_tokens, best_seconds, best_used = filling.tokens, seconds, 0.0
         while heap and filling.granted < self._max_rows:
             chance, request, place, reach = heappop(heap)
             if -chance < _LEAST_CHANCE:
@@ -156,8 +172,9 @@ class Chooser:
             reach = self._add(filling, option, place, reach)
             order.append(request)
             seconds = self._seconds(filling)
-            if filling.tokens / seconds > best:
+            if filling.tokens / seconds > best and self._may(filling):
                 best, best_rows, best_tokens, best_seconds = filling.tokens / seconds, len(order), filling.tokens, seconds
+                best_used = _used(filling)
             if place + 1 < option.longest:
                 stands = option.outlook.stands
                 following = reach * stands[min(place + 1, len(stands) - 1)]
@@ -165,7 +182,7 @@ class Chooser:
         rows: dict[int, tuple[str, int]] = {}
         for request in order[:best_rows]:
             rows[request] = (options[request].method, rows.get(request, ("", 0))[1] + 1)
-        return Plan(rows, best_tokens, best_seconds)
+        return Plan(rows, best_tokens, best_seconds, best_used)
 
     def _add(self, filling: _Filling, option: Option, place: int, reach: float) -> float:
         """One more row; returns the chance that the text comes through it, where the method has a token there."""
@@ -179,13 +196,26 @@ class Chooser:
         if place == 0:
             filling.texts[name] = filling.texts.get(name, 0) + 1
             filling.late += self._costs.catch_up_seconds(name, option.lag) / _HORIZON
+            filling.reading += self._costs.reading_seconds(name, option.reads)
         return reach
+
+    def _may(self, filling: _Filling) -> bool:
+        allowed = self._most_lost(filling) <= self._may_lose
+        self.limited |= not allowed
+        return allowed
+
+    def _most_lost(self, filling: _Filling) -> float:
+        """Seconds by which the step is longer than a plain one where all rows are used, as far as times are certain."""
+        drafts = sum(self._costs.draft_seconds(name, texts, filling.levels[name]) for name, texts in filling.texts.items())
+        seconds = self._times[min(filling.granted, len(self._times) - 1)] + drafts + filling.reading
+        count = len(self._texts)
+        return seconds * (1.0 + self._costs.uncertainty(count + filling.granted, count)) - self._times[0]
 
     def _seconds(self, filling: _Filling) -> float:
         """Time of the step. Where methods often have nothing to say, some steps are as long as plain ones and the others
         as long as all rows take, since steps of a staircase do not average."""
         times, granted = self._times, filling.granted  # an earlier plan may have more rows than there is room for now
-        share = filling.expected / granted if granted else 0.0
+        share = _used(filling)
         full = times[min(granted, len(times) - 1)]
         seconds = (1.0 - share) * times[0] + share * full + filling.late
         for name, texts in filling.texts.items():
@@ -206,6 +236,10 @@ class Chooser:
                 if gain - rate * taken > best:
                     best, found = gain - rate * taken, option
         return found
+
+
+def _used(filling: _Filling) -> float:
+    return filling.expected / filling.granted if filling.granted else 0.0
 
 
 def _rate(plan: Plan) -> float:

@@ -1,4 +1,4 @@
-"""What a step costs: passes of the target by rows, texts and context, drafts by method, and what the host adds.
+"""Predicts the time of a step: target passes by rows, texts and context, drafts by method, and the host.
 
 A calibration at start says what passes take. Every step corrects it, near the number of rows that it had and, more slowly,
 everywhere. Where passes become longer in steps, the calibration knows the steps, and a correction keeps them. What makes a
@@ -10,20 +10,29 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import hypot, sqrt
 
 #: Observations of one number of rows that its correction looks back on.
-_NEAR_MEMORY = 16.0
+_NEAR_MEMORY = 48.0
 #: Observations of any number of rows that the general correction looks back on.
 _FAR_MEMORY = 48.0
 #: The general correction weighs as much as so many observations of a number of rows.
-_FAR_WEIGHT = 2.0
+_FAR_WEIGHT = 0.5
+#: What was observed elsewhere weighs as much as so many observations at most.
+_DOUBTED = 2.0
 #: In so many steps an observation of one number of rows loses most of its weight.
 _STALE_AFTER = 400.0
 #: One observation changes nothing by more than this factor, since a machine may pause for any reason.
 _MOST = 3.0
+#: Bounds of a pass: its seconds on any machine, and a factor. A pass is no shorter than that of one row over the factor,
+#: and no longer than the passes of its rows one after another times the factor.
+_SHORTEST, _LONGEST, _ABSURD = 1e-7, 3600.0, 50.0
 #: An observation that differs by more than this share is odd; so many of them in a row are believed, instead of all before,
 #: where these were so many that the number of rows seemed to be known.
-_ODD, _BELIEVED, _KNOWN = 0.2, 3, 8.0
+_ODD, _BELIEVED, _KNOWN = 0.2, 3, 3.0
+#: Times of equal passes differ: by this share before any was seen, and later by what is learnt from so many of them. An odd
+#: one differs by more than so many times this share.
+_SPREAD, _SPREAD_MEMORY, _ODD_SPREADS = 0.15, 32.0, 2.5
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,18 @@ class CostTable:
     passes: Mapping[int, float]
     context_seconds: float = 0.0
     drafts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise ValueError where no machine could take such times."""
+        for name, points in {"the target": self.passes, **self.drafts}.items():
+            if not points or min(points) < 1:
+                raise ValueError(f"{name}: no pass has fewer rows than one")
+            one = points[min(points)]
+            for rows, seconds in points.items():
+                if not _SHORTEST <= seconds <= _LONGEST or not 1.0 / _ABSURD <= seconds / one <= _ABSURD * rows:
+                    raise ValueError(f"{name}: a pass of {rows} rows cannot take {seconds} s beside one of {one} s")
+        if not 0.0 <= self.context_seconds <= min(self.passes.values()):
+            raise ValueError(f"a token of context cannot make a pass {self.context_seconds} s longer")
 
     @staticmethod
     def assumed(pass_seconds: float = 0.05) -> CostTable:
@@ -112,6 +133,7 @@ class Curve:
         self._seen = [0] * len(self.sizes)
         self._odd = [0] * len(self.sizes)
         self._ratios: list[float] | None = None
+        self._spread = _SPREAD
         self._far, self._far_weight, self._step = 1.0, 0.0, 0
 
     def base(self, rows: float) -> float:
@@ -143,7 +165,9 @@ class Curve:
         known = self._ratio(place)
         if self._far_weight >= 1.0:
             ratio = min(max(ratio, known / _MOST), known * _MOST)
-        self._odd[place] = self._odd[place] + 1 if abs(ratio / known - 1.0) > _ODD else 0
+        apart = abs(ratio / known - 1.0)
+        self._odd[place] = self._odd[place] + 1 if apart > max(_ODD, _ODD_SPREADS * self._spread) else 0
+        self._spread += (min(apart, _MOST * self._spread) - self._spread) / _SPREAD_MEMORY
         changed = self._odd[place] >= _BELIEVED and self._weights[place] >= _KNOWN
         if changed:
             self._weights[place], self._odd[place] = 1.0, 0
@@ -151,9 +175,29 @@ class Curve:
         self._far += (ratio - self._far) / self._far_weight
         self._weights[place] = min(self._fresh(place) + 1.0, _NEAR_MEMORY)
         self._seen[place] = self._step
-        self._near[place] += (ratio / self._far - self._near[place]) / self._weights[place]
+        self._near[place] += (ratio - self._near[place]) / self._weights[place]
         self._ratios = None
         return changed
+
+    def begin_anew(self, ratio: float) -> None:
+        """The machine as a whole takes another time than before, by this ratio to what was calibrated: all corrections were
+        learnt on another machine, so to speak."""
+        self._far, self._far_weight, self._ratios = ratio, _DOUBTED, None
+        self._near, self._weights = [1.0] * len(self.sizes), [0.0] * len(self.sizes)
+
+    def doubt(self) -> None:
+        """What was observed was observed elsewhere: go on from it, and let a few observations outweigh it."""
+        self._far_weight = min(self._far_weight, _DOUBTED)
+        self._weights = [min(weight, _DOUBTED) for weight in self._weights]
+        self._odd = [0] * len(self.sizes)
+
+    def uncertainty(self, rows: int) -> float:
+        """By which share the time of a pass of so many rows may be wrong, as far as times that differ tell."""
+        return self._spread / sqrt(self._fresh(self._place(rows)) + _FAR_WEIGHT)
+
+    def knows(self, rows: int) -> bool:
+        """Whether passes of about so many rows were seen lately, and not once only."""
+        return self._fresh(self._place(rows)) > 1.0
 
     def is_odd(self, rows: int) -> bool:
         """Whether about so many rows seemed to be known, and the latest observation was odd: another one is wanted."""
@@ -171,7 +215,7 @@ class Curve:
         return self._weights[place] * max(0.0, 1.0 - (self._step - self._seen[place]) / _STALE_AFTER)
 
     def _ratio(self, place: int) -> float:
-        return self._far * (self._careful(place) if self._fresh(place) > 0.0 else self._around(place))
+        return self._careful(place) if self._fresh(place) > 0.0 else self._around(place)
 
     def _around(self, place: int) -> float:
         """The correction of the nearest numbers of rows that were seen lately, on a line between two of them."""
@@ -179,13 +223,13 @@ class Curve:
         above = next((p for p in range(place + 1, len(self.sizes)) if self._fresh(p) > 0.0), None)
         if below is None or above is None:
             found = below if above is None else above
-            return 1.0 if found is None else self._careful(found)
+            return self._far if found is None else self._careful(found)
         share = (self.sizes[place] - self.sizes[below]) / (self.sizes[above] - self.sizes[below])
         return (1.0 - share) * self._careful(below) + share * self._careful(above)
 
     def _careful(self, place: int) -> float:
         weight = self._fresh(place)
-        return (weight * self._near[place] + _FAR_WEIGHT) / (weight + _FAR_WEIGHT)
+        return (weight * self._near[place] + _FAR_WEIGHT * self._far) / (weight + _FAR_WEIGHT)
 
 
 #: Sizes for which what the host adds is learnt apart.
@@ -225,11 +269,36 @@ class CostModel:
         """Time in which a method's own model reads so many tokens."""
         return 0.0 if method in self._lookups or rows <= 0 else self._curve(method).seconds(rows)
 
+    def reading_seconds(self, method: str, rows: int) -> float:
+        """Time in which it reads so many tokens beyond that of the first pass of a draft, which reads a few as it is."""
+        return max(0.0, self.catch_up_seconds(method, rows) - self.catch_up_seconds(method, 1))
+
+    def work_seconds(self, work: StepWork) -> float:
+        """Time of a step with its drafts."""
+        drafts = [
+            self.draft_seconds(each.method, each.texts, each.levels) + self.reading_seconds(each.method, each.rows)
+            for each in work.drafts
+        ]
+        return self.step_seconds(work.rows, work.context) + sum(drafts)
+
+    def most_longer(self, work: StepWork) -> float:
+        """Seconds by which a step is longer than a plain one of the same texts, as far as times are certain."""
+        if not work.drafts:
+            return 0.0
+        seconds = self.work_seconds(work)
+        return seconds * (1.0 + self.uncertainty(work.rows, work.texts)) - self.step_seconds(work.texts, work.context)
+
+    def uncertainty(self, rows: int, texts: int) -> float:
+        """By which share the times of passes of so many rows may be wrong beside those of plain ones of so many texts."""
+        return 0.0 if rows == texts else hypot(self.passes.uncertainty(rows), self.passes.uncertainty(texts))
+
     def observe(self, work: StepWork, times: StepTimes) -> bool:
         """Learn from a step in which nothing but decoding was done. Returns whether such passes seem to cost something else
         than before."""
         expected = self.passes.base(work.rows) + work.context * self._context_seconds
         changed = self.passes.observe(work.rows, expected, times.forward)
+        if changed and work.rows == work.texts:
+            self.passes.begin_anew(times.forward / max(expected, 1e-9))
         self.host.observe(work.rows, self.host.base(work.rows), times.host)
         if (
             len(work.drafts) == 1 and not work.drafts[0].rows and work.drafts[0].texts
@@ -239,6 +308,11 @@ class CostModel:
             levels = 1 if draft.method in self._lookups else max(draft.levels, 1)
             curve.observe(draft.texts, curve.base(draft.texts) * levels, times.propose)
         return changed
+
+    def doubt(self) -> None:
+        """Let a few observations outweigh all earlier ones."""
+        for curve in (self.passes, self.host, *self._drafts.values()):
+            curve.doubt()
 
     def _curve(self, method: str) -> Curve:
         if method not in self._drafts:

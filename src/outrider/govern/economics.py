@@ -1,4 +1,4 @@
-"""What speculation is worth before anything is measured: tokens a round, the best length, the speedup.
+"""Predicts speculation without measurements: tokens a round, the best length, the speedup.
 
 Leviathan et al. 2023 (arXiv 2211.17192) take a pass of several rows to cost as much as a pass of one. Here a pass costs the
 time of its bytes or the time of its arithmetic, whichever is longer, so that the batch counts too.

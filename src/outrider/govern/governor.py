@@ -1,4 +1,4 @@
-"""Who drafts, how much, or nobody: decided before every step from what earlier steps cost and what became of drafts.
+"""Governor: decides before every step which proposer drafts how much, or that none does.
 
 It sees no token and no probability of the step that it decides on. What it learns from are counts of earlier rounds and
 times; both come as arguments, so that a proof can script them and a simulator can make them up.
@@ -6,13 +6,15 @@ times; both come as arguments, so that a proof can script them and a simulator c
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.govern.acceptance import AcceptanceModel
 from outrider.govern.choice import Chooser, Option, Plan, Text
-from outrider.govern.costs import CostModel, CostTable, StepTimes, StepWork
+from outrider.govern.costs import CostModel, CostTable, DraftWork, StepTimes, StepWork
+from outrider.govern.purse import Purse
+from outrider.govern.standing import Standings
 
 #: Steps for which a plan holds while the same requests decode and nothing seems to have changed.
 HOLDS = 4
@@ -24,20 +26,21 @@ _BEGINS, _GOES_ON, _BEATS_PLAN = 1.05, 1.02, 1.03
 #: After so many steps without one, a step decodes plainly so that its time is known; sooner where drafting is expected to
 #: be faster by less than this factor.
 _PLAIN_EVERY, _PLAIN_SOON, _CLOSE = 200, 24, 1.12
+#: The same where the time of a plain step is not known, or not better than by this share of what drafting is to gain.
+_PLAIN_FIRST, _SURE = 3, 0.25
 #: Every so many drafts at most one is longer by a token, so that it is known what longer ones would bring, and the share of
 #: the time that this may take.
 _LONGER_EVERY, _LONGER_SHARE = 12, 0.008
 #: Share of the time in which idle methods may show what they would be worth. Lookups and models have half of it each where
 #: there are both, so that lookups, of which each is cheap, leave something for models that have much to read. It is down
 #: to a quarter of this where many texts decode, since what is learnt from one helps all of them.
-_SHADOW_SHARE = 0.009
+_SHADOW_SHARE = 0.007
+#: Share of what may be saved up for all trials that the scoring of lookups leaves for drafts.
+_FOR_DRAFTS = 0.5
 #: Unspent time of that kind is kept up to so many steps' worth.
 _SAVED_STEPS = 16.0
 #: Tokens that should be new before a method with a model of its own reads them to be scored.
 SHADOW_TOKENS = 12
-#: Changes between drafting and not within so many steps that count as going to and fro, and for how long experience of
-#: longer standing decides then; twice as long each time it happens again.
-_FLIPS, _FLIP_WINDOW, _STEADY_STEPS = 4, 256, 512
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ class Decision:
         num_draft_tokens: Most that it may draft.
         reason: In words.
         why: The same in one word, to count by: a draft "pays", or is "longer" to measure it; "plain" is to be measured; a
-            draft would be a "loss"; "fixed" is what had no choice.
+            draft would be a "loss", or cost more than trials may ("saving"); "fixed" is what had no choice, "fault" what no
+            governor decided.
     """
 
     method: str | None
@@ -129,6 +133,21 @@ class _Idle:
     lookup: bool
 
 
+@dataclass
+class _Open:
+    """A step that was decided and has not ended yet.
+
+    Attributes:
+        work: What it was to do at most.
+        plain: Seconds of a plain step of its texts.
+        longer: Seconds by which it was expected to be longer.
+    """
+
+    work: StepWork
+    plain: float
+    longer: float = 0.0
+
+
 class Governor:
     """Decides step by step.
 
@@ -154,20 +173,18 @@ class Governor:
         self._holds = holds
         self._read_at_once = read_at_once
         self.candidates = {each.name: each for each in candidates}
-        self.costs = CostModel(table, [each.name for each in candidates if each.lookup])
+        self._standings = Standings(CostModel(table, [each.name for each in candidates if each.lookup]))
+        self._here = self._standings.of(1, 0)
         self.acceptance = AcceptanceModel({each.name: each.prior for each in candidates})
         self.chosen: Counter[tuple[str, int]] = Counter()
         self._max_rows = max_rows
-        self._plan, self._plan_reason, self._gain = Plan(), "", 1.0
+        self._plan, self._plan_reason = Plan(), ""
         self._since_longer: Counter[int] = Counter()
-        self._longer_every = _LONGER_EVERY
         self._batch: tuple[int, ...] = ()
         self._age, self._step, self._changed = 0, 0, True
-        self._flips: deque[int] = deque(maxlen=_FLIPS)
-        self._steady_until, self._steady_steps = 0, _STEADY_STEPS
-        self._was_on: bool | None = None
-        self._plain_due = False
         self._saved = dict.fromkeys((each.lookup for each in candidates), 0.0)  # of lookups, and of models
+        self._purse = Purse(self._here.costs.step_seconds(1, 0))
+        self._open: _Open | None = None
         self._begun: dict[int, int] = {}
         self._tried: dict[tuple[int, str], int] = {}
         self._shadow_seconds: dict[str, float] = {}
@@ -198,18 +215,57 @@ class Governor:
         self._step += 1
         self._age += 1
         self.chosen["none", 0] += len(self._batch)
+        self._begin_step(StepWork(len(self._batch), len(self._batch), 0))
 
     def decide(self, running: Sequence[Running]) -> dict[int, Decision]:
         """What each request does in the coming step."""
         self._step += 1
+        self._here = self._standings.of(len(running), sum(each.context for each in running))
         free = [each for each in running if each.longest > 0 and each.methods]
         if free and self._must_plan(running):
             self._make_plan(running, free)
         measuring = bool(free) and self._is_time_for_plain(len(running))
         decisions = {each.request: self._decision(each, measuring=measuring) for each in running}
+        if not self._begin_step(self._work(running, decisions)):
+            self._changed = True  # another plan may cost less
+            decisions = {request: _saving(decision) for request, decision in decisions.items()}
         for decision in decisions.values():
             self.chosen[decision.method or "none", decision.num_draft_tokens] += 1
         return decisions
+
+    def _begin_step(self, work: StepWork) -> bool:
+        """Pay for a step as if no draft token stood; returns whether it may cost so much. If not, it is plain."""
+        if self._open is not None:
+            self._purse.end_step(self._open.plain + self._open.longer, self._open.plain)
+        costs = self._here.costs
+        plain = costs.step_seconds(work.texts, work.context)
+        longer = costs.most_longer(work)
+        if not self._purse.affords(longer):
+            self._open = _Open(StepWork(work.texts, work.texts, work.context), plain)
+            return False
+        self._open = _Open(work, plain, longer)
+        self._purse.spend(longer)
+        return True
+
+    def _work(self, running: Sequence[Running], decisions: Mapping[int, Decision]) -> StepWork:
+        """What a step does in which all drafts are as long as they may be."""
+        by_method: dict[str, list[tuple[int, int]]] = {}
+        for each in running:
+            decision = decisions[each.request]
+            if decision.method is not None:
+                reads = self._reads(each, decision.method)
+                by_method.setdefault(decision.method, []).append((decision.num_draft_tokens, reads))
+        drafts = tuple(
+            DraftWork(name, len(found), max(length for length, _ in found), sum(reads for _, reads in found))
+            for name, found in by_method.items()
+        )
+        rows = len(running) + sum(decision.num_draft_tokens for decision in decisions.values())
+        return StepWork(rows, len(running), sum(each.context for each in running), drafts)
+
+    def _reads(self, each: Running, method: str) -> int:
+        """Tokens that a method's own model reads in the coming step, where it did not draft in the one before."""
+        lag = each.lags.get(method, 0)
+        return min(lag, self._read_at_once) if lag > self.candidates[method].longest + 1 else 0
 
     def _must_plan(self, running: Sequence[Running]) -> bool:
         batch = tuple(each.request for each in running if each.longest > 0)
@@ -225,31 +281,35 @@ class Governor:
         return self._age < holds and not (self._changed and self._age >= pause)
 
     def _make_plan(self, running: Sequence[Running], free: Sequence[Running]) -> None:
-        steady = self._step < self._steady_until
+        here = self._here
+        steady = self._step < here.steady_until
         texts = [Text(each.request, self._options(each, steady=steady)) for each in free]
         texts += [Text(each.request, {}) for each in running if each.longest <= 0 or not each.methods]
-        chooser = Chooser(self.costs, texts, sum(each.context for each in running), self._max_rows)
+        chooser = Chooser(here.costs, texts, sum(each.context for each in running), self._max_rows, self._purse.left)
         plain, best = chooser.plain(), chooser.best()
-        if best.rate < plain.rate * (_BEGINS if self._was_on is False else _GOES_ON):
+        doubt = here.costs.uncertainty(len(running) + sum(rows for _, rows in best.rows.values()), len(running))
+        if best.rate < plain.rate * ((_BEGINS if here.was_on is False else _GOES_ON) + doubt * best.used):
             best = plain
         present = chooser.again(self._plan)
         if len(present.rows) == len(self._plan.rows) and best.rows and present.rate * _BEATS_PLAN > best.rate > plain.rate:
             best = present if present.rate > plain.rate else plain
         self._plan = best
-        self._gain = best.rate / plain.rate
-        self._plan_reason = f"{self._gain:.2f}x of plain decoding expected"
-        self._longer_every = self._pause_between_longer(len(running))
-        self._notice_flip(len(free))
+        here.gain = best.rate / plain.rate
+        self._plan_reason = f"{here.gain:.2f}x of plain decoding expected"
+        here.longer_every = self._pause_between_longer(len(running))
+        if not chooser.limited:  # what may not be tried now says nothing of the text
+            here.note_plan(self._step, is_on=2 * len(best.rows) >= len(free))
 
     def _pause_between_longer(self, num_texts: int) -> int:
         """Drafts between two that are longer by a token, by what such a token costs beyond what it is expected to bring: it
         may be the next stair."""
         extra = 0.0
         before = num_texts + sum(rows for _, rows in self._plan.rows.values())
-        row = self.costs.step_seconds(before + 1, 0) - self.costs.step_seconds(before, 0)
+        costs = self._here.costs
+        row = costs.step_seconds(before + 1, 0) - costs.step_seconds(before, 0)
         for request, (method, rows) in self._plan.rows.items():
             outlook = self.acceptance.outlook(request, method)
-            level = self.costs.draft_seconds(method, 1, rows + 1) - self.costs.draft_seconds(method, 1, rows)
+            level = costs.draft_seconds(method, 1, rows + 1) - costs.draft_seconds(method, 1, rows)
             extra += level + outlook.exists_at(rows) * (row - outlook.reach(rows) / self._plan.rate)
         return max(_LONGER_EVERY, round(extra / (_LONGER_SHARE * self._plan.seconds)))
 
@@ -258,29 +318,20 @@ class Governor:
         for name in each.methods:
             outlook = self.acceptance.outlook(each.request, name, steady=steady)
             longest = min(each.longest, self.candidates[name].longest)
-            options[name] = Option(name, outlook, longest, each.lags.get(name, 0))
+            options[name] = Option(name, outlook, longest, each.lags.get(name, 0), self._reads(each, name))
         return options
-
-    def _notice_flip(self, num_free: int) -> None:
-        """Where drafting goes on and off again and again, let experience of longer standing decide for a while."""
-        is_on = 2 * len(self._plan.rows) >= num_free
-        if self._was_on is not None and is_on != self._was_on:
-            self._flips.append(self._step)
-            if len(self._flips) == _FLIPS and self._step - self._flips[0] <= _FLIP_WINDOW:
-                self._steady_until = self._step + self._steady_steps
-                self._steady_steps *= 2
-                self._flips.clear()
-        self._was_on = is_on
-        if self._step - self._steady_until > 4 * _STEADY_STEPS:
-            self._steady_steps = _STEADY_STEPS
 
     def _is_time_for_plain(self, num_texts: int) -> bool:
         if not self._plan.rows:
             return False
-        every = _PLAIN_SOON if self._gain < _CLOSE else _PLAIN_EVERY
-        since = self.costs.passes.last_seen(num_texts)
-        due = since > every or (self._plain_due and since) or (self.costs.passes.is_odd(num_texts) and since > 2)
-        self._plain_due = False
+        here = self._here
+        every = _PLAIN_SOON if here.gain < _CLOSE else _PLAIN_EVERY
+        passes = here.costs.passes
+        if not passes.knows(num_texts) or passes.uncertainty(num_texts) > _SURE * (here.gain - 1.0):
+            every = _PLAIN_FIRST
+        since = passes.last_seen(num_texts)
+        due = since > every or (here.plain_due and since) or (passes.is_odd(num_texts) and since > 2)
+        here.plain_due = False
         return bool(due)
 
     def _decision(self, each: Running, *, measuring: bool) -> Decision:
@@ -292,7 +343,7 @@ class Governor:
         if method is None:
             return Decision(None, 0, "plain, since no draft is expected to pay", "loss")
         most, reason = min(each.longest, self.candidates[method].longest), self._plan_reason
-        if self._since_longer[each.request] >= self._longer_every - 1 and rows < most:
+        if self._since_longer[each.request] >= self._here.longer_every - 1 and rows < most:
             self._since_longer[each.request] = -1
             return Decision(method, rows + 1, f"{reason}, one token longer to measure it", "longer")
         return Decision(method, min(rows, most), reason)
@@ -331,16 +382,18 @@ class Governor:
 
     def _affordable(self, idle: Sequence[_Idle], saved: float) -> list[Shadow]:
         found = []
+        left = self._purse.left
         for each in idle:
-            if each.cost <= saved:
-                saved -= each.cost
+            kept = _FOR_DRAFTS * self._purse.most if each.lookup else 0.0  # cheap ones would leave nothing for drafts
+            if each.cost <= min(saved, left - kept):
+                saved, left = saved - each.cost, left - each.cost
                 found.append(Shadow(each.request, each.method))
         return found
 
     def _shadow_cost(self, method: str, lag: int) -> float:
         if not self.candidates[method].lookup:
-            return self.costs.catch_up_seconds(method, min(lag, self._read_at_once))
-        return self._shadow_seconds.get(method, self.costs.draft_seconds(method, 1, 1))
+            return self._here.costs.catch_up_seconds(method, min(lag, self._read_at_once))
+        return self._shadow_seconds.get(method, self._here.costs.draft_seconds(method, 1, 1))
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
@@ -361,6 +414,8 @@ class Governor:
         self._since_longer[request] += offered > 0 and not shadow
         if self.candidates[method].lookup or not offered:
             self.acceptance.observe_offer(request, method, asked, offered)
+        if self._open is not None and not shadow:
+            self._purse.spend(-accepted * self._open.plain / self._open.work.texts)
         scores = [1.0] * accepted + ([0.0] if rejected and accepted < offered else [])
         self._changed |= self.acceptance.observe(request, method, scores, 1.0 if shadow else 1.0 + accepted)
 
@@ -373,16 +428,37 @@ class Governor:
     def observe_shadow_seconds(self, method: str, texts: int, seconds: float) -> None:
         """Scoring a method on so many texts took so long; it is paid from what was saved."""
         self._saved[self.candidates[method].lookup] -= seconds
+        self._purse.spend(seconds)
         known = self._shadow_seconds.get(method, seconds / texts)
         self._shadow_seconds[method] = known + 0.2 * (seconds / texts - known)
 
     def observe_step(self, work: StepWork, times: StepTimes) -> None:
         """A step in which texts decoded and nothing else was done."""
-        self._plain_due |= self.costs.observe(work, times)
+        if self._open is not None:
+            late = {each.method: each.rows for each in self._open.work.drafts}
+            work = replace(work, drafts=tuple(replace(each, rows=late.get(each.method, 0)) for each in work.drafts))
+        standing = self._standings.of(work.texts, work.context)
+        standing.plain_due |= standing.costs.observe(work, times)
+        self._settle(work, times, standing.costs)
         share = _SHADOW_SHARE / min(4, _pause(len(self._batch)))
         for lookup, saved in self._saved.items():
             more = share * times.total / len(self._saved)
             self._saved[lookup] = min(saved + more, _SAVED_STEPS * times.total)
+
+    def _settle(self, work: StepWork, times: StepTimes, costs: CostModel) -> None:
+        """Pay for a step that has ended what it cost by all that is known of costs now, instead of what was expected."""
+        if self._open is None:
+            return
+        plain = costs.step_seconds(work.texts, work.context)
+        self._purse.spend(costs.most_longer(work) - self._open.longer)
+        self._purse.end_step(times.total, plain)
+        self._open = None
+
+
+def _saving(decision: Decision) -> Decision:
+    if decision.method is None:
+        return decision
+    return Decision(None, 0, "plain, until a draft may cost as much as it would if none of it stood", "saving")
 
 
 def _pause(num_texts: int) -> int:

@@ -1,1 +1,1 @@
-"""Which settings suit the traffic: recorded or replayed texts, predicted and measured speed, the recommendation."""
+"""Tuning: replays traffic, predicts and measures speed, and recommends settings."""

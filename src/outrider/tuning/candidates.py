@@ -1,14 +1,12 @@
-"""Which settings are tried: methods, lengths and trees."""
+"""Candidate settings of a tuning: methods, lengths and trees."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from outrider.bench.ways import Way, parse_ways
 from outrider.llm import LLM
-from outrider.propose.auto import Auto
-from outrider.propose.speculation import SpeculationConfig
+from outrider.measure.decoding_config import DecodingConfig, parse_ways
 
 #: Ways that are tried unless others are asked for. Those with a draft model need one.
 USUAL = (
@@ -27,7 +25,7 @@ USUAL = (
 )
 
 
-def candidates(llm: LLM, names: Sequence[str], draft_model: str | None) -> list[Way]:
+def candidates(llm: LLM, names: Sequence[str], draft_model: str | None) -> list[DecodingConfig]:
     """The ways to try, plain decoding first.
 
     Args:
@@ -39,13 +37,8 @@ def candidates(llm: LLM, names: Sequence[str], draft_model: str | None) -> list[
         InvalidParameterError: A way is unknown, or needs a draft model.
     """
     chosen = names or [name for name in USUAL if draft_model is not None or not name.startswith("draft_model")]
-    return [_resolved(llm, way, draft_model) for way in parse_ways(chosen, draft_model)]
+    return [_resolved(llm, way) for way in parse_ways(chosen, draft_model)]
 
 
-def _resolved(llm: LLM, way: Way, draft_model: str | None) -> Way:
-    config = way.config
-    if isinstance(config.method, Auto) and not config.method.methods and draft_model is not None:
-        given = ({"method": "draft_model", "model": draft_model}, "suffix")
-        members = tuple(SpeculationConfig.of(each) for each in given)
-        config = config.replace(method=config.method.replace(methods=members))
-    return replace(way, name="auto" if isinstance(config.method, Auto) else way.name, config=llm.resolve(config))
+def _resolved(llm: LLM, way: DecodingConfig) -> DecodingConfig:
+    return replace(way, config=llm.resolve(way.config))

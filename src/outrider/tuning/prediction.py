@@ -1,4 +1,4 @@
-"""From shadow acceptance and the times of passes to a predicted speedup."""
+"""Predicts speedups from shadow acceptance and the times of passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tuning found: predicted and measured figures of every way, and the recommendation."""
+"""Results of a tuning: predicted and measured figures, and the recommendation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from outrider.bench.figures import Spread
+from outrider.measure.figures import Spread
 from outrider.propose.speculation import PLAIN
 
 #: A way must be expected to gain at least this factor over plain decoding to be recommended.
@@ -27,6 +27,7 @@ class Row(BaseModel):
         measured: The speedup that was measured, over rounds; None where nothing was written.
         measured_tokens: Tokens a pass that were written.
         tokens_per_second: Of decoding, all texts together.
+        disturbed: Whether other work disturbed the measurement, so that the speedup is not known.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -38,6 +39,7 @@ class Row(BaseModel):
     measured: Spread | None = None
     measured_tokens: float | None = None
     tokens_per_second: float | None = None
+    disturbed: bool = False
 
     @property
     def plain(self) -> bool:
@@ -45,7 +47,9 @@ class Row(BaseModel):
 
     @property
     def gain(self) -> float | None:
-        """The speedup to choose by: the measured one where there is one."""
+        """The speedup to choose by: the measured one where there is one, and none where it was disturbed."""
+        if self.disturbed:
+            return None
         return self.measured.median if self.measured is not None else self.predicted
 
 
@@ -57,6 +61,7 @@ class Recommendation(BaseModel):
         speculation: Its settings.
         gain: The expected speedup over plain decoding: measured again in rounds of its own, or predicted.
         measured: Whether the gain was measured.
+        disturbed: Whether other work disturbed what it rests on. Then there is no profile.
         said: The same as a sentence.
     """
 
@@ -67,6 +72,7 @@ class Recommendation(BaseModel):
     gain: float
     measured: bool
     said: str
+    disturbed: bool = False
 
 
 class TuningResults(BaseModel):
@@ -148,6 +154,16 @@ def recommend(winner: Row, again: Spread | None, concurrency: int) -> Recommenda
 
 def _plainly(said: str, *, measured: bool) -> Recommendation:
     return Recommendation(name="plain", speculation=PLAIN.as_mapping(), gain=1.0, measured=measured, said=said)
+
+
+def nothing_known(doubt: str) -> Recommendation:
+    """What to say where other work disturbed what a recommendation would rest on.
+
+    Args:
+        doubt: What cannot be believed, as a sentence.
+    """
+    said = f"Nothing is recommended: {doubt} Tune again when the machine is at rest."
+    return _plainly(said, measured=False).model_copy(update={"disturbed": True})
 
 
 def whole_paths(settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Shadow acceptance: what would a method's drafts have been worth in text that is written already? Nothing is generated.
+"""Shadow acceptance: scores a method's drafts against text that is written already.
 
 Given the text that was written, the chance that the token rule accepted a drawn draft token at a place is min(1, q / p) of
 the token that stands there, for the draft's probability q and the target's p (Leviathan et al. 2023). It does not depend on
@@ -15,13 +15,13 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from outrider.bench.run import EncodedTask
 from outrider.engine.engine import Engine
+from outrider.measure.run import EncodedTask
 from outrider.model.batch import Segment
 from outrider.model.runner import ModelRunner
 from outrider.params import SamplingParams
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.propose.draft_model import DraftModel, DraftModelProposer
+from outrider.propose.methods.draft_model import DraftModel, DraftModelProposer
 from outrider.propose.speculation import PLAIN, SpeculationConfig, tree_size
 from outrider.verify.logits import target_probs
 
@@ -211,7 +211,7 @@ def score_text(runner: ModelRunner, text: EncodedTask, params: SamplingParams) -
     """
     tokens = (*text.prompt_ids, *_answer(text))
     first = len(text.prompt_ids) - 1  # the row that says what the first answer token is
-    apart, long = runner.apart(len(tokens)), runner.loaded.uses_long_rope(len(tokens))
+    apart, long = runner.with_own_memory(len(tokens)), runner.loaded.uses_long_rope(len(tokens))
     table = apart.blocks.allocate(apart.blocks.blocks_for(len(tokens)))
     probs: list[float] = []
     ranks: list[int] = []

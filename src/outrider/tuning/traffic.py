@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.run import EncodedTask
-from outrider.bench.tasks import built_in
 from outrider.errors import InputError, InvalidParameterError
+from outrider.measure.run import EncodedTask
+from outrider.measure.tasks import built_in
 from outrider.prompts import PromptEncoder
 
 #: Workloads whose prompts stand for traffic where none is given.

@@ -6,22 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from outrider.bench import machine
-from outrider.bench.contestants import interleave, ours
-from outrider.bench.figures import Spread
-from outrider.bench.run import EncodedTask, Run
-from outrider.bench.session import Progress
-from outrider.bench.ways import Way
 from outrider.doctor.measure import pass_seconds
 from outrider.errors import OutriderError
 from outrider.govern.costs import CostTable
 from outrider.llm import LLM
+from outrider.measure import machine
+from outrider.measure.contestants import interleave, ours
+from outrider.measure.decoding_config import DecodingConfig
+from outrider.measure.load import LoadWatch
+from outrider.measure.plausible import believed_rounds, believed_speedup
+from outrider.measure.progress import Progress
+from outrider.measure.run import EncodedTask, Run
+from outrider.model.runner import ModelRunner
 from outrider.propose.auto import Auto
 from outrider.propose.base import Proposer
-from outrider.propose.draft_model import DraftModelProposer
+from outrider.propose.compositions import Composition
+from outrider.propose.methods.draft_model import DraftModelProposer
 from outrider.propose.speculation import SpeculationConfig
 from outrider.tuning.prediction import Prediction, predict
-from outrider.tuning.results import Recommendation, Row, TuningResults, best, recommend
+from outrider.tuning.results import Recommendation, Row, TuningResults, best, nothing_known, recommend
 from outrider.tuning.shadow import ShadowScorer
 from outrider.tuning.traffic import Traffic
 
@@ -57,13 +60,14 @@ class Tuner:
     """
 
     def __init__(
-        self, llm: LLM, ways: Sequence[Way], traffic: Traffic, plan: TuningPlan, progress: Progress | None = None
+        self, llm: LLM, ways: Sequence[DecodingConfig], traffic: Traffic, plan: TuningPlan, progress: Progress | None = None
     ) -> None:
         self._llm = llm
         self._traffic = traffic
         self._plan = plan
         self._progress = progress or Progress()
         self._remarks: list[str] = []
+        self._doubts: list[str] = []
         self._rounds = traffic.rounds(plan.concurrency, plan.num_texts)
         self._ways = [way for way in ways if self._usable(way)]
 
@@ -73,10 +77,13 @@ class Tuner:
         Raises:
             OutriderError: A text could not be written.
         """
+        watch = LoadWatch()
         runs = self._replay(self._ways, self._rounds) if self._plan.generate else {}
         texts = self._written(runs) if runs else [text for texts in self._rounds for text in texts]
         predictions = self._predict(texts)
         rows = [self._row(way, predictions.get(way.name), runs) for way in self._ways]
+        recommendation = self._recommend(rows)
+        self._remarks.append(f"load meanwhile: {watch.load()}")
         loaded = self._llm.engine.runner.loaded
         return TuningResults(
             model=loaded.name,
@@ -88,13 +95,13 @@ class Tuner:
             concurrency=self._plan.concurrency,
             temperature=self._plan.temperature,
             rows=rows,
-            recommendation=self._recommend(rows),
+            recommendation=recommendation,
             remarks=self._remarks,
         )
 
     # -- ways ----------------------------------------------------------------------------------------------------------
 
-    def _usable(self, way: Way) -> bool:
+    def _usable(self, way: DecodingConfig) -> bool:
         """Whether its proposer can be had. One that cannot is left out, and a remark says why."""
         try:
             self._proposer(way.config)
@@ -107,11 +114,12 @@ class Tuner:
         if isinstance(config.method, Auto):
             self._llm.engine.governing.admit(config.method)
             return None
-        return None if config.method is None else self._llm.proposers.get(config.method)
+        proposers = self._llm.proposers.prepare(config)
+        return proposers[0] if len(proposers) == 1 else None
 
     # -- measuring -----------------------------------------------------------------------------------------------------
 
-    def _replay(self, ways: Sequence[Way], rounds: Sequence[Sequence[EncodedTask]]) -> dict[str, list[Run]]:
+    def _replay(self, ways: Sequence[DecodingConfig], rounds: Sequence[Sequence[EncodedTask]]) -> dict[str, list[Run]]:
         """Every way writes all rounds, in turn, after a few tokens to warm up."""
         contestants = [ours(self._llm, way, self._plan.temperature) for way in ways]
         self._progress.expect("replaying", len(ways) * (1 + len(rounds)))
@@ -141,7 +149,7 @@ class Tuner:
         found = {}
         for way in self._ways:
             proposer = self._proposer(way.config)
-            shadow = None if isinstance(way.config.method, Auto) else scorer.score(way.config, proposer)
+            shadow = None if isinstance(way.config.method, Auto | Composition) else scorer.score(way.config, proposer)
             if shadow is not None:
                 found[way.name] = predict(shadow, way.name, table, self._plan.concurrency, context)
             self._progress.advance()
@@ -155,37 +163,52 @@ class Tuner:
             proposer = self._proposer(way.config)
             if isinstance(proposer, DraftModelProposer):
                 if id(proposer) not in timed:
-                    timed[id(proposer)] = pass_seconds(proposer.runner, context)
+                    timed[id(proposer)] = self._passes(proposer.runner, context)
                 drafts[way.name] = timed[id(proposer)]
-        return CostTable(pass_seconds(self._llm.engine.runner, context), 0.0, drafts)
+        return CostTable(self._passes(self._llm.engine.runner, context), 0.0, drafts)
+
+    def _passes(self, runner: ModelRunner, context: int) -> dict[int, float]:
+        """The times of passes. Where they cannot be believed, this is noted."""
+        found = pass_seconds(runner, context)
+        if found.doubt is not None:
+            self._doubts.append(f"predictions were disturbed: {found.doubt}.")
+            self._remarks.append(self._doubts[-1])
+        return found.seconds
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def _row(self, way: Way, prediction: Prediction | None, runs: dict[str, list[Run]]) -> Row:
+    def _row(self, way: DecodingConfig, prediction: Prediction | None, runs: dict[str, list[Run]]) -> Row:
         row = Row(name=way.name, speculation=way.config.as_mapping())
         if prediction is not None:
-            row.predicted, row.predicted_tokens = prediction.speedup, prediction.tokens
+            row.predicted_tokens = prediction.tokens
+            row.predicted = None if self._doubts else prediction.speedup
         if way.name in runs:
             own = runs[way.name]
-            row.measured = _ratios(own, runs[self._ways[0].name])
+            row.measured = believed_speedup(own, runs[self._ways[0].name])
+            row.disturbed = not believed_rounds(own, runs[self._ways[0].name])
             speeds = [run.tokens_per_second for run in own if run.tokens_per_second is not None]
             row.tokens_per_second = median(speeds) if speeds else None
-            texts = sum(len(run.token_ids) for run in own)  # their first tokens come with the prompts
-            passes = sum(run.num_passes or 0 for run in own) - texts
-            row.measured_tokens = (sum(run.num_tokens for run in own) - texts) / max(passes, 1)
+            gained = [run.tokens_per_pass for run in own if run.tokens_per_pass is not None]
+            row.measured_tokens = fmean(gained) if gained else None
         return row
 
     def _recommend(self, rows: list[Row]) -> Recommendation:
         winner = best(rows)
+        if not self._plan.generate:
+            return nothing_known(self._doubts[0]) if self._doubts else recommend(winner, None, self._plan.concurrency)
+        disturbed = [row.name for row in rows if row.disturbed]
+        if disturbed:
+            return nothing_known(_impossible(disturbed))
         again = None
-        if self._plan.generate and not winner.plain:
+        if not winner.plain:
             pair = [self._ways[0], next(way for way in self._ways if way.name == winner.name)]
             runs = self._replay(pair, self._rounds)
-            again = _ratios(runs[winner.name], runs[pair[0].name])
+            again = believed_speedup(runs[winner.name], runs[pair[0].name])
+            if not believed_rounds(runs[winner.name], runs[pair[0].name]):
+                return nothing_known(_impossible([winner.name]))
         return recommend(winner, again, self._plan.concurrency)
 
 
-def _ratios(runs: list[Run], plain: list[Run]) -> Spread | None:
-    """The speedup of each round."""
-    pairs = [(run.tokens_per_second, base.tokens_per_second) for run, base in zip(runs, plain, strict=True)]
-    return Spread.of([own / base for own, base in pairs if own is not None and base is not None])
+def _impossible(names: Sequence[str]) -> str:
+    said = "more than its tokens a pass" if len(names) == 1 else "more than their tokens a pass"
+    return f"{', '.join(names)} gained {said}, which cannot be: other work disturbed the measurement."

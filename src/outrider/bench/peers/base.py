@@ -1,4 +1,4 @@
-"""What another engine must offer to be measured beside this one."""
+"""The interface of another engine that is measured beside this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The peers that can be measured, by the names that users give."""
+"""Registry of the engines that can be measured, by name."""
 
 from __future__ import annotations
 

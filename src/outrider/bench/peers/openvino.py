@@ -7,7 +7,7 @@ changes a bfloat16 weight by at most 3e-8, and `precision` says in which type th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -51,8 +51,8 @@ class OpenVinoPeer(Peer):
         if self.models.dtype == "float32":
             return "weights float16 in the file, float32 in memory, KV float32"
         if self.models.dtype == "int8":
-            return "weights 8 bits in groups of 32, KV float16"
-        return "weights float16 in the file; bfloat16 where the processor has it, otherwise float32; KV float16"
+            return "weights 8 bits in groups of 32, KV float16, or float32 on processors without bfloat16"
+        return "weights float16 in the file; bfloat16 and KV float16 where the processor has bfloat16, otherwise float32"
 
 
 class OpenVinoEngine:
@@ -91,7 +91,7 @@ class OpenVinoEngine:
         models = self._models
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = False  # no text reuses what another one computed
-        properties = _properties(models)
+        properties = _properties(models, _capabilities())
         if kind == "draft_model":
             assert models.draft is not None
             properties |= {"draft_model": openvino_genai.draft_model(self._converted(models.draft), "CPU", **properties)}
@@ -129,8 +129,17 @@ def _convert(checkpoint: str, dtype: str, folder: Path) -> None:
     source.unlink()
 
 
-def _properties(models: PeerModels) -> dict[str, Any]:
-    wide = models.dtype == "float32"
+def _capabilities() -> list[str]:
+    """The types that the plugin computes in on this processor."""
+    import openvino
+
+    return list(openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
+
+
+def _properties(models: PeerModels, capabilities: Collection[str]) -> dict[str, Any]:
+    """The settings of the plugin. Where the processor has no bfloat16, it computes in float32, and its attention refuses
+    keys and values of another type ("expect kvcache type f32")."""
+    wide = models.dtype == "float32" or "BF16" not in capabilities
     return {
         "INFERENCE_NUM_THREADS": models.num_threads,
         "INFERENCE_PRECISION_HINT": "bf16" if models.dtype == "bfloat16" else "f32",

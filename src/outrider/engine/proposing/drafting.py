@@ -1,0 +1,268 @@
+"""Asks proposers for drafts and inspects the answers: a fault costs speed and never a token."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from outrider.draft import EMPTY, Draft, Law
+from outrider.engine.proposing.drafter import Drafter
+from outrider.engine.proposing.tree_builders import TreeBuilders
+from outrider.engine.scheduling.scheduler import ScheduledSequence, Turn
+from outrider.engine.sequence import Sequence
+from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest
+from outrider.propose.inspection import sound_prefix
+from outrider.propose.trees.tree import TreeBuilder
+from outrider.verify.noise import NoiseSource
+
+
+@dataclass(frozen=True)
+class DraftPart:
+    """One proposer's part of a step's draft.
+
+    Attributes:
+        drafter: Whose.
+        builder: Who shaped it.
+        draft: What it drafted.
+        root: The node of the whole draft that it follows; -1 is the last committed token.
+        nodes: The node of the whole draft that each of its nodes is. Another part may have proposed the same one.
+        draws: (first, end) of its draws among those of the whole draft.
+        scratch: (first, end) of its scratch rows among those of the whole draft.
+        turn: Which turn of the step it was.
+    """
+
+    drafter: Drafter
+    builder: TreeBuilder
+    draft: Draft
+    root: int
+    nodes: tuple[int, ...]
+    draws: tuple[int, int]
+    scratch: tuple[int, int]
+    turn: int = 0
+
+    def outcome(self, accepted: Collection[int]) -> tuple[int, int]:
+        """At how many places of the text it proposed a token, and at how many of them one of its tokens stands."""
+        reached = {-1, *accepted}
+        parents = [self.root if parent < 0 else self.nodes[parent] for parent in self.draft.parents]
+        tried = {parent for parent in parents if parent in reached}
+        stood = {parent for parent, node in zip(parents, self.nodes, strict=True) if node in accepted}
+        return len(tried), len(stood)
+
+    def accepted(self, accepted: Collection[int]) -> set[int]:
+        """Those of its own nodes that stand, from the nodes of the whole draft that do."""
+        return {own for own, node in enumerate(self.nodes) if node in accepted}
+
+
+@dataclass
+class StepDraft:
+    """The draft of one sequence in one step, and who drafted what.
+
+    Attributes:
+        draft: All parts, joined.
+        parts: In order.
+        spare: Rows that pooled turns have left over.
+    """
+
+    draft: Draft = EMPTY
+    parts: list[DraftPart] = field(default_factory=list)
+    spare: int = 0
+
+    def root(self, turns: Collection[int]) -> int:
+        """The first of the deepest nodes that these turns drafted; -1 where they drafted nothing."""
+        nodes = sorted({node for part in self.parts if part.turn in turns for node in part.nodes})
+        depths = self.draft.depths if nodes else []
+        return max(nodes, key=lambda node: depths[node], default=-1)
+
+    def leave_over(self, budget: int, before: int, tail: Draft) -> None:
+        """A pooled turn with `budget` rows has drafted `tail`, with `before` rows before it. What drawn tokens leave is
+        left to nobody: how many rows others have may not follow from what was drawn."""
+        if Law.SAMPLED not in tail.laws:
+            self.spare += max(0, budget - (self.draft.num_rows - before))
+
+    def add(self, drafter: Drafter, builder: TreeBuilder, tail: Draft, root: int, turn: int) -> None:
+        """Join what another proposer drafted behind node `root`."""
+        if not tail.num_rows:
+            return
+        draws, rows = self.draft.num_draws, len(self.draft.scratch)
+        self.draft, nodes = self.draft.joined(tail, root)
+        places = (draws, draws + tail.num_draws), (rows, rows + len(tail.scratch))
+        self.parts.append(DraftPart(drafter, builder, tail, root, nodes, *places, turn))
+
+
+def prefill_all(items: Seq[ScheduledSequence]) -> None:
+    """Tell the proposers of sequences whose prompts are computed in this step. Each is told once, of all its sequences; one
+    that raises has a fault with them.
+
+    Args:
+        items: What is scheduled.
+    """
+    groups: defaultdict[int, list[tuple[Drafter, ScheduledSequence]]] = defaultdict(list)
+    for item in items:
+        if item.is_prompt_of_drafts:
+            for drafter in item.seq.drafters:
+                groups[id(drafter.proposer)].append((drafter, item))
+    for members in groups.values():
+        try:
+            stops = [PromptRows(item.seq.view, item.seq.kv.num_computed + item.num_rows) for _, item in members]
+            members[0][0].proposer.prefill(stops)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            for drafter, item in members:
+                drafter.report_fault(item.seq.request.request_id, f"prefill raised {error!r}")
+                item.seq.stats.num_proposer_faults += 1
+
+
+def propose_all(
+    items: Seq[ScheduledSequence],
+    drafters: Seq[Seq[Drafter | None]],
+    builders: TreeBuilders,
+    noise: NoiseSource,
+    vocab_size: int,
+) -> list[StepDraft]:
+    """The draft of each item, in order. Each proposer is asked once a turn for all its sequences.
+
+    A proposer that raises, or answers nonsense, loses its draft for this round. What is cut is cut by the first faulty
+    row, never by what the tokens say (see `sound_prefix`).
+
+    Args:
+        items: What is scheduled.
+        drafters: Who drafts in each turn of each item; None for a proposer that cannot be had.
+        builders: Who shapes drafts.
+        noise: Source of all chance.
+        vocab_size: Width of the target's logits.
+    """
+    drafts = [StepDraft() for _ in items]
+    for turn in range(max((len(item.turns) for item in items), default=0)):
+        groups: defaultdict[int, list[_Asked]] = defaultdict(list)
+        for item, who, step in zip(items, drafters, drafts, strict=True):
+            drafter = who[turn] if turn < len(who) else None
+            if turn < len(item.turns):
+                asked = _asked(item, turn, drafter, step, builders)
+                if asked is not None:
+                    groups[id(asked.drafter.proposer)].append(asked)
+        for members in filter(None, groups.values()):
+            for asked, answer in zip(members, _ask(members, noise, vocab_size), strict=True):
+                before = asked.step.draft.num_rows
+                asked.step.add(asked.drafter, asked.builder, answer, asked.root, turn)
+                if asked.turn.pooled:
+                    asked.step.leave_over(asked.budget, before, answer)
+    return drafts
+
+
+def teach(step: StepDraft, accepted: Collection[int], *, greedy: bool) -> None:
+    """Tell those who shaped a draft what of it stands.
+
+    Args:
+        step: The draft.
+        accepted: Its nodes that stand.
+        greedy: Whether the target took its most likely token.
+    """
+    for part in step.parts:
+        own, reached = part.draft, part.root < 0 or part.root in accepted
+        if part.builder.learns and reached and own.confidences:
+            part.builder.learn(own, part.accepted(accepted), (own.laws[0], greedy))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One turn of one sequence.
+
+    Attributes:
+        item: The sequence.
+        turn: The turn.
+        drafter: Who drafts.
+        step: The draft so far.
+        builder: Who shapes what is added.
+        budget: Most rows of that.
+        max_depth: Its longest path that may be of use.
+        root: The node that it follows.
+    """
+
+    item: ScheduledSequence
+    turn: Turn
+    drafter: Drafter
+    step: StepDraft
+    builder: TreeBuilder
+    budget: int
+    max_depth: int
+    root: int
+
+    @property
+    def seq(self) -> Sequence:
+        return self.item.seq
+
+    @property
+    def request(self) -> ProposeRequest:
+        path = self.step.draft.paths[self.root] if self.root >= 0 else ()
+        return ProposeRequest(
+            self.seq.view,
+            self.budget,
+            self.max_depth,
+            path,
+            self.builder,
+            self.turn.greedy,
+            self.item.coupled,
+            self.drafter.index,
+        )
+
+    def report(self, problem: str, *, useless: bool = True) -> None:
+        self.drafter.report_fault(self.seq.request.request_id, problem, useless=useless)
+        self.seq.stats.num_proposer_faults += 1
+
+
+def _asked(
+    item: ScheduledSequence, place: int, drafter: Drafter | None, step: StepDraft, builders: TreeBuilders
+) -> _Asked | None:
+    """A turn with whoever shapes its draft; None, and nothing is drafted, where one of them cannot be had or no row is
+    left. The rows that others have left over are taken out of the draft's."""
+    turn, root = item.turns[place], step.root(item.turns[place].behind)
+    budget, max_depth = turn.budget, turn.max_depth
+    if turn.pooled:
+        budget, step.spare = budget + step.spare, 0
+        max_depth -= len(step.draft.paths[root]) if root >= 0 else 0
+        if drafter is None or budget <= 0 or max_depth <= 0:
+            step.spare = budget
+            return None
+        budget = budget if turn.tree or turn.method.branches_freely else min(budget, max_depth)
+    if drafter is None:
+        return None
+    try:
+        builder = builders.of(drafter.proposer, turn.tree)
+    except Exception as error:
+        drafter.report_fault(item.seq.request.request_id, f"its tree builder raised {error!r}")
+        item.seq.stats.num_proposer_faults += 1
+        return None
+    return _Asked(item, turn, drafter, step, builder, budget, max_depth, root)
+
+
+def _ask(members: Seq[_Asked], noise: NoiseSource, vocab_size: int) -> list[Draft]:
+    proposer: Proposer = members[0].drafter.proposer
+    for asked in members:
+        asked.drafter.breaker.served(asked.seq.request.request_id)
+    try:
+        answers = list(proposer.propose([asked.request for asked in members], DraftNoise(noise)))
+        if len(answers) != len(members):
+            raise ValueError(f"{len(answers)} drafts for {len(members)} requests")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        for asked in members:
+            asked.report(repr(error))
+        return [EMPTY] * len(members)
+    return [_checked(asked, answer, vocab_size) for asked, answer in zip(members, answers, strict=True)]
+
+
+def _checked(asked: _Asked, draft: Draft, vocab_size: int) -> Draft:
+    try:
+        sound, problem = sound_prefix(draft, asked.budget, asked.max_depth, vocab_size)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # an answer so malformed that looking at it raises
+        sound, problem = EMPTY, repr(error)
+    was_demoted = asked.drafter.demoted
+    if problem is not None:
+        asked.report(problem, useless=not sound.num_rows)
+    return sound.opaque() if was_demoted else sound

@@ -1,0 +1,330 @@
+"""Scheduler: plans the sequences, rows, blocks and drafting turns of the next step. No torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outrider.cache.blocks import BlockManager
+from outrider.cache.lease import KVView
+from outrider.config import SchedulerConfig
+from outrider.engine.scheduling.row_shares import RowShares
+from outrider.engine.scheduling.tenants import Tenants
+from outrider.engine.scheduling.waiting import WaitingLine
+from outrider.engine.sequence import Sequence, Status
+from outrider.propose.compositions import turns_of
+from outrider.propose.method import Method
+from outrider.propose.speculation import SpeculationConfig, TreeShape
+from outrider.verify.verifier import RuleName
+
+logger = logging.getLogger(__name__)
+
+#: Decides, before anything is drawn, who drafts for a sequence in this step: settings for each turn, the first turn's draft
+#: at the end of the text and each further one behind the one before. () decodes plainly. The first one's rule checks all;
+#: for a seeded request a ratio test is not among them. Settings are whole: nothing is filled in from the LLM's own.
+Planner = Callable[[Sequence], tuple[SpeculationConfig, ...]]
+
+
+def as_requested(seq: Sequence) -> tuple[SpeculationConfig, ...]:
+    """The settings of the request, in every step."""
+    speculation = seq.request.speculation
+    return (speculation,) if speculation.enabled else ()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One method's part in the draft of one sequence; fixed before anything is drawn.
+
+    Attributes:
+        method: Who drafts.
+        tree: Shape that was asked for, or the name of one that adapts.
+        greedy: Whether the most likely tokens were asked for.
+        budget: Most rows it may have.
+        max_depth: Longest path that may be of use; where rows are pooled, counted from the end of the text.
+        behind: The turns of this draft behind whose deepest token it goes on; without any it begins at the end of the text.
+        pooled: Whether it shares rows with the other members of a composition: it gets what turns without drawn tokens
+            have left over, and so may begin with none of its own.
+    """
+
+    method: Method
+    tree: TreeShape
+    greedy: bool
+    budget: int
+    max_depth: int
+    behind: tuple[int, ...] = ()
+    pooled: bool = False
+
+
+@dataclass
+class ScheduledSequence:
+    """One sequence's share of a step.
+
+    Attributes:
+        seq: The sequence.
+        num_rows: Committed tokens to compute: a prefill chunk, or 1 while decoding.
+        turns: Who drafts behind them, in order.
+        rule: How the draft is checked.
+        is_prompt_of_drafts: Whether the rows are a chunk of a prompt, and drafts may follow it.
+    """
+
+    seq: Sequence
+    num_rows: int
+    turns: tuple[Turn, ...] = ()
+    rule: RuleName = "auto"
+    is_prompt_of_drafts: bool = False
+
+    @property
+    def completes(self) -> bool:
+        """Whether its last row is the last committed token, so that the next token can be chosen."""
+        return self.num_rows == self.seq.num_missing
+
+    @property
+    def budget(self) -> int:
+        """Most rows that all turns together may have."""
+        return sum(turn.budget for turn in self.turns)
+
+    @property
+    def coupled(self) -> bool:
+        """Whether drafts guess with the target's own noise, and are followed while the target agrees: for seeded requests,
+        where the rule asks for it, and to the end of a text that was once drafted for so."""
+        seeded = self.rule == "auto" and self.seq.request.params.seed is not None
+        return self.rule == "coupled" or seeded or self.seq.coupled
+
+
+@dataclass
+class Schedule:
+    """The plan of a step.
+
+    Attributes:
+        items: Running sequences and their rows.
+        copies: (source, destination) blocks to copy before anybody reads or writes, for sequences that write to shared
+            blocks.
+    """
+
+    items: list[ScheduledSequence] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Tenants in turns by what they have had, and each of them first come, first served; prefill in chunks beside decoding;
+    preemption by recompute, newest first.
+
+    A tenant that has fewer seats than its share gets one at once: whoever has most gives one up. So the first token of a
+    tenant's only text waits for the step that is under way, and never for the texts of others to end.
+
+    Args:
+        config: Limits of a step.
+        blocks: The target's memory.
+        max_model_len: Longest sequence.
+
+    Attributes:
+        planner: Who decides who drafts; another one may be put here between two steps.
+        tenants: Who has had how much, and what each one's share is.
+        shares: How the members of compositions share rows.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, blocks: BlockManager, max_model_len: int, tenants: Tenants | None = None
+    ) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.max_model_len = max_model_len
+        self.planner: Planner = as_requested
+        self.shares = RowShares()
+        self.tenants = Tenants() if tenants is None else tenants
+        self.waiting = WaitingLine(self.tenants)
+        self.running: list[Sequence] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        self.tenants.welcome(seq, self.waiting.tenants | {other.request.options.namespace for other in self.running})
+        self.waiting.add(seq)
+
+    def start_fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` run on the blocks of `parent`, whose prompt is computed but for its last token."""
+        child.kv = parent.kv.fork()
+        child.view.kv = KVView(child.kv)
+        child.status = Status.RUNNING
+        self.running.append(child)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a finished or failed sequence out and free its memory."""
+        seq.kv.free()
+        if seq in self.running:
+            self.running.remove(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+
+    def schedule(self) -> Schedule:
+        """Plan a step: one row for whoever decodes, then prefill chunks, then drafts from what is left."""
+        plan = Schedule()
+        rows_left = self.config.max_num_batched_tokens
+        rows_left = self._schedule_running(plan, rows_left)
+        rows_left = self._admit(plan, rows_left)
+        self._budget_drafts(plan, rows_left)
+        return plan
+
+    def _schedule_running(self, plan: Schedule, rows_left: int) -> int:
+        # Decoding sequences first: a row each is reserved, so that a long prefill cannot starve them. Nor do the prompts of
+        # one tenant starve those of another.
+        decoding = [seq for seq in self.running if _prefill_rows(seq) <= 1]
+        prefilling = [seq for seq in self.running if _prefill_rows(seq) > 1]
+        for seq in decoding:
+            rows_left -= self._run(plan, seq, rows_left)
+        for seq in sorted(prefilling, key=self.tenants.had):
+            rows_left = self._admit(plan, rows_left, before=seq)
+            if not any(item.seq is seq for item in plan.items):  # it may have lost its place here, and found another one
+                rows_left -= self._run(plan, seq, rows_left)
+        return rows_left
+
+    def _run(self, plan: Schedule, seq: Sequence, rows_left: int) -> int:
+        """Give a sequence the rows that it can use; returns how many."""
+        rows = min(_prefill_rows(seq), rows_left)
+        if seq.status is not Status.RUNNING or rows <= 0 or not self._claim(plan, seq, rows):
+            return 0
+        plan.items.append(ScheduledSequence(seq, rows))
+        self.tenants.charge_prompt(seq, seq.kv.num_computed + rows)
+        return rows
+
+    def _claim(self, plan: Schedule, seq: Sequence, rows: int) -> bool:
+        """Find memory for the next rows of `seq`, preempting newer sequences of whoever has most; False where it was itself
+        preempted."""
+        stop = seq.kv.num_computed + rows
+        while seq.kv.needed(stop) > self.blocks.num_free:
+            victim = self.tenants.richest(self.running)
+            assert victim is not None
+            self._preempt(plan, victim)
+            if victim is seq:
+                return False
+        plan.copies += seq.kv.make_writable(stop)
+        return True
+
+    def _preempt(self, plan: Schedule, victim: Sequence) -> None:
+        """Take the victim's memory; its tokens stay and are computed again when it is its turn."""
+        for item in plan.items:
+            if item.seq is victim:
+                plan.items.remove(item)
+                break
+        given_back = set(victim.kv.block_table)  # may be handed out again in this very step, as the target of another copy
+        plan.copies = [(source, destination) for source, destination in plan.copies if destination not in given_back]
+        self.running.remove(victim)
+        victim.kv.free()
+        victim.status = Status.WAITING
+        victim.stats.num_preemptions += 1
+        self.waiting.add(victim)
+
+    def _admit(self, plan: Schedule, rows_left: int, before: Sequence | None = None) -> int:
+        """Let those who wait run while there is room; with `before` only those whose tenants have had less than its."""
+        while self.waiting and rows_left > 0:
+            seq = self.waiting.first
+            if before is not None and self.tenants.had(seq) >= self.tenants.had(before):
+                break
+            if not (self._has_seat(seq) and self._opens(seq)):
+                victim = self.tenants.who_yields(self.running, seq)
+                if victim is None:
+                    break
+                self._preempt(plan, victim)
+                continue
+            self.waiting.remove(seq)
+            seq.status = Status.RUNNING
+            seq.stats.num_cached_tokens = max(seq.stats.num_cached_tokens, seq.kv.num_computed)
+            self.running.append(seq)
+            rows_left -= self._run(plan, seq, rows_left)
+        return rows_left
+
+    def _has_seat(self, seq: Sequence) -> bool:
+        """Whether it may run now, with the samples it and running sequences have yet to fork."""
+        taken = sum(other.num_seats for other in self.running)
+        return taken + seq.num_seats <= self.config.max_num_seqs
+
+    def _opens(self, seq: Sequence) -> bool:
+        """Take what the cache has of its text. The rest must fit too, so that a newcomer does not preempt or get preempted
+        at once."""
+        seq.kv.open(seq.token_ids, share=_may_share(seq))
+        if seq.kv.needed(len(seq.token_ids)) <= self.blocks.num_free:
+            return True
+        seq.kv.free()
+        return False
+
+    def _budget_drafts(self, plan: Schedule, rows_left: int) -> None:
+        for item in plan.items:
+            if item.completes and item.num_rows == 1:
+                rows_left -= self._plan_turns(item, rows_left) if rows_left > 0 else 0
+            else:
+                item.is_prompt_of_drafts = self.useful_depth(item.seq) > 1  # a token less of it is left for the first draft
+
+    def _plan_turns(self, item: ScheduledSequence, rows_left: int) -> int:
+        """Share rows out to those who draft for a sequence; returns how many."""
+        seq, asked = item.seq, self._asked(item.seq)
+        if not any(config.method for config in asked):
+            return 0
+        depth, num_rows = self.useful_depth(seq), 0
+        turns: list[Turn] = []
+        for place, config in enumerate(asked):
+            if config.method is None or depth <= 0:
+                break
+            budget = min(config.num_draft_tokens, rows_left - num_rows)
+            if not config.tree and not config.method.branches_freely:
+                budget = min(budget, depth)
+            while budget > 0 and not seq.kv.grow(len(seq.token_ids) + num_rows + budget):
+                budget -= 1
+            if budget <= 0:
+                break
+            levels = budget if isinstance(config.tree, str) else len(config.tree) or budget
+            share = min(depth, levels)  # what follows must find room behind it
+            most = depth if place == len(asked) - 1 else share
+            turns += self._member_turns(config, budget, most, len(turns))
+            num_rows += budget
+            depth -= share
+        item.turns = tuple(turns)
+        seeded = seq.request.params.seed is not None  # a ratio test would make the text depend on the drafts
+        item.rule = "auto" if seeded and asked[0].rule in ("token", "block") else asked[0].rule
+        seq.coupled = seq.coupled or (item.coupled and bool(turns))
+        return num_rows
+
+    def _member_turns(self, config: SpeculationConfig, budget: int, max_depth: int, first: int) -> list[Turn]:
+        """The turns of settings that draft behind `first` earlier turns: one, or those of the members of a composition."""
+        members, before = turns_of([config]), tuple(range(first))
+        turns = []
+        for member, rows in zip(members, self.shares.of(config, budget), strict=True):
+            method, greedy = member.config.method, member.config.draft_sampling == "greedy"
+            assert method is not None
+            behind = (*before, *(first + turn for turn in member.behind))
+            turns.append(Turn(method, member.config.tree, greedy, rows, max_depth, behind, member.pooled))
+        return turns
+
+    def _asked(self, seq: Sequence) -> tuple[SpeculationConfig, ...]:
+        """What the planner says; nothing drafts where it raises or answers something else."""
+        try:
+            asked = tuple(self.planner(seq))
+            wrong = [type(config).__name__ for config in asked if not isinstance(config, SpeculationConfig)]
+            if wrong:
+                raise TypeError(f"{wrong[0]} instead of a SpeculationConfig")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            logger.warning("the planner failed for request %d: %r", seq.request.request_id, error)
+            seq.stats.num_proposer_faults += 1
+            return ()
+        return asked
+
+    def useful_depth(self, seq: Sequence) -> int:
+        """Longest path of draft tokens that may enter the text, the target's own next token left room for."""
+        depth = min(seq.request.params.max_tokens - seq.num_output_tokens, self.max_model_len - len(seq.token_ids)) - 1
+        if seq.long_rope_after is not None and not seq.kv.long_rope:
+            depth = min(depth, seq.long_rope_after - len(seq.token_ids))  # no draft spans two sets of rotary factors
+        return depth
+
+
+def _prefill_rows(seq: Sequence) -> int:
+    """Rows it could use now. A sequence about to fork stops one token early, so that every sample has a row to decode."""
+    return seq.num_missing if seq.forked else seq.num_prompt_tokens - 1 - seq.kv.num_computed
+
+
+def _may_share(seq: Sequence) -> bool:
+    """Whether KV that somebody else computed will do: not where features or logits of every row are needed."""
+    return not seq.reads_every_row and seq.request.params.prompt_logprobs is None

@@ -1,0 +1,1 @@
+"""Measuring instruments that the benchmark, doctor, tuning and training share."""

@@ -1,0 +1,65 @@
+"""Times passes of a model at any place of a long text."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+from outrider.measure.machine import synchronise
+from outrider.model.batch import Segment
+from outrider.model.runner import ModelRunner
+
+#: The rows of a pass that computes context which is not timed.
+_FILLING_ROWS = 512
+
+
+class PassTimer:
+    """A text of arbitrary tokens in a KV memory of its own, whose parts may be computed again and again.
+
+    A token depends on its position alone. So a pass that is timed leaves the keys and values that were there before, and
+    the places may be timed in any order.
+
+    Args:
+        runner: The runner of the model. Its own KV memory is left alone.
+        num_tokens: The length of the text, at most the context of the model.
+    """
+
+    def __init__(self, runner: ModelRunner, num_tokens: int) -> None:
+        self._runner = runner.with_own_memory(num_tokens)
+        self._table = self._runner.blocks.allocate(self._runner.blocks.blocks_for(num_tokens))
+        self._num_computed = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the passes are computed."""
+        return self._runner.loaded.device
+
+    def compute(self, num_tokens: int) -> None:
+        """Compute so many tokens from the beginning of the text, as far as they are not there yet."""
+        while self._num_computed < num_tokens:
+            size = min(_FILLING_ROWS, num_tokens - self._num_computed)
+            self._runner.forward([self._segment(self._num_computed, size, size)])
+            self._num_computed += size
+
+    def seconds(self, start: int, num_rows: int, *, logits: bool) -> float:
+        """The time of one pass.
+
+        Args:
+            start: The tokens that stand before its rows. They are computed already.
+            num_rows: Its rows.
+            logits: Whether the logits of every row are wanted, as for a draft; otherwise those of the last one, as for the
+                last part of a prompt.
+        """
+        segment = self._segment(start, num_rows, 0 if logits else num_rows - 1)
+        synchronise(self._runner.loaded.device)
+        began = perf_counter()
+        self._runner.forward([segment])
+        synchronise(self._runner.loaded.device)
+        return perf_counter() - began
+
+    def _segment(self, start: int, num_rows: int, logits_from: int) -> Segment:
+        loaded = self._runner.loaded
+        tokens = [(7919 * position + 1) % loaded.vocab_size for position in range(start, start + num_rows)]
+        long = loaded.uses_long_rope(start + num_rows)
+        return Segment(tokens, start, self._table, logits_from=logits_from, long_rope=long)
