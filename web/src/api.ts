@@ -25,6 +25,8 @@ export interface Likely {
   text: string | null;
   target: number;
   draft: number | null;
+  /** In what was drawn from after a refusal; null where no token was drawn so. */
+  residual: number | null;
 }
 
 /** What could have come after one token of a round; node -1 is the last token of the text so far. */

@@ -88,16 +88,14 @@ function lengths(longest: number): number[] {
   return Array.from({ length: longest + 1 }, (_, k) => k);
 }
 
-/** What target and draft held likely behind a token, and what the target still owes. */
+/** What target and draft held likely behind a token, and the residual, where a token was drawn from one. */
 export function distribution(row: Row, guess: number | null, options: { owed?: boolean } = {}): HTMLElement {
   const most = Math.max(...row.likely.map((each) => Math.max(each.target, each.draft ?? 0)), 1e-9);
-  const left = row.overlap === null ? 0 : 1 - row.overlap;
   const drawn = row.overlap !== null;
   const body = row.likely.slice(0, 9).map((each) => {
-    const owed = drawn && left > 1e-6 ? Math.max(0, each.target - (each.draft ?? 0)) / left : null;
     const values: [string, number][] = [["target", each.target]];
     if (each.draft !== null) values.push(["draft", each.draft]);
-    if (options.owed && owed !== null) values.push(["owed", owed]);
+    if (options.owed && each.residual !== null) values.push(["owed", each.residual]);
     const name = h("code", {}, shown(each.text, each.token_id));
     const isGuess = each.token_id === guess;
     return h(
@@ -108,7 +106,7 @@ export function distribution(row: Row, guess: number | null, options: { owed?: b
       h("td.number", {}, ...values.map(([kind, value]) => h("span", { "data-kind": kind, "data-value": value }, percent(value)))),
     );
   });
-  const kinds = ["target", ...(drawn ? ["draft"] : []), ...(options.owed && left > 1e-6 ? ["owed"] : [])];
+  const kinds = ["target", ...(drawn ? ["draft"] : []), ...(options.owed && row.likely.some((each) => each.residual !== null) ? ["owed"] : [])];
   const keys: Record<string, string> = { target: "target p", draft: "draft q", owed: "what the target still owes" };
   return h(
     "div.distribution",

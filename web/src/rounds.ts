@@ -84,7 +84,7 @@ export class Rounds {
     const row = round.rows[end + 1];
     if (!round.token_ids.length || !row) return null;
     const name = guess === undefined ? "behind the last guess" : `at guess ${guess + 1}`;
-    const found = distribution(row, guess === undefined ? null : round.token_ids[guess], { owed: stage === 3 && guess !== undefined && round.rule !== "walk" });
+    const found = distribution(row, guess === undefined ? null : round.token_ids[guess], { owed: stage === 3 });
     return h("section.decisive", {}, h("h3", {}, `What could have come ${name}`), found);
   }
 }

@@ -1,4 +1,4 @@
-"""The routes."""
+"""The routes of the HTTP application."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -20,21 +22,22 @@ from starlette.types import Receive, Scope, Send
 from outrider import __version__
 from outrider.async_llm import AsyncStream
 from outrider.errors import InvalidParameterError, OutriderError
-from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer
+from outrider.server.api.answers import Answer, ChatAnswer, CompletionAnswer
+from outrider.server.api.conversation import check_template, conversation, form_of
+from outrider.server.api.jobs import Job
+from outrider.server.api.openapi import document
+from outrider.server.api.schemas import ChatRequest, CommonRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from outrider.server.api.translate import field_names
 from outrider.server.calls import Call, request_id
-from outrider.server.conversation import check_template, conversation, form_of
 from outrider.server.errors import ApiError, api_error
-from outrider.server.jobs import Job
-from outrider.server.limits import Meter
 from outrider.server.logs import log
 from outrider.server.metrics import MEDIA_TYPE
-from outrider.server.openapi import document
 from outrider.server.pages.facts import facts
 from outrider.server.pages.files import page_routes
-from outrider.server.schemas import Asked, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.server.service import Service, close, described
 from outrider.server.streams import encoded, events, while_connected
-from outrider.server.translate import field_names
+from outrider.server.tenancy.limits import Meter
+from outrider.validation import nearest
 
 Handler = Callable[[Service, Call], Awaitable[Response]]
 
@@ -74,9 +77,22 @@ def make_app(service: Service) -> Starlette:
         route(service, "/pages/facts", page_facts),
         *page_routes(),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route})
+    app = Starlette(
+        routes=routes, middleware=_middleware(service), lifespan=lifespan, exception_handlers={HTTPException: _no_route}
+    )
     app.router.redirect_slashes = False  # clients lose the body of a POST that is sent elsewhere
     return app
+
+
+def _middleware(service: Service) -> list[Middleware]:
+    """Tells browsers that the pages of allowed origins may read answers."""
+    if not service.settings.origins:
+        return []
+    told = ("x-request-id", "retry-after")
+    origins, methods = service.settings.origins, ("GET", "POST")
+    return [
+        Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",), expose_headers=told)
+    ]
 
 
 def answer(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -133,9 +149,20 @@ async def _no_route(request: Request, error: Exception) -> Response:
             405, f"{request.method} {path}: this route has another method. Use {allowed}.", code="no_such_method"
         )
     else:
-        remedy = f". Did you mean {path.rstrip('/')}?" if path.rstrip("/") != path else ""
-        found = ApiError(error.status_code, f"{request.method} {path}: {error.detail}{remedy}", code="no_such_route")
+        problem = f"{request.method} {path}: {error.detail}{_routes_like(request)}"
+        found = ApiError(error.status_code, problem, code="no_such_route")
     return answer(found.body, found.status, {**(error.headers or {}), "x-request-id": request_id(request)})
+
+
+def _routes_like(request: Request) -> str:
+    """Which routes a path without one may have meant: itself without a `/` at its end, those below it, or the nearest."""
+    path, routes = request.url.path, [route for route in request.app.routes if isinstance(route, Route)]
+    shorter = path.rstrip("/")
+    if shorter != path and any(route.path_regex.fullmatch(shorter) for route in routes):
+        return f". Did you mean {shorter}?"
+    paths = [route.path for route in routes if "{" not in route.path]
+    below = [each for each in paths if shorter and each.startswith(f"{shorter}/")]
+    return f". Below it there are {', '.join(below)}" if below else f". {nearest(path, paths)}".rstrip(" .")
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
@@ -154,9 +181,10 @@ async def chat_completions(service: Service, call: Call) -> Response:
     return await _write(service, call, asked, lambda job: ChatAnswer(job, service.settings.model_name, form))
 
 
-async def _write(service: Service, call: Call, asked: Asked, make: Callable[[Job], Answer]) -> Response:
+async def _write(service: Service, call: Call, asked: CommonRequest, make: Callable[[Job], Answer]) -> Response:
     service.check_model(asked.model)
     _check_streaming(asked)
+    ignored = _told_ignored(call, asked)
     async with AsyncExitStack() as stack:
         meter = service.meter(call.tenant)
         meter.check_tokens()
@@ -167,12 +195,12 @@ async def _write(service: Service, call: Call, asked: Asked, make: Callable[[Job
         if asked.stream:
             streams = await service.begin(job)
             stack.push_async_callback(close, streams)
-            return _Events(_read(service, call, shaped, streams), stack.pop_all(), call)
+            return _Events(_read(service, call, shaped, streams), stack.pop_all(), call, ignored)
         seconds = service.settings.request_seconds
         outputs = await while_connected(call.request.receive, asyncio.wait_for(service.write(job), seconds))
         body = shaped.whole(outputs)
     call.wrote(job.num_prompt_tokens, list(shaped.outputs.values()))
-    return answer(body)
+    return answer(body, headers=ignored)
 
 
 @contextmanager
@@ -192,14 +220,22 @@ def _paid(meter: Meter, shaped: Answer) -> Iterator[None]:
         meter.use(shaped.num_told)
 
 
-def _size(service: Service, asked: Asked) -> int:
+def _size(service: Service, asked: CommonRequest) -> int:
     try:
         return service.jobs.check_size(asked)
     except InvalidParameterError as error:
         raise api_error(error, field_names(asked)) from error
 
 
-def _check_streaming(asked: Asked) -> None:
+def _told_ignored(call: Call, asked: CommonRequest) -> dict[str, str]:
+    """The header that tells which fields of a request were passed over; the log has them as a warning."""
+    if not asked.ignored:
+        return {}
+    log("fields of a request were ignored", {"request_id": call.id, "fields": list(asked.ignored)}, logging.WARNING)
+    return {"x-ignored-fields": ", ".join(asked.ignored)}
+
+
+def _check_streaming(asked: CommonRequest) -> None:
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options: the answer is not streamed", param="stream_options", code="invalid_value")
 
@@ -227,10 +263,13 @@ class _Events(StreamingResponse):
         content: The events.
         held: Closed at the end, whatever it is, and if no event was ever asked for.
         call: Whose answer this is.
+        headers: Further headers.
     """
 
-    def __init__(self, content: AsyncGenerator[bytes, None], held: AsyncExitStack, call: Call) -> None:
-        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    def __init__(
+        self, content: AsyncGenerator[bytes, None], held: AsyncExitStack, call: Call, headers: dict[str, str]
+    ) -> None:
+        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
         self._content, self._held, self._call = content, held, call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

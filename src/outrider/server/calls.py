@@ -1,4 +1,4 @@
-"""One HTTP request from its first byte to its line in the log."""
+"""The life of one HTTP request, from its first byte to its line in the log."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from starlette.requests import Request
 
 from outrider.params import CompletionOutput
 from outrider.server.errors import ApiError
-from outrider.server.keys import ApiKeys
 from outrider.server.logs import log
 from outrider.server.metrics import ServerMetrics
+from outrider.server.tenancy.keys import ApiKeys
 
 #: What clients may choose as the id of a request; anything else gets one of ours.
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -61,11 +61,12 @@ class Call:
             raise ApiError(401, "there is no such API key", code="invalid_api_key", headers=headers)
 
     async def body(self, limit: int) -> bytes:
-        """What it holds.
+        """What it holds, which is to be JSON.
 
         Raises:
-            ApiError: It is too large.
+            ApiError: It is too large, or is not said to be JSON.
         """
+        check_content_type(self.request)
         return await read_body(self.request, limit)
 
     def began(self) -> None:
@@ -105,6 +106,20 @@ def bearer(request: Request) -> str:
     """The API key that a request brings; empty where it brings none."""
     kind, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else ""
+
+
+def check_content_type(request: Request) -> None:
+    """See that a request says of its body that it is JSON. Browsers then ask before they send it for a page from elsewhere.
+
+    Raises:
+        ApiError: It says something else, or nothing.
+    """
+    given = request.headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        said = f"the content type {given!r} is not JSON" if given else "the content type of the body is missing"
+        remedy = "Send the header Content-Type: application/json"
+        raise ApiError(415, f"{said}. {remedy}", code="unsupported_content_type")
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -1,4 +1,4 @@
-"""By when has a request to be answered? All that are under way end together where the server has to end."""
+"""Deadlines of requests; all that are under way end together when the server has to end."""
 
 from __future__ import annotations
 

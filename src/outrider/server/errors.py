@@ -1,4 +1,4 @@
-"""What clients are told when something fails: OpenAI's error objects."""
+"""Error objects in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from outrider.errors import (
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",
     499: "client_closed_request",

@@ -19,9 +19,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from outrider.engine.engine import Engine
-from outrider.engine.thread import Health
+from outrider.engine.hosting.thread import Health
 from outrider.params import CompletionOutput
-from outrider.server.limits import Meter
+from outrider.server.tenancy.limits import Meter
 from outrider.stats import RequestStats
 
 #: The form in which Prometheus reads them.

@@ -1,10 +1,12 @@
-"""What clients are told whose request is no HTTP that can be read: an error object, as all others get."""
+"""uvicorn's HTTP/1.1, with error objects, a limit for headers, and answers for clients that closed their side."""
 
 from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import sys
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -13,9 +15,54 @@ from outrider.server.errors import ApiError
 from outrider.server.logs import log
 from outrider.server.streams import encoded
 
+#: Bytes of the headers of a request, with its path.
+_MAX_HEADERS = 64 * 2**10
+#: A client that has closed its side is asked for a sign of life after so long, and then each time after twice as long.
+_FIRST_PROBE_SECONDS = 0.1
+_MOST_PROBE_SECONDS = 2.0
+
 
 class Protocol(H11Protocol):
-    """uvicorn's protocol, whose own refusals are plain text otherwise."""
+    """uvicorn's protocol, with three differences.
+
+    What is no HTTP gets an error object. Headers have a limit, also where they come all at once. And a client that has sent
+    its whole request may close its side of the connection and still read the answer. The system tells the same of a client
+    that has gone. So such a client is sent something that means nothing, again and again; where nobody reads any more, the
+    system of the client answers with a reset.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._checked = _Connection(h11.SERVER, _MAX_HEADERS)
+        self.conn = self._checked
+        self._half_closed = False
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more. Returns whether the connection stays open for the answer."""
+        waits = self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete)
+        if not waits or self.scheme == "https":  # asyncio keeps no half of a connection with TLS
+            return False
+        if not self._half_closed:
+            self._half_closed = True
+            self.loop.call_later(_FIRST_PROBE_SECONDS, self._probe, _FIRST_PROBE_SECONDS)
+        return True
+
+    def on_response_complete(self) -> None:
+        """An answer has gone. A client that sends no more has no further requests but those that are here already."""
+        super().on_response_complete()
+        if self._half_closed and self.cycle.response_complete and not self.transport.is_closing():
+            self.timeout_keep_alive_handler()
+
+    def _probe(self, seconds: float) -> None:
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if not self.flow.write_paused:
+            self.transport.write(self._checked.nothing())
+        later = min(2 * seconds, _MOST_PROBE_SECONDS)
+        self.loop.call_later(later, self._probe, later)
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that cannot be read, and close the connection.
@@ -31,6 +78,36 @@ class Protocol(H11Protocol):
         for event in (h11.Response(status_code=found.status, headers=lines), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+
+class _Connection(h11.Connection):
+    """One that refuses headers beyond the limit, and can send what means nothing."""
+
+    _sends_events = False
+
+    def next_event(self) -> Any:
+        """What the client has sent next."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            size = len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers)
+            if size > _MAX_HEADERS:
+                raise h11.RemoteProtocolError("the headers are too large", error_status_hint=431)
+        return event
+
+    def send(self, event: Any) -> Any:
+        """The bytes of a part of an answer."""
+        if isinstance(event, h11.Response):
+            kind = next((value for name, value in event.headers if name == b"content-type"), b"")
+            self._sends_events = kind.startswith(b"text/event-stream")
+        return super().send(event)
+
+    def nothing(self) -> bytes:
+        """Bytes that every client passes over: an interim answer before the answer, a comment between events, else none."""
+        if self.our_state is h11.SEND_RESPONSE and self.their_http_version != b"1.0":
+            return self.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")) or b""
+        if self.our_state is h11.SEND_BODY and self._sends_events:
+            return self.send(h11.Data(data=b":\n\n")) or b""
+        return b""
 
 
 def _refusal(error: BaseException | None, usual: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""The server's process: a socket, uvicorn, and an orderly end."""
+"""Runs the server's process: a socket, uvicorn, and an orderly end."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import uvicorn
 
 from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.server.access import AccessGuard
 from outrider.server.app import make_app
 from outrider.server.deadlines import PARTING_SECONDS
 from outrider.server.logs import log
@@ -88,7 +89,7 @@ def serve(service: Service, place: socket.socket, *, drain_seconds: int, **tls: 
         tls: Options of uvicorn that begin with ssl_.
     """
     config = uvicorn.Config(
-        make_app(service),
+        AccessGuard(make_app(service), service.settings),
         log_config=None,
         access_log=False,
         server_header=False,

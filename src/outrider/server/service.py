@@ -1,4 +1,4 @@
-"""What the routes ask of the engine, and how much of it at a time."""
+"""Service: passes requests from the routes to the engine, within limits."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any, TypeVar
 
 from outrider.async_llm import AsyncLLM, AsyncStream
 from outrider.engine.engine import Engine
-from outrider.engine.thread import Health
+from outrider.engine.hosting.thread import Health
 from outrider.errors import InvalidParameterError
 from outrider.params import RequestOutput
-from outrider.server.allowed import AllowedMethods
+from outrider.server.api.allowed import AllowedMethods
+from outrider.server.api.conversation import blamed_tool, forces_calls
+from outrider.server.api.jobs import Job, JobMaker
+from outrider.server.api.schemas import ChatRequest, CommonRequest, Shape
+from outrider.server.api.sizes import check_values
+from outrider.server.api.translate import field_names
 from outrider.server.calls import Call
-from outrider.server.conversation import blamed_tool, forces_calls
 from outrider.server.deadlines import Deadlines
 from outrider.server.errors import ApiError, api_error
-from outrider.server.jobs import Job, JobMaker
-from outrider.server.keys import ApiKeys
-from outrider.server.limits import Meter
 from outrider.server.logs import log
 from outrider.server.metrics import EngineState, ServerMetrics
-from outrider.server.schemas import Asked, ChatRequest, Shape
 from outrider.server.settings import ServerSettings
-from outrider.server.sizes import check_values
-from outrider.server.translate import field_names
+from outrider.server.tenancy.keys import ApiKeys
+from outrider.server.tenancy.limits import Meter
 
 S = TypeVar("S", bound=Shape)
 
@@ -72,7 +72,7 @@ class Service:
         capacity = runner.blocks.num_blocks * runner.blocks.block_size
         length = runner.loaded.max_model_len
         self.facts = ModelFacts(length, min(length, capacity), config.max_num_seqs, runner.loaded.vocab_size)
-        self.jobs = JobMaker(llm.prompts, llm.default_params, self.facts.longest, allowed, settings)
+        self.jobs = JobMaker(llm.prompts, llm.default_params, self.facts.longest, allowed, settings, self.facts.vocab_size)
         self.metrics = ServerMetrics(settings.model_name)
         self.deadlines = Deadlines()
         self.draining = False
@@ -136,7 +136,7 @@ class Service:
             return kind.read(body)
         return await self.engine.prepared(call.tenant, partial(kind.read, body))
 
-    async def job(self, asked: Asked, tenant: str | None) -> Job:
+    async def job(self, asked: CommonRequest, tenant: str | None) -> Job:
         """What a request asks for, ready for the engine.
 
         Raises:

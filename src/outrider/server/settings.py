@@ -1,4 +1,4 @@
-"""What the server is started with, beside the model."""
+"""Settings of the server, beside the model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ class ServerSettings(Frozen):
 
     Attributes:
         model_name: What clients call the model.
+        hosts: What requests may name as Host; None for anything. See `access.allowed_hosts`.
+        origins: Where pages may be from that ask, beside this server; "*" for anywhere.
         max_queue: Sequences that may wait beside those that run; further requests are refused with 429.
         max_n: Samples, prompts times n, of one request.
         max_stops: Stop strings of one request.
@@ -25,6 +27,8 @@ class ServerSettings(Frozen):
     """
 
     model_name: str = Field(min_length=1, description="Use a name.")
+    hosts: tuple[str, ...] | None = None
+    origins: tuple[str, ...] = ()
     max_queue: int = Field(256, ge=0, description="Use 0 or more.")
     max_n: int = Field(16, ge=1, description="Use 1 or more.")
     max_stops: int = Field(16, ge=0, description="Use 0 or more.")

@@ -12,7 +12,7 @@ from starlette.types import Message
 
 from outrider.async_llm import AsyncStream
 from outrider.params import StreamPiece
-from outrider.server.answers import Answer
+from outrider.server.api.answers import Answer
 from outrider.server.deadlines import Deadlines
 from outrider.server.errors import ApiError, api_error
 

@@ -1,10 +1,10 @@
-"""What the pages must know of the model and the methods of this server."""
+"""Facts about the model and the methods of this server, for the pages."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from outrider.bench.machine import weight_bytes
+from outrider.measure.machine import weight_bytes
 from outrider.propose.speculation import SpeculationConfig
 from outrider.server.service import Service
 

@@ -1,4 +1,4 @@
-"""The files of the pages, as they were built from web/, and how browsers get them."""
+"""Serves the built files of the pages."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ from outrider.errors import EngineDiedError
 from outrider.server.app import make_app
 from outrider.server.deadlines import PARTING_SECONDS
 from outrider.server.logs import write_json
-from outrider.server.replicas.inside import Inside
-from outrider.server.replicas.parcels import Opening, Parcel
+from outrider.server.replicas.asgi_client import Inside
+from outrider.server.replicas.loopback import keep_replica_local
+from outrider.server.replicas.messages import Opening, Parcel
 from outrider.server.service import Service
 
 
@@ -27,6 +28,7 @@ class EngineReplica:
 
     def __init__(self, make: Callable[[], Service]) -> None:
         write_json()
+        keep_replica_local()
         self._service = make()
         self._inside = Inside(make_app(self._service))
 

@@ -1,4 +1,4 @@
-"""What clients reach: it has no model, and passes requests on to the replicas."""
+"""The ingress: the process that clients reach; it has no model and passes requests on to replicas."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from ray.exceptions import RayActorError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from outrider.server.access import check_access
+from outrider.server.api.sizes import check_values
 from outrider.server.app import answer
 from outrider.server.calls import bearer, read_body
 from outrider.server.errors import ApiError, api_error
-from outrider.server.keys import ApiKeys
 from outrider.server.logs import log, write_json
 from outrider.server.metrics import MEDIA_TYPE
+from outrider.server.replicas.loopback import keep_replica_local
+from outrider.server.replicas.messages import Opening, Parcel
 from outrider.server.replicas.metrics import merged
-from outrider.server.replicas.parcels import Opening, Parcel
 from outrider.server.replicas.prefixes import beginnings
 from outrider.server.settings import ServerSettings
-from outrider.server.sizes import check_values
 from outrider.server.streams import DONE, event
+from outrider.server.tenancy.keys import ApiKeys
 
 #: A request is sent to a second replica if the first one dies before anything of the answer was sent. Not to a third one: a
 #: request that kills its replica would kill them all.
@@ -43,11 +45,13 @@ class Ingress:
 
     def __init__(self, engine: Any, keys: ApiKeys, settings: ServerSettings) -> None:
         write_json()
+        keep_replica_local()
         self._engine, self._keys, self._settings = engine, keys, settings
 
     async def __call__(self, request: Request) -> Response:
         """One request."""
         try:
+            check_access(request.headers, self._settings)
             if request.url.path == "/metrics":
                 return await self._metrics()
             return await self._passed_on(await self._parcel(request))

@@ -1,4 +1,4 @@
-"""The metrics of all replicas as one text."""
+"""Joins the metrics of all replicas into one text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica has read the beginning of a prompt already, and which one gets the request?"""
+"""Routes requests to the replica that has read the beginning of their prompt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def beginnings(body: bytes, namespace: str | None) -> tuple[bytes, ...]:
         namespace: Whose it is. Caches are never shared between namespaces.
     """
     try:
-        text = _first_prompt(json.loads(body))
+        text = _first_prompt(json.loads(body.decode("utf-8-sig")))
     except (ValueError, RecursionError, OverflowError, TypeError):
         return ()
     state, found = blake2b(repr(namespace).encode(), digest_size=8), []

@@ -1,4 +1,4 @@
-"""Our router in Ray Serve's terms."""
+"""Adapts our router to Ray Serve's interface."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from outrider.server.replicas.parcels import Parcel
+from outrider.server.replicas.messages import Parcel
 from outrider.server.replicas.prefixes import PrefixIndex
 
 

@@ -1,4 +1,4 @@
-"""The cluster: an ingress, the replicas, and an orderly end."""
+"""Starts and ends the cluster: an ingress and the replicas."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions, ProxyLocation, RequestRouterConfig
 
 from outrider.errors import OtherEngineError
-from outrider.server.keys import ApiKeys
 from outrider.server.logs import log
+from outrider.server.replicas.capacity import Machine, Share, threads_of
 from outrider.server.replicas.engine import EngineReplica
 from outrider.server.replicas.ingress import Ingress
-from outrider.server.replicas.room import Machine, Share, threads_of
 from outrider.server.replicas.router import PrefixRouter
 from outrider.server.replicas.watch import watched
 from outrider.server.service import Service
 from outrider.server.settings import ServerSettings
+from outrider.server.tenancy.keys import ApiKeys
 
 #: More requests than a deployment ever has: the engines themselves refuse what is too much for them.
 _NO_LIMIT = 1_000_000
@@ -49,9 +48,8 @@ def cluster() -> Iterator[None]:
     own = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     try:
         ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **({} if address else own))
-    except ConnectionError as error:
-        remedy = "See that the cluster runs, and that this machine has its token if it asks for one."
-        raise OtherEngineError("Ray", f"the cluster cannot be joined ({error})", remedy) from error
+    except Exception as error:  # of a dozen kinds, plain Exception among them
+        raise _not_started(address, error) from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, _end)  # in place of Ray's own, which would end at once
     try:
@@ -100,7 +98,7 @@ def serve_replicas(
             serve.start(ProxyLocation.HeadOnly, options)
             stack.enter_context(watched(count, _num_running))
             serve.run(_application(make, count, shared, settings, keys, slack), name=_NAME, route_prefix="/")
-        except (RuntimeError, RayError, TimeoutError) as error:
+        except Exception as error:
             problem = f"the replicas do not start ({_reason(error)})"
             raise OtherEngineError("Ray Serve", problem, "Correct what it names.") from error
         stack.callback(_drain, drain_seconds)
@@ -133,11 +131,24 @@ def _application(
     return ingress.bind(engine, keys, settings)
 
 
+def _not_started(address: str | None, error: Exception) -> OtherEngineError:
+    if address:
+        remedy = "See that the cluster runs, has the versions of Python and Ray of this machine, and accepts its token."
+        return OtherEngineError("Ray", f"the cluster cannot be joined ({_last_line(str(error))})", remedy)
+    remedy = "Correct what it names. It needs a writable folder with a short path (TMPDIR), and memory in /dev/shm."
+    return OtherEngineError("Ray", f"no cluster can be started here ({_last_line(str(error))})", remedy)
+
+
 def _reason(error: Exception) -> str:
     """What stands in the last line of a traceback: of the replica that did not start, or of the error itself."""
-    engine = _engine()
-    text = engine.message if engine else str(error)
-    return [line.strip() for line in (text or str(error)).splitlines() if line.strip()][-1]
+    engine = None
+    with suppress(Exception):  # where nothing runs there is nobody to ask
+        engine = _engine()
+    return _last_line((engine.message if engine else "") or str(error) or repr(error))
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it does not say why")
 
 
 def _engine() -> Any:

@@ -1,4 +1,4 @@
-"""How many replicas run, for whoever reads the log: while they start, and when one is lost."""
+"""Logs how many replicas run, while they start and when one is lost."""
 
 from __future__ import annotations
 

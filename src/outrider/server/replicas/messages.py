@@ -1,4 +1,4 @@
-"""What the ingress and an engine send to each other."""
+"""Messages between the ingress and the engines."""
 
 from __future__ import annotations
 

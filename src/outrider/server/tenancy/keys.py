@@ -1,4 +1,4 @@
-"""API keys: who asks, whose caches may be used for it, and how much it may ask for."""
+"""API keys: the tenant, its cache namespace and its limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import InputError, InvalidParameterError
-from outrider.server.limits import UNLIMITED, TenantLimits
+from outrider.server.tenancy.limits import UNLIMITED, TenantLimits
 from outrider.validation import unknown_setting
 
 VARIABLE = "OUTRIDER_API_KEYS"

@@ -1,12 +1,12 @@
-"""Is a part of a request larger than this server takes? It is known before the part costs any work."""
+"""Refuses parts of a request that are larger than this server takes, before they cost work."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from outrider.errors import InvalidParameterError
+from outrider.server.api.schemas import CommonRequest
 from outrider.server.errors import ApiError
-from outrider.server.schemas import Asked
 from outrider.server.settings import ServerSettings
 
 #: Lists whose entries each cost work, when a request is prepared or in every step.
@@ -15,7 +15,7 @@ _LISTS = ("logit_bias", "bad_words", "stop_token_ids", "allowed_token_ids")
 _TEXTS = ("stop", "bad_words")
 
 
-def check_lists(asked: Asked, settings: ServerSettings) -> None:
+def check_lists(asked: CommonRequest, settings: ServerSettings) -> None:
     """Raise InvalidParameterError where a list of a request has more entries, or longer ones, than the server takes."""
     limits = {**dict.fromkeys(_LISTS, settings.max_list_items), "stop": settings.max_stops}
     for name, most in limits.items():

@@ -1,4 +1,4 @@
-"""What requests may hold: the fields of OpenAI's API, and beside them those of vLLM and our own."""
+"""Shapes of requests: the fields of OpenAI's API, with those of vLLM and our own."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails
 
 from outrider.errors import InputError, InvalidParameterError, UnsupportedParameterError
 from outrider.params import SamplingParams
+from outrider.server.api.refusals import IGNORED, IN_CHATS, IN_COMPLETIONS, Refusal
 from outrider.server.errors import ApiError
-from outrider.server.refusals import IN_CHATS, IN_COMPLETIONS, Refusal
 from outrider.validation import unknown_setting
 
 
@@ -33,6 +33,8 @@ class Shape(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     refused: ClassVar[dict[str, Refusal]] = {}
+    passed_over: ClassVar[frozenset[str]] = frozenset()
+    _ignored: tuple[str, ...] = PrivateAttr(())
 
     @classmethod
     def read(cls, body: bytes) -> Self:
@@ -44,15 +46,23 @@ class Shape(BaseModel):
             UnsupportedParameterError: A field is known elsewhere and asks for something that this server does not do.
         """
         values = _object(body)
+        ignored = sorted(name for name in values.keys() & cls.passed_over if values.pop(name) is not None)
         for name in [name for name in values if name in cls.refused]:
             refusal, value = cls.refused[name], values.pop(name)
             if value is not None and value not in refusal.neutral:
                 raise UnsupportedParameterError(name, value, refusal.reason, refusal.remedy)
         given = {name: value for name, value in values.items() if value is not None}
         try:
-            return cls.model_validate(given)
+            found = cls.model_validate(given)
         except (ValueError, RecursionError) as error:
             raise _first_problem(cls, error) from None
+        found._ignored = tuple(ignored)
+        return found
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The fields that were passed over."""
+        return self._ignored
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -62,9 +72,18 @@ class Shape(BaseModel):
         return found
 
 
+def _whole_number(written: str) -> int:
+    """A number of a request. Python writes none of more than 4,300 digits, and a product of shorter ones may have more."""
+    if len(written) > _MOST_DIGITS:
+        raise ApiError(
+            400, f"a whole number of {len(written):,} digits is too long. Use up to {_MOST_DIGITS}", code="invalid_value"
+        )
+    return int(written)
+
+
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(body)
+        values = json.loads(body.decode("utf-8-sig"), parse_int=_whole_number)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, f"the body is not JSON ({reason})", code="invalid_json") from None
@@ -73,6 +92,8 @@ def _object(body: bytes) -> dict[str, Any]:
     return values
 
 
+#: Digits of a whole number, far beyond any that means something.
+_MOST_DIGITS = 100
 #: Most likely tokens that a request may ask for at each position, as in vLLM.
 MAX_LOGPROBS = 20
 _NUM_LOGPROBS = f"Use 0 to {MAX_LOGPROBS}."
@@ -220,8 +241,10 @@ class StructureShape(Shape):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=lambda name: name.rstrip("_"))
 
 
-class Asked(Shape):
+class CommonRequest(Shape):
     """What completions and chat completions have in common."""
+
+    passed_over: ClassVar[frozenset[str]] = IGNORED
 
     model: str | None = None
     n: int | None = None
@@ -279,7 +302,7 @@ class Asked(Shape):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class CompletionRequest(Asked):
+class CompletionRequest(CommonRequest):
     """The body of /v1/completions."""
 
     refused: ClassVar[dict[str, Refusal]] = IN_COMPLETIONS
@@ -343,7 +366,7 @@ class Tool(Shape):
     function: FunctionShape
 
 
-class ChatRequest(Asked):
+class ChatRequest(CommonRequest):
     """The body of /v1/chat/completions."""
 
     refused: ClassVar[dict[str, Refusal]] = IN_CHATS
@@ -360,6 +383,7 @@ class ChatRequest(Asked):
     )
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 class TokenizeRequest(Shape):

@@ -1,4 +1,4 @@
-"""Which methods may a request name? Those that the server offers, by name: a request must not load a file."""
+"""The methods that a request may name: those that the server offers by name, since a request must not load a file."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
 from outrider.propose.auto import Auto
-from outrider.propose.prediction import Prediction
+from outrider.propose.methods.prediction import Prediction
 from outrider.propose.speculation import PLAIN, SpeculationConfig
-from outrider.propose.tree import MAX_ROWS
+from outrider.propose.trees.tree import MAX_ROWS
 from outrider.validation import nearest
 
 #: What a request may change. A method's own settings would make another proposer, with memory of its own.

@@ -1,4 +1,4 @@
-"""How much one tenant may ask for, how much it uses, and when it may ask again."""
+"""Limits of tenants: how much each may ask for, how much it uses, and when it may ask again."""
 
 from __future__ import annotations
 

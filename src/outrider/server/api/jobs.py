@@ -1,20 +1,21 @@
-"""A request that can be written: its prompts as tokens, its parameters, who drafts for it, and on whose behalf."""
+"""Job: a checked request with its prompts as tokens, its parameters and its tenant."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.engine.admission import check_prompt_ids
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.params import SamplingParams, StructuredOutputs
 from outrider.prompts import PromptEncoder
 from outrider.propose.speculation import SpeculationConfig
-from outrider.server.allowed import AllowedMethods
-from outrider.server.conversation import encode, forced_calls, only_call_ends_with
-from outrider.server.schemas import Asked, ChatRequest, CompletionRequest
+from outrider.server.api.allowed import AllowedMethods
+from outrider.server.api.conversation import encode, forced_calls, only_call_ends_with
+from outrider.server.api.schemas import ChatRequest, CommonRequest, CompletionRequest
+from outrider.server.api.sizes import check_lists
+from outrider.server.api.translate import check_size, sampling
 from outrider.server.settings import ServerSettings
-from outrider.server.sizes import check_lists
-from outrider.server.translate import check_size, sampling
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Job:
         is_silent: Whether no token is told: only the prompt and its log probabilities are wanted.
     """
 
-    asked: Asked
+    asked: CommonRequest
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     speculation: SpeculationConfig
@@ -83,6 +84,7 @@ class JobMaker:
         longest: Tokens that a text may have, prompt and output together.
         allowed: The methods of the server.
         settings: Its limits.
+        vocab_size: Token ids that the model knows.
     """
 
     prompts: PromptEncoder
@@ -90,8 +92,9 @@ class JobMaker:
     longest: int
     allowed: AllowedMethods
     settings: ServerSettings
+    vocab_size: int
 
-    def make(self, asked: Asked, namespace: str | None) -> Job:
+    def make(self, asked: CommonRequest, namespace: str | None) -> Job:
         """A request with all that can be known of it before the engine sees it.
 
         Raises:
@@ -117,7 +120,7 @@ class JobMaker:
             params = params.replace(structured_outputs=StructuredOutputs(grammar=grammar))
         return params if end is None else params.replace(stop=(*params.stop, end))
 
-    def check_size(self, asked: Asked) -> int:
+    def check_size(self, asked: CommonRequest) -> int:
         """The number of texts that a request asks for; known before its prompts are encoded.
 
         Raises:
@@ -135,7 +138,7 @@ class JobMaker:
             raise InvalidParameterError("n", asked.n, problem, remedy)
         return num_texts
 
-    def _prompts(self, asked: Asked) -> tuple[Prompt, ...]:
+    def _prompts(self, asked: CommonRequest) -> tuple[Prompt, ...]:
         if isinstance(asked, ChatRequest):
             return (Prompt(encode(asked, self.prompts)),)
         assert isinstance(asked, CompletionRequest)
@@ -147,5 +150,6 @@ class JobMaker:
         tokenizer = self.prompts.tokenizer
         if not echoed or tokenizer is None:
             return Prompt(tokens)
+        check_prompt_ids(tokens, self.vocab_size)  # now: a tokenizer reads no others back
         shown = tokenizer.decode(tokens, skip_special_tokens=True) if text is None else text
         return Prompt(tokens, shown, tokenizer.decode(tokens[:1]))

@@ -1,4 +1,4 @@
-"""Is there room for so many replicas, and what does each of them get?"""
+"""Checks whether the machine has room for the replicas, and divides it among them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.errors import InvalidParameterError, ModelTooLargeError, UnsupportedParameterError
-from outrider.model.available import available_bytes
-from outrider.model.fit import Needs
-from outrider.model.loader import usable_device
+from outrider.model.loading.available import available_bytes
+from outrider.model.loading.fit import Needs
+from outrider.model.loading.loader import usable_device
 
 #: The part of the free memory that keys and values get where their size is not given, as for a single engine.
 _KV_SHARE = 0.25

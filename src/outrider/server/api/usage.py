@@ -1,4 +1,4 @@
-"""What a response cost, and what speculation did for it."""
+"""Reports the cost of a response, and what speculation did for it."""
 
 from __future__ import annotations
 

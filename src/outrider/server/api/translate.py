@@ -1,4 +1,4 @@
-"""From a request to the engine's own settings, and back to the request's names where one of them is wrong."""
+"""Translates requests to the engine's settings, and the engine's errors back to the request's field names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.params import SamplingParams, StructuredOutputs
-from outrider.server.allowed import CHANGEABLE
-from outrider.server.schemas import MAX_LOGPROBS, Asked, ChatRequest, CompletionRequest
+from outrider.server.api.allowed import CHANGEABLE
+from outrider.server.api.schemas import MAX_LOGPROBS, ChatRequest, CommonRequest, CompletionRequest
 from outrider.server.settings import ServerSettings
 
 #: Fields that have the same name and meaning inside.
@@ -42,7 +42,7 @@ _STRUCTURES = {
 _COMPLETION_TOKENS = 16
 
 
-def sampling(asked: Asked, defaults: SamplingParams, room: int, settings: ServerSettings) -> SamplingParams:
+def sampling(asked: CommonRequest, defaults: SamplingParams, room: int, settings: ServerSettings) -> SamplingParams:
     """The parameters of a request.
 
     Args:
@@ -63,7 +63,7 @@ def sampling(asked: Asked, defaults: SamplingParams, room: int, settings: Server
     return defaults.replace(**given, **_max_tokens(asked, defaults, room), **_logprobs(asked))
 
 
-def structure(asked: Asked, settings: ServerSettings) -> StructuredOutputs | None:
+def structure(asked: CommonRequest, settings: ServerSettings) -> StructuredOutputs | None:
     """What the output must look like; None where it is free.
 
     Raises:
@@ -88,7 +88,7 @@ def check_size(name: str, structure: Any, settings: ServerSettings) -> None:
         raise InvalidParameterError(name, "...", f"{size:,} bytes are too many", remedy)
 
 
-def field_names(asked: Asked) -> dict[str, str]:
+def field_names(asked: CommonRequest) -> dict[str, str]:
     """What this request calls fields that have other names inside."""
     found = {"prompt_token_ids": "prompt", **{name: f"speculation.{name}" for name in CHANGEABLE}}
     for name in ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
@@ -106,7 +106,7 @@ def field_names(asked: Asked) -> dict[str, str]:
     return found
 
 
-def _response_format(asked: Asked) -> dict[str, dict[str, Any]]:
+def _response_format(asked: CommonRequest) -> dict[str, dict[str, Any]]:
     given = asked.response_format
     if given is None or given.type == "text":
         return {}
@@ -118,7 +118,7 @@ def _response_format(asked: Asked) -> dict[str, dict[str, Any]]:
     return {"response_format": {"json_schema": given.json_schema.schema_}}
 
 
-def _guided(asked: Asked) -> dict[str, dict[str, Any]]:
+def _guided(asked: CommonRequest) -> dict[str, dict[str, Any]]:
     """vLLM's names, the older ones and the newer one."""
     found: dict[str, dict[str, Any]] = {}
     older = {
@@ -142,7 +142,7 @@ def _guided(asked: Asked) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _max_tokens(asked: Asked, defaults: SamplingParams, room: int) -> dict[str, int]:
+def _max_tokens(asked: CommonRequest, defaults: SamplingParams, room: int) -> dict[str, int]:
     """The request's, or the model's own, or OpenAI's: 16 for a completion, what there is room for in a chat."""
     given = asked.max_tokens
     if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:
@@ -160,7 +160,7 @@ def _max_tokens(asked: Asked, defaults: SamplingParams, room: int) -> dict[str, 
     return {"max_tokens": max(1, room) if isinstance(asked, ChatRequest) else _COMPLETION_TOKENS}
 
 
-def _logprobs(asked: Asked) -> dict[str, int]:
+def _logprobs(asked: CommonRequest) -> dict[str, int]:
     if isinstance(asked, CompletionRequest):
         count, name = asked.logprobs, "logprobs"
     else:

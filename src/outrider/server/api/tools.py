@@ -1,14 +1,16 @@
-"""Calls of tools in what a model writes, or has to write: Hermes' form, which Qwen shares, and Llama's."""
+"""Parses and constrains tool calls: Hermes' form, which Qwen shares, and Llama's."""
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from outrider.errors import UnsupportedParameterError
+from outrider.server.api.arguments import GrowingObject
 
 #: How a model writes calls. Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call> anywhere in the text.
 #: Llama: the whole text is {"name": ..., "parameters": {...}}, or several of them with ";" between them.
@@ -18,6 +20,11 @@ ToolForm = Literal["hermes", "llama"]
 MAX_CALLS = 16
 _OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _LLAMA_TAG = "<|python_tag|>"
+#: How a call begins, up to its arguments, where these are an object.
+_BEGINS = {
+    form: re.compile(rf'\s*\{{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"{name}"\s*:\s*(?=\{{)')
+    for form, name in (("hermes", "arguments"), ("llama", "parameters"))
+}
 #: White space as json.dumps writes it, and as models were shown it; otherwise a model may write spaces for ever.
 _SPACES = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 
@@ -65,7 +72,7 @@ class Heard:
 
     Attributes:
         content: Text for the reader.
-        calls: Calls in OpenAI's form.
+        calls: Calls in OpenAI's form; of a call that is told in parts, the later parts have an index and arguments alone.
     """
 
     content: str = ""
@@ -78,11 +85,15 @@ class ToolListener:
     Args:
         form: How the model writes calls.
         only_calls: Whether the text is nothing but calls. Then a call that was cut off is not told.
+        in_parts: Whether the arguments of a call are told while they are written. In Llama's form this needs a text that is
+            nothing but calls, since only the end of another text tells whether it is one.
     """
 
-    def __init__(self, form: ToolForm, *, only_calls: bool = False) -> None:
+    def __init__(self, form: ToolForm, *, only_calls: bool = False, in_parts: bool = False) -> None:
         self._form = form
         self._only_calls = only_calls
+        self._in_parts = in_parts and (form == "hermes" or only_calls)
+        self._arguments: GrowingObject | None = None  # of the call that is told in parts
         self._is_text = False  # nothing in the rest of it is a call
         self._held = ""
         self.num_calls = 0
@@ -92,11 +103,15 @@ class ToolListener:
         if self._is_text:
             return Heard(text)
         self._held += text
-        return self._hear_hermes() if self._form == "hermes" else self._hear_llama()
+        if self._form == "hermes":
+            return self._hear_hermes()
+        return Heard(calls=tuple(self._hear_llama_parts())) if self._in_parts else self._hear_llama()
 
     def finish(self) -> Heard:
         """There is no more text."""
         held, self._held = self._held, ""
+        if self._arguments is not None:
+            return Heard()  # what there is of its arguments was told
         if self._form == "llama":
             calls = _llama_calls(held, cut_off=self._only_calls)
         else:  # the text may end where the call does
@@ -107,6 +122,10 @@ class ToolListener:
     def _hear_hermes(self) -> Heard:
         content, calls = "", list[dict[str, Any]]()
         while True:
+            if self._arguments is not None:
+                calls += self._more_arguments(CLOSE)
+                if self._arguments is not None:
+                    break
             before, found, rest = self._held.partition(_OPEN)
             if not found:
                 kept = _begun(self._held, _OPEN)
@@ -117,16 +136,54 @@ class ToolListener:
             content += before
             self._held = found + rest
             if not closed:
+                if begun := self._begun_call(rest):
+                    calls.append(begun)
+                    continue
                 break
             call = _call(inside, "arguments")
             if call is None:
                 content += found + inside + closed
             else:
-                calls.append(call)
+                calls += self._numbered([call])
             self._held = after
-        if self.num_calls or calls:
+        if self.num_calls:
             content = "" if not content.strip() else content  # white space between calls is no answer
-        return Heard(content, self._numbered(calls))
+        return Heard(content, tuple(calls))
+
+    def _hear_llama_parts(self) -> Iterator[dict[str, Any]]:
+        while True:
+            if self._arguments is not None:
+                yield from self._more_arguments("}")
+            if self._arguments is not None:
+                return
+            begun = self._begun_call(self._held.lstrip("; \n\t").removeprefix(_LLAMA_TAG))
+            if begun is None:
+                return
+            yield begun
+
+    def _begun_call(self, text: str) -> dict[str, Any] | None:
+        """The first part of a call that a text begins with; None where the text does not go as far as its arguments."""
+        found = _BEGINS[self._form].match(text) if self._in_parts else None
+        try:
+            name = None if found is None else json.loads(found[1])
+        except ValueError:  # an escape that JSON does not have; so this is no call
+            name = None
+        if found is None or name is None:
+            return None
+        self._arguments = GrowingObject()
+        arguments, self._held = self._arguments.split(text[found.end() :])
+        (call,) = self._numbered([{"function": {"name": name, "arguments": arguments}}])
+        return call
+
+    def _more_arguments(self, close: str) -> Iterator[dict[str, Any]]:
+        """The next part of the call that is told in parts. It is over behind its arguments, where `close` stands."""
+        assert self._arguments is not None
+        arguments, self._held = self._arguments.split(self._held)
+        if arguments:
+            yield {"index": self.num_calls - 1, "function": {"arguments": arguments}}
+        _, closed, after = self._held.partition(close)
+        if self._arguments.is_whole and closed:
+            self._arguments, self._held = None, after
 
     def _hear_llama(self) -> Heard:
         start = self._held.lstrip()

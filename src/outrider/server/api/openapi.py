@@ -1,4 +1,4 @@
-"""The API in OpenAPI's words, for tools that read it."""
+"""The OpenAPI document of the server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from outrider import __version__
-from outrider.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from outrider.server.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _POSTED: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/completions": (CompletionRequest, "Complete prompts."),
@@ -28,8 +28,10 @@ _FETCHED = {
 _ERRORS = {
     "400": "The request cannot be served.",
     "401": "The API key is missing, or there is no such key.",
+    "403": "The Host or the Origin of the request is not allowed.",
     "404": "There is no such model.",
     "413": "The body is too large.",
+    "415": "The body is not said to be JSON.",
     "429": "The queue is full.",
     "500": "The server failed.",
     "503": "The server is shutting down.",

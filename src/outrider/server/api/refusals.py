@@ -1,4 +1,4 @@
-"""Which fields of other servers' requests are refused, why, and what does the same here?"""
+"""Fields of other servers' requests that are refused, with the reason and the alternative."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 _HERE = "this server writes text only"
 _SEARCH = "it searches over whole texts instead of drawing from the model's probabilities"
 _AT_START = "the server's own is used, which it is started with"
-_NOTHING = "this server keeps nothing of a request"
 _TENANT = "each API key has a prefix cache of its own"
 _WHOLE = "prompts are taken whole"
 _ONE_SERVER = "there is one server"
@@ -33,6 +32,14 @@ class Refusal(NamedTuple):
     neutral: tuple[Any, ...] = ()
 
 
+#: Fields of OpenAI that change no text. Clients send them by habit, and they are passed over with a warning.
+IGNORED = frozenset(
+    {
+        *("metadata", "store", "service_tier", "session_id"),  # this server keeps nothing of a request, and has one tier
+        *("prompt_cache_key", "prompt_cache_retention"),  # each API key has a prefix cache of its own
+        "verbosity",  # of OpenAI's own models
+    }
+)
 #: Fields of OpenAI, vLLM and llama.cpp's server that are not supported.
 _REFUSED: dict[str, Refusal] = {
     "best_of": Refusal(_SEARCH, "Use n, and choose among the texts yourself.", (1,)),
@@ -67,7 +74,6 @@ _REFUSED: dict[str, Refusal] = {
     ),
     "structural_tag": Refusal("structures hold for the whole text", "Use structured_outputs with a grammar."),
     "request_id": Refusal("requests are named by a header", _HEADER),
-    "session_id": Refusal(_NOTHING),
     "vllm_xargs": Refusal("it is for extensions of vLLM", neutral=({},)),
     "watermarking": Refusal(_OTHER_LAW, neutral=(False,)),
     "repetition_detection": Refusal("a text ends at a stop, at its length or at its end", "Use repetition_penalty."),
@@ -81,9 +87,6 @@ _REFUSED: dict[str, Refusal] = {
     "json_schema": Refusal("it is llama.cpp's name", "Use guided_json, or response_format."),
     "typical_p": Refusal(_OTHER_LAW, "Use top_p or min_p.", (1.0,)),
     "mirostat": Refusal(_OTHER_LAW, "Use top_p or min_p.", (0,)),
-    "store": Refusal(_NOTHING, neutral=(False,)),
-    "metadata": Refusal(_NOTHING, neutral=({},)),
-    "service_tier": Refusal("there is one tier", neutral=("auto", "default")),
 }
 #: What requests for completions may not have, and requests for chats.
 IN_COMPLETIONS: dict[str, Refusal] = {
@@ -105,13 +108,9 @@ IN_CHATS: dict[str, Refusal] = {
     "modalities": Refusal(_HERE, neutral=(["text"],)),
     "functions": Refusal("its newer name is tools", "Use tools.", ([],)),
     "function_call": Refusal("its newer name is tool_choice", "Use tool_choice.", ("none",)),
-    "reasoning_effort": Refusal("it is a variable of some chat templates", "Use chat_template_kwargs."),
     "include_reasoning": Refusal("thoughts are text like all other", neutral=(True,)),
-    "verbosity": Refusal("it is a setting of OpenAI's own models"),
     "web_search_options": Refusal("this server searches nothing"),
     "moderation": Refusal("it is a service of OpenAI"),
-    "prompt_cache_key": Refusal(_TENANT),
-    "prompt_cache_retention": Refusal(_TENANT),
     "echo": Refusal("a conversation is not repeated", neutral=(False,)),
     "add_generation_prompt": Refusal("the model's turn always comes next", neutral=(True,)),
     "continue_final_message": Refusal(

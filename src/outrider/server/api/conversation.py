@@ -1,4 +1,4 @@
-"""From the messages of a chat request to what a chat template reads."""
+"""Converts the messages of a chat request to the input of a chat template."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
 from outrider.params import StructuredOutputs
 from outrider.prompts import PromptEncoder
-from outrider.server.schemas import ChatRequest, Message
-from outrider.server.tools import CLOSE, ToolForm, calls_grammar, tool_form
+from outrider.server.api.schemas import ChatRequest, Message
+from outrider.server.api.tools import CLOSE, ToolForm, calls_grammar, tool_form
 
 Compile = Callable[[StructuredOutputs], object]
 
@@ -39,6 +39,11 @@ def encode(asked: ChatRequest, prompts: PromptEncoder) -> tuple[int, ...]:
     taken = signature(_template_of(prompts).apply_chat_template).parameters.keys()
     for name in sorted(settings.keys() & (taken | {"self", "conversations", "messages", "chat_template"})):
         raise InvalidParameterError("chat_template_kwargs", name, "it is no variable of a template", "Leave it out.")
+    if asked.reasoning_effort is not None:
+        settings = {
+            "reasoning_effort": asked.reasoning_effort,
+            **settings,
+        }  # a template that does not know it passes it over
     return prompts.encode_conversation(conversation(asked.messages), tools=tools, **settings)[1]
 
 

@@ -1,4 +1,4 @@
-"""The application without a socket: a parcel in, an opening and parts of a body out."""
+"""Calls the application in this process without a socket: a request in, a status and parts of a body out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from starlette.types import ASGIApp, Message, Scope
 
 from outrider.errors import ClosedError
-from outrider.server.replicas.parcels import Opening, Parcel
+from outrider.server.replicas.messages import Opening, Parcel
 
 
 class Inside:

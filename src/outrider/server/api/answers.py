@@ -1,4 +1,4 @@
-"""What clients get for a completion or a chat: the whole answer, or the chunks of a stream."""
+"""Builds the answers to completions and chats, whole or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from outrider.params import CompletionOutput, PositionLogprobs, RequestOutput, StreamPiece, TokenOrigin
-from outrider.server import usage
-from outrider.server.conversation import forces_calls
-from outrider.server.jobs import Job, Prompt
-from outrider.server.logprobs import CompletionLogprobs, chat_logprobs
-from outrider.server.schemas import ChatRequest, CompletionRequest
-from outrider.server.tools import ToolForm, ToolListener
+from outrider.server.api import usage
+from outrider.server.api.conversation import forces_calls
+from outrider.server.api.jobs import Job, Prompt
+from outrider.server.api.logprobs import CompletionLogprobs, chat_logprobs
+from outrider.server.api.schemas import ChatRequest, CompletionRequest
+from outrider.server.api.tools import ToolForm, ToolListener
 
 
 class Answer(ABC):
@@ -228,7 +228,8 @@ class ChatAnswer(Answer):
             return text, []
         if number not in self._listeners:
             assert isinstance(self.job.asked, ChatRequest)
-            self._listeners[number] = ToolListener(self._form, only_calls=forces_calls(self.job.asked))
+            asked = self.job.asked
+            self._listeners[number] = ToolListener(self._form, only_calls=forces_calls(asked), in_parts=bool(asked.stream))
         listener = self._listeners[number]
         found = [listener.hear(text), *([listener.finish()] if last else [])]
         return "".join(heard.content for heard in found), [call for heard in found for call in heard.calls]

@@ -1,0 +1,1 @@
+"""OpenAI's API: shapes of requests, what they mean, and the answers."""
