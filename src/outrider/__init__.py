@@ -22,19 +22,20 @@ if TYPE_CHECKING:
         TokenOrigin,
     )
     from outrider.propose.auto import Auto
-    from outrider.propose.blockwise import Blockwise
-    from outrider.propose.cross_vocabulary import CrossVocabulary
-    from outrider.propose.draft_model import DraftModel
-    from outrider.propose.early_exit import EarlyExit
-    from outrider.propose.exit_head import ExitHead
-    from outrider.propose.layer_skip import LayerSkip
-    from outrider.propose.lookahead import Lookahead
-    from outrider.propose.medusa import Medusa
-    from outrider.propose.ngram import Ngram
-    from outrider.propose.prediction import Prediction
+    from outrider.propose.compositions import Merge, Then
+    from outrider.propose.methods.blockwise import Blockwise
+    from outrider.propose.methods.cross_vocabulary import CrossVocabulary
+    from outrider.propose.methods.draft_model import DraftModel
+    from outrider.propose.methods.early_exit import EarlyExit
+    from outrider.propose.methods.exit_head import ExitHead
+    from outrider.propose.methods.layer_skip import LayerSkip
+    from outrider.propose.methods.lookahead import Lookahead
+    from outrider.propose.methods.medusa import Medusa
+    from outrider.propose.methods.ngram import Ngram
+    from outrider.propose.methods.prediction import Prediction
+    from outrider.propose.methods.suffix import Suffix
+    from outrider.propose.methods.token_recycling import TokenRecycling
     from outrider.propose.speculation import SpeculationConfig
-    from outrider.propose.suffix import Suffix
-    from outrider.propose.token_recycling import TokenRecycling
     from outrider.stats import RequestStats
     from outrider.trace import RoundTrace
 
@@ -45,18 +46,20 @@ _HOMES = {
     "LLM": "outrider.llm",
     "SpeculationConfig": "outrider.propose.speculation",
     "Auto": "outrider.propose.auto",
-    "Blockwise": "outrider.propose.blockwise",
-    "CrossVocabulary": "outrider.propose.cross_vocabulary",
-    "DraftModel": "outrider.propose.draft_model",
-    "EarlyExit": "outrider.propose.early_exit",
-    "ExitHead": "outrider.propose.exit_head",
-    "LayerSkip": "outrider.propose.layer_skip",
-    "Medusa": "outrider.propose.medusa",
-    "Ngram": "outrider.propose.ngram",
-    "Prediction": "outrider.propose.prediction",
-    "Suffix": "outrider.propose.suffix",
-    "Lookahead": "outrider.propose.lookahead",
-    "TokenRecycling": "outrider.propose.token_recycling",
+    "Blockwise": "outrider.propose.methods.blockwise",
+    "CrossVocabulary": "outrider.propose.methods.cross_vocabulary",
+    "DraftModel": "outrider.propose.methods.draft_model",
+    "EarlyExit": "outrider.propose.methods.early_exit",
+    "ExitHead": "outrider.propose.methods.exit_head",
+    "LayerSkip": "outrider.propose.methods.layer_skip",
+    "Medusa": "outrider.propose.methods.medusa",
+    "Merge": "outrider.propose.compositions",
+    "Ngram": "outrider.propose.methods.ngram",
+    "Prediction": "outrider.propose.methods.prediction",
+    "Suffix": "outrider.propose.methods.suffix",
+    "Then": "outrider.propose.compositions",
+    "Lookahead": "outrider.propose.methods.lookahead",
+    "TokenRecycling": "outrider.propose.methods.token_recycling",
     "OutriderError": "outrider.errors",
     "RequestStats": "outrider.stats",
     "RoundTrace": "outrider.trace",
@@ -88,6 +91,7 @@ __all__ = [
     "Logprob",
     "Lookahead",
     "Medusa",
+    "Merge",
     "Ngram",
     "OutriderError",
     "Prediction",
@@ -99,6 +103,7 @@ __all__ = [
     "StreamPiece",
     "StructuredOutputs",
     "Suffix",
+    "Then",
     "TokenOrigin",
     "TokenRecycling",
 ]

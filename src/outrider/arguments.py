@@ -1,4 +1,4 @@
-"""What callers may write as prompts, conversations and settings, and what they are told where they wrote something else."""
+"""Types and checks of what callers write: prompts, conversations and settings."""
 
 from __future__ import annotations
 
@@ -210,6 +210,15 @@ def dtype_name(dtype: Any) -> Any:
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
+#: Settings of other engines, and what does the same here.
+_ELSEWHERE = {
+    "gpu_memory_utilization": "Use LLM(kv_cache_tokens=...); None takes what memory is free.",
+    "tensor_parallel_size": "Leave it out: a model lies on one device. Use device=... to choose it.",
+    "torch_dtype": "Its name here is dtype.",
+    "enable_prefix_caching": "Its name here is prefix_caching.",
+}
+
+
 def refuse_settings(given: Mapping[str, Any], known: Iterable[str]) -> None:
     """Raise InvalidParameterError for the first of these, which LLM does not have; it may be one that belongs elsewhere.
 
@@ -222,6 +231,8 @@ def refuse_settings(given: Mapping[str, Any], known: Iterable[str]) -> None:
         SamplingParams: "generate(prompts, SamplingParams({}=...))",
     }
     for name, value in given.items():
+        if name in _ELSEWHERE:
+            raise InvalidParameterError(name, value, "no such setting", _ELSEWHERE[name])
         _refuse_misplaced("LLM", name, value, places)
         raise unknown_setting("LLM", name, value, known)
 
@@ -237,6 +248,7 @@ def refuse_keywords(method: Callable[..., Any], given: Mapping[str, Any]) -> Non
     call = f"{method.__name__}({first}, "
     renamed = {
         "sampling_params": f"Its name here is params: {call}SamplingParams(...)).",
+        "do_sample": f"Use {call}SamplingParams(temperature=0)) for greedy texts; any other temperature samples.",
         "max_new_tokens": f"Its name here is max_tokens: {call}SamplingParams(max_tokens=...)).",
     }
     places: dict[type[Frozen], str] = {

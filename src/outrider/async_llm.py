@@ -1,4 +1,4 @@
-"""The same engine for asyncio: many requests at a time, awaited."""
+"""AsyncLLM: the engine for asyncio, many requests at a time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Self, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
 from outrider.arguments import Conversation, Prompt
-from outrider.engine.mail import Mailbox, News
-from outrider.engine.preparing import PreparingThreads
+from outrider.engine.hosting.dispatcher import Mailbox, RequestUpdate
+from outrider.engine.hosting.preparing import PreparingThreads
 from outrider.engine.sequence import Request
 from outrider.llm import LLM
 from outrider.options import CallOptions
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
+from outrider.structured.trials import Trials
 from outrider.validation import unknown_setting
-from outrider.verify.trials import Trials
 
 T = TypeVar("T")
 
@@ -25,6 +25,7 @@ class AsyncLLM:
     """A model ready to write for coroutines. Whatever they ask for shares the engine's batches.
 
     Loading takes time and holds up the event loop: make it before the loop runs, or with asyncio.to_thread(AsyncLLM, ...).
+    Several may be made at once; they are loaded one after another.
     Prompts are encoded, and structures compiled, in a few other threads, for which namespaces take turns. Structures may
     come from strangers: they are tried in another process first, which the system ends when one takes too much.
 
@@ -41,7 +42,7 @@ class AsyncLLM:
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
         self.preparing = PreparingThreads()
         self.trials = self.llm.engine.grammars.trials = Trials()
-        self._offices: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopOffice] = WeakKeyDictionary()
+        self._offices: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopDispatcher] = WeakKeyDictionary()
 
     async def __aenter__(self) -> Self:
         return self
@@ -99,10 +100,10 @@ class AsyncLLM:
             assert stream.output is not None
             return stream.output
 
-    def _office(self) -> _LoopOffice:
+    def _dispatcher(self) -> _LoopDispatcher:
         loop = asyncio.get_running_loop()
         if loop not in self._offices:
-            self._offices[loop] = _LoopOffice(loop)
+            self._offices[loop] = _LoopDispatcher(loop)
         return self._offices[loop]
 
 
@@ -150,7 +151,7 @@ class AsyncStream:
         """
         if self._request is None:
             prepared = await self._owner.prepared(self._namespace, self._prepare)
-            self._inbox = _AsyncInbox(self._owner._office())
+            self._inbox = _AsyncInbox(self._owner._dispatcher())
             refusals = await asyncio.wrap_future(self._owner.llm.admit([prepared], self._inbox))
             if refusals[0] is not None:
                 raise cast(Exception, refusals.pop())  # taken out: it points at this frame
@@ -164,10 +165,10 @@ class AsyncStream:
         await self.begin()
         assert self._inbox is not None
         while self.output is None:
-            news = await self._inbox.get()
-            for piece in news.pieces:
+            update = await self._inbox.get()
+            for piece in update.pieces:
                 yield piece
-            self.output = news.output
+            self.output = update.output
         if self.output.error is not None:
             raise self.output.error
 
@@ -185,32 +186,32 @@ class AsyncStream:
 class _AsyncInbox:
     """A mailbox of one request in an event loop."""
 
-    def __init__(self, office: _LoopOffice) -> None:
-        self._office = office
-        self._news: asyncio.Queue[News] = asyncio.Queue()
+    def __init__(self, dispatcher: _LoopDispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._updates: asyncio.Queue[RequestUpdate] = asyncio.Queue()
 
     @property
-    def office(self) -> _LoopOffice:
-        return self._office
+    def dispatcher(self) -> _LoopDispatcher:
+        return self._dispatcher
 
-    def put(self, news: News) -> None:
-        self._news.put_nowait(news)
+    def put(self, update: RequestUpdate) -> None:
+        self._updates.put_nowait(update)
 
-    async def get(self) -> News:
-        return await self._news.get()
+    async def get(self) -> RequestUpdate:
+        return await self._updates.get()
 
 
-class _LoopOffice:
-    """Wakes an event loop once for all news of a step."""
+class _LoopDispatcher:
+    """Wakes an event loop once for all updates of a step."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
-    def deliver(self, letters: Sequence[tuple[Mailbox, News]]) -> None:
-        self._loop.call_soon_threadsafe(_put_all, letters)
+    def deliver(self, updates: Sequence[tuple[Mailbox, RequestUpdate]]) -> None:
+        self._loop.call_soon_threadsafe(_put_all, updates)
 
 
-def _put_all(letters: Sequence[tuple[Mailbox, News]]) -> None:
-    for mailbox, news in letters:
+def _put_all(updates: Sequence[tuple[Mailbox, RequestUpdate]]) -> None:
+    for mailbox, update in updates:
         assert isinstance(mailbox, _AsyncInbox)
-        mailbox.put(news)
+        mailbox.put(update)

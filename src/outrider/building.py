@@ -1,4 +1,4 @@
-"""How an engine is built: the model is loaded, then its memory, its proposers, and what a profile recommends."""
+"""Builds an engine: loads the model, sizes its memory, builds its proposers and applies a profile."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from outrider.config import CacheConfig, ModelConfig, SchedulerConfig
 from outrider.embedded import default_model
 from outrider.engine.engine import Engine
-from outrider.engine.proposers import ProposerSet
+from outrider.engine.proposing.proposers import ProposerSet
 from outrider.errors import ContradictionError, InputError
-from outrider.model.draft_loader import DraftLoader
 from outrider.model.factory import make_runner
-from outrider.model.loader import LoadedModel, adopt_model, check_sources, load_model
+from outrider.model.loading.draft_loader import DraftLoader
+from outrider.model.loading.from_module import check_given
+from outrider.model.loading.loader import LoadedModel, adopt_model, check_sources, load_model
 from outrider.model.runner import ModelRunner
 from outrider.model.target import Target
 from outrider.options import Speculation
@@ -88,11 +89,11 @@ class EnginePlan:
     recommended: RecommendedSettings | None
     embedded: bool
 
-    def build(self, model: Any, tokenizer: Any | None, *, consume: bool) -> BuiltEngine:
+    def build(self, model: Any, tokenizer: Any | None, draft_model: Any | None, *, consume: bool) -> BuiltEngine:
         """Load everything, in the thread that will run the engine.
 
         Args:
-            model, tokenizer, consume: As `LLM` takes them.
+            model, tokenizer, draft_model, consume: As `LLM` takes them.
 
         Raises:
             InputError, ModelError: A setting or a checkpoint cannot be used.
@@ -103,11 +104,14 @@ class EnginePlan:
         defaults = self._defaults_for(runner)
         prompts = PromptEncoder(loaded.tokenizer, None if self.embedded else config.model, loaded.max_model_len)
         default_params = checkpoint_params(loaded)
-        load_runner = DraftLoader(runner, config, self.cache, most)
+        given = {draft_name(draft_model): draft_model} if isinstance(draft_model, torch.nn.Module) else {}
+        load_runner = DraftLoader(runner, config, self.cache, most, given)
         proposers = ProposerSet(Target(runner), self.scheduling.max_num_batched_tokens, load_runner, defaults.kept)
         method = defaults.config.method
         if method is not None and not isinstance(method, Auto):
-            proposers.get(method)  # a draft model that cannot be used is better known now than at the first prompt
+            proposers.prepare(
+                defaults.config
+            )  # a draft model that cannot be used is better known now than at the first prompt
         engine = Engine(runner, self.scheduling, proposers)
         if isinstance(method, Auto):
             engine.governing.admit(method)  # models are loaded and costs measured now, not before the first answer
@@ -146,6 +150,19 @@ def model_name(model: Any) -> Any:
         return type(model).__name__
     source = default_model("target") if model is None else model
     return fspath(source) if isinstance(source, PathLike) else source
+
+
+def draft_name(draft_model: Any) -> Any:
+    """What settings call a draft model: its path or hub id, or words that can be neither for one that is given loaded.
+
+    Raises:
+        InvalidParameterError: It is loaded, and is no causal language model with all its weights in one place.
+    """
+    if not isinstance(draft_model, torch.nn.Module):
+        return draft_model
+    name = f"{type(draft_model).__name__} (given loaded)"
+    check_given(draft_model, ModelConfig(model=name), "draft_model")
+    return name
 
 
 def checkpoint_params(loaded: LoadedModel) -> SamplingParams:

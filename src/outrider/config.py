@@ -11,11 +11,25 @@ from outrider.validation import Frozen
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "fused", "paged", "gather"]
-QuantizationName = Literal["int8"]
+QuantizationName = Literal[
+    "int8",
+    "int8-g32",
+    "int8-g64",
+    "int8-g128",
+    "int4",
+    "int4-g32",
+    "int4-g64",
+    "int4-g128",
+    "int4-g32-asym",
+    "int4-g64-asym",
+    "int4-g128-asym",
+]
+
+QUANTIZATIONS: tuple[str, ...] = get_args(QuantizationName)
 
 
 def _no_quantization(value: object) -> object:
-    if value in get_args(QuantizationName):
+    if value in QUANTIZATIONS:
         raise InvalidParameterError(
             "dtype",
             value,
@@ -37,8 +51,11 @@ class ModelConfig(Frozen):
         attention_backend: "fused" (our kernels: Llama-like decoders on CPUs), "paged" (most models), "gather" (portable)
             or "auto", which probes at load.
         max_model_len: Longest sequence, prompt and output together; None takes the checkpoint's context.
-        quantization: "int8" rounds the linear layers' weights at load (weight-only, a scale a row); None leaves them. The
-            model that is decoded losslessly is then the rounded one.
+        quantization: How the linear layers' weights are rounded at load, or None. "int8" has a scale for each output, and
+            "int8-g32", "int8-g64" and "int8-g128" have one for each group of inputs. "int4-g32", "int4-g64" and
+            "int4-g128" ("int4" for short) take half as much, and with "-asym" each group has a zero point, too. The model
+            that is decoded losslessly is then the rounded one.
+        draft_quantization: How the weights of its draft models are rounded, unless their own settings say it.
         batch_invariant: Whether a token's bits must not depend on batch, chunk or draft.
     """
 
@@ -51,17 +68,18 @@ class ModelConfig(Frozen):
     trust_remote_code: bool = False
     attention_backend: AttentionName = Field("auto", description="Use auto, fused, paged or gather.")
     max_model_len: int | None = Field(None, ge=2, description="Use 2 tokens or more, or None.")
-    quantization: QuantizationName | None = Field(None, description="Use int8 or None.")
+    quantization: QuantizationName | None = Field(None, description=f"Use {', '.join(QUANTIZATIONS)} or None.")
+    draft_quantization: QuantizationName | None = Field(None, description=f"Use {', '.join(QUANTIZATIONS)} or None.")
     batch_invariant: bool = False
 
     @model_validator(mode="after")
     def _backend_can_be_invariant(self) -> ModelConfig:
-        if self.batch_invariant and self.attention_backend not in ("auto", "fused"):
+        if self.batch_invariant and self.attention_backend not in ("auto", "fused", "paged"):
             raise ContradictionError(
                 "attention_backend",
                 self.attention_backend,
                 "its bits depend on the batch, and batch_invariant=True asks that none do",
-                "Use auto or fused, or leave one of them out.",
+                "Use auto, fused or paged, or leave one of them out.",
             )
         return self
 

@@ -1,4 +1,4 @@
-"""A guess: a token tree, for every node the law by which it was chosen, and rows that are no guess but are computed too."""
+"""Draft: a token tree with the law of every node, and scratch rows that are computed but are no candidates."""
 
 from __future__ import annotations
 
@@ -54,18 +54,25 @@ NO_SCRATCH = ScratchRows()
 
 @dataclass(frozen=True)
 class Draft:
-    """A token tree in topological order.
+    """A token tree in topological order, and the draws that proposed its nodes.
+
+    A node is a row of the target's pass: a token at a place in the tree. A draw is one proposal of a node by a member, with
+    the law by which the member chose it. Several members may propose the same node, so a node may have several draws.
+    Verification tests draws, and the target computes nodes. Where one proposer drafts alone, draw i proposes node i.
 
     Attributes:
-        token_ids: Token of each node.
+        token_ids: Token of each node; siblings have unlike tokens.
         parents: Node index of each node's parent, smaller than its own; -1 is the root, the token that the draft follows.
-        laws: Law of each node.
-        draft_probs: [num_nodes, vocab_size] probabilities that each sampled node was drawn from; None where none is.
-            Sampled siblings are drawn one after another without replacement, in the order of their indices, and all carry
-            the probabilities of the first: what the removal of its elder siblings makes of them follows from that.
+        laws: Law of each draw.
+        draft_probs: [num_draws, vocab_size] probabilities that each sampled draw was made from; None where none is.
+            Siblings that one member has sampled are drawn one after another without replacement, in the order of their
+            draws, and all carry the probabilities of the first: what the removal of its elder siblings makes of them
+            follows from that.
         expected_accepted: How many of its tokens the proposer expects to stand, if it has an opinion.
         scratch: Rows to compute beside it.
-        confidences: How sure the proposer was of each node, or nothing. It has no part in verification.
+        confidences: How sure the proposer was of each draw, or nothing. It has no part in verification.
+        nodes: Node of each draw. Left out, draw i proposes node i.
+        members: Which member made each draw. Left out, one member made all.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -75,6 +82,14 @@ class Draft:
     expected_accepted: float | None = None
     scratch: ScratchRows = NO_SCRATCH
     confidences: tuple[Confidence, ...] = ()
+    nodes: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.nodes and self.laws:
+            object.__setattr__(self, "nodes", tuple(range(len(self.laws))))
+        if not self.members and self.laws:
+            object.__setattr__(self, "members", (0,) * len(self.laws))
 
     @staticmethod
     def chain(token_ids: Iterable[int], law: Law, draft_probs: Tensor | None = None) -> Draft:
@@ -84,6 +99,16 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_draws(self) -> int:
+        """Proposals of nodes; more than nodes where members agree."""
+        return len(self.laws)
+
+    @property
+    def num_members(self) -> int:
+        """Members that drew, from the first to the last."""
+        return max(self.members, default=-1) + 1
 
     @property
     def num_rows(self) -> int:
@@ -143,10 +168,21 @@ class Draft:
         return next((child for child in self.children(node) if self.token_ids[child] == token_id), None)
 
     def first(self, count: int) -> Draft:
-        """The first `count` nodes, whole since parents come before children; without scratch rows."""
-        probs = None if self.draft_probs is None else self.draft_probs[:count]
-        kept = self.token_ids[:count], self.parents[:count], self.laws[:count]
-        return Draft(*kept, probs, confidences=self.confidences[:count])
+        """The first `count` nodes, whole since parents come before children, with their draws; without scratch rows."""
+        kept = [draw for draw, node in enumerate(self.nodes) if node < count]
+        if kept == list(range(len(kept))):
+            probs = None if self.draft_probs is None else self.draft_probs[: len(kept)]
+        else:
+            probs = None if self.draft_probs is None else self.draft_probs[kept]
+        return Draft(
+            self.token_ids[:count],
+            self.parents[:count],
+            tuple(self.laws[draw] for draw in kept),
+            probs,
+            confidences=tuple(self.confidences[draw] for draw in kept) if self.confidences else (),
+            nodes=tuple(self.nodes[draw] for draw in kept),
+            members=tuple(self.members[draw] for draw in kept),
+        )
 
     def with_scratch(self, count: int) -> Draft:
         """The same nodes with the first `count` scratch rows."""
@@ -155,35 +191,40 @@ class Draft:
 
     def opaque(self) -> Draft:
         """The same guess without any claim on how it was drawn."""
-        laws = (Law.OPAQUE,) * len(self.token_ids)
+        laws = (Law.OPAQUE,) * len(self.laws)
         return replace(self, laws=laws, draft_probs=None)
 
     def extended(self, tail: Draft) -> Draft:
         """This draft going on with `tail` behind its deepest node; its scratch rows come first."""
-        if not self.num_rows:
-            return tail
+        return self.joined(tail, self.deepest)[0]
+
+    def joined(self, tail: Draft, node: int) -> tuple[Draft, tuple[int, ...]]:
+        """This draft with `tail` below `node`, and the node that each node of `tail` has become.
+
+        A node that stands here already is shared: it keeps its draws and gains those of `tail`. The members of `tail` are
+        others than those of this draft.
+        """
         if not tail.num_rows:
-            return self
-        size, end, both = len(self), self.deepest, len(self) + len(tail)
-        scratch = ScratchRows(
-            self.scratch.token_ids + tail.scratch.token_ids,
-            (
-                *(parent if parent < size else parent + len(tail) for parent in self.scratch.parents),
-                *(
-                    _moved(parent, end, size if parent < len(tail) else size + len(self.scratch))
-                    for parent in tail.scratch.parents
-                ),
-            ),
-        )
-        assert all(parent < both + len(scratch) for parent in scratch.parents), "scratch rows follow rows"
-        return Draft(
-            self.token_ids + tail.token_ids,
-            self.parents + tuple(_moved(parent, end, size) for parent in tail.parents),
+            return self, ()
+        tokens, parents, places = _shared_nodes(self, tail, node)
+        if not self.num_rows and len(tokens) == len(tail):
+            return tail, tuple(places)
+        new, first = len(tokens), len(tokens) + len(self.scratch)
+        above = [parent if parent < len(self) else parent - len(self) + new for parent in self.scratch.parents]
+        for parent in tail.scratch.parents:
+            above.append(parent - len(tail) + first if parent >= len(tail) else (node if parent < 0 else places[parent]))
+        offset = self.num_members
+        draft = Draft(
+            tuple(tokens),
+            tuple(parents),
             self.laws + tail.laws,
             _joined_probs(self, tail),
-            scratch=scratch,
-            confidences=self.confidences + tail.confidences if self.confidences and tail.confidences else (),
+            scratch=ScratchRows(self.scratch.token_ids + tail.scratch.token_ids, tuple(above)),
+            confidences=_joined_confidences(self, tail),
+            nodes=self.nodes + tuple(places[own] for own in tail.nodes),
+            members=self.members + tuple(offset + member for member in tail.members),
         )
+        return draft, tuple(places)
 
 
 EMPTY = Draft()
@@ -200,19 +241,34 @@ def depths_of(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-def _moved(parent: int, root: int, offset: int) -> int:
-    return root if parent < 0 else parent + offset
+def _shared_nodes(head: Draft, tail: Draft, node: int) -> tuple[list[int], list[int], list[int]]:
+    """Tokens and parents of both, `tail` below `node` of `head`, and the place of each node of `tail`."""
+    tokens, parents, places = list(head.token_ids), list(head.parents), list[int]()
+    known = {(parent, token): place for place, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    for token, parent in zip(tail.token_ids, tail.parents, strict=True):
+        above = node if parent < 0 else places[parent]
+        place = known.setdefault((above, token), len(tokens))
+        if place == len(tokens):
+            tokens.append(token)
+            parents.append(above)
+        places.append(place)
+    return tokens, parents, places
+
+
+def _joined_confidences(head: Draft, tail: Draft) -> tuple[Confidence, ...]:
+    known = len(head.confidences) == head.num_draws and len(tail.confidences) == tail.num_draws
+    return head.confidences + tail.confidences if known else ()
 
 
 def _joined_probs(head: Draft, tail: Draft) -> Tensor | None:
-    """Probabilities [num_nodes, vocab_size] of both; zeros for the nodes of the one that has none."""
+    """Probabilities [num_draws, vocab_size] of both; zeros for the draws of the one that has none."""
     known = [draft.draft_probs for draft in (head, tail) if draft.draft_probs is not None]
     if not known:
         return None
     dtype = torch.promote_types(known[0].dtype, known[-1].dtype)  # so that neither is rounded
     wide = known[0].to(dtype)
     parts = [
-        wide.new_zeros(len(draft), wide.shape[-1]) if draft.draft_probs is None else draft.draft_probs.to(wide)
+        wide.new_zeros(draft.num_draws, wide.shape[-1]) if draft.draft_probs is None else draft.draft_probs.to(wide)
         for draft in (head, tail)
     ]
     return torch.cat(parts)

@@ -1,4 +1,4 @@
-"""Everything Outrider raises on purpose.
+"""The exceptions that Outrider raises on purpose.
 
 OutriderError
 ├── InputError (ValueError)          what the caller passed; carries field, value and remedy

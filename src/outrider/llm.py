@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from inspect import signature
 from os import PathLike
@@ -16,6 +15,7 @@ import torch
 from outrider.arguments import (
     Conversation,
     Prompt,
+    check_namespace,
     dtype_name,
     refuse_keywords,
     refuse_settings,
@@ -23,23 +23,24 @@ from outrider.arguments import (
     split_prompts,
     spread,
 )
-from outrider.building import EnginePlan, RecommendedSettings, model_name
+from outrider.building import EnginePlan, RecommendedSettings, draft_name, model_name
 from outrider.config import AttentionName, CacheConfig, DTypeName, ModelConfig, QuantizationName, SchedulerConfig
 from outrider.embedded import default_model, shown_name
 from outrider.engine.engine import Engine
-from outrider.engine.mail import Inbox, Mailbox
-from outrider.engine.proposers import ProposerSet
+from outrider.engine.hosting.dispatcher import Inbox, Mailbox
+from outrider.engine.hosting.thread import EngineThread, Health
+from outrider.engine.proposing.proposers import ProposerSet
 from outrider.engine.sequence import Request
 from outrider.engine.stats import EngineStats
-from outrider.engine.thread import EngineThread, Health
 from outrider.errors import ClosedError, InvalidParameterError, OutriderError
-from outrider.model.loader import check_sources
-from outrider.options import CallOptions, CallSettings, Speculation
+from outrider.model.loading.loader import check_sources
+from outrider.options import CallOptions, Speculation, TextOptions
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.profile import Identity
 from outrider.propose.auto import Auto
 from outrider.propose.defaults import SpeculationDefaults
 from outrider.propose.speculation import SpeculationConfig
+from outrider.request_options import RequestOptions
 
 T = TypeVar("T")
 
@@ -62,8 +63,9 @@ class LLM:
             method or its name. None is "auto": the engine chooses in every step among `suffix`, the draft model, or
             `token_recycling` where there is none, and plain decoding, by what each costs and brings. "none" decodes
             plainly.
-        draft_model: A draft model for that choice, or for speculation="draft_model": local folder or hub id. The embedded
-            pair brings its own.
+        draft_model: A draft model for that choice, or for speculation="draft_model": local folder or hub id; or a causal
+            language model of transformers with the target's tokens, which is copied and stays as it is. The embedded pair
+            brings its own.
         profile: A file that `outrider tune` wrote, in place of both: its settings are used. Where it was made for another
             dtype or another machine, a warning says so and it is ignored.
         dtype: "auto" (the checkpoint's), "float64", "float32", "bfloat16" or "float16", or PyTorch's own name for one.
@@ -77,7 +79,10 @@ class LLM:
         block_size: Tokens a KV block.
         kv_cache_tokens: KV capacity in tokens; None sizes it from free memory.
         prefix_caching: Whether prompts that begin alike share KV.
-        quantization: "int8" rounds linear layers' weights at load; what is lossless is then relative to the rounded model.
+        quantization: Rounds linear layers' weights at load: "int8" (a scale for each output), "int8-g128" (for each group
+            of 128 inputs; also 64, 32), "int4" (the same as "int4-g128"; also "int4-g64", "int4-g32"), or with a zero
+            point for each group "int4-g128-asym" (also 64, 32). What is lossless is then relative to the rounded model.
+        draft_quantization: The same for draft models, whose own settings may say otherwise.
         batch_invariant: Same seed, same bits: with any proposer or none, in any batch, in any chunks. Free where
             our kernels run the model; elsewhere every row is computed alone, which is slow.
 
@@ -94,7 +99,7 @@ class LLM:
         tokenizer: Any | None = None,
         consume: bool = False,
         speculation: Speculation | None = None,
-        draft_model: str | PathLike[str] | None = None,
+        draft_model: str | PathLike[str] | torch.nn.Module | None = None,
         profile: str | PathLike[str] | None = None,
         dtype: DTypeName | torch.dtype = "auto",
         device: str | torch.device | None = None,
@@ -108,10 +113,12 @@ class LLM:
         kv_cache_tokens: int | None = None,
         prefix_caching: bool = True,
         quantization: QuantizationName | None = None,
+        draft_quantization: QuantizationName | None = None,
         batch_invariant: bool = False,
         **unknown: Never,
     ) -> None:
         refuse_settings(unknown, signature(LLM).parameters.keys() - {"unknown"})
+        draft = draft_name(draft_model)
         config = ModelConfig(
             model=model_name(model),
             dtype=dtype_name(dtype),
@@ -121,23 +128,26 @@ class LLM:
             attention_backend=attention_backend,
             max_model_len=max_model_len,
             quantization=quantization,
+            draft_quantization=draft_quantization,
             batch_invariant=batch_invariant,
         )
         self._plan = EnginePlan(
             config,
             CacheConfig(block_size=block_size, num_tokens=kv_cache_tokens, prefix_caching=prefix_caching),
             SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
-            SpeculationDefaults.of(speculation, draft_model, default_model("draft") if model is None else None),
-            None if profile is None else RecommendedSettings.read(profile, speculation, draft_model),
+            SpeculationDefaults.of(speculation, draft, default_model("draft") if model is None else None),
+            None if profile is None else RecommendedSettings.read(profile, speculation, draft),
             embedded=model is None,
         )
-        draft = self._plan.defaults.draft
-        check_sources(draft_model=None if draft is None else draft.model)
+        if not isinstance(draft_model, torch.nn.Module):
+            standing = self._plan.defaults.draft
+            check_sources(draft_model=None if standing is None else standing.model)
         self._thread = EngineThread()
-        self._thread.load(partial(self._build, model, tokenizer, consume=consume))
+        self._thread.load(partial(self._build, model, tokenizer, draft_model, consume=consume))
 
-    def _build(self, model: Any, tokenizer: Any | None, *, consume: bool) -> Engine:
-        engine, self.prompts, self.default_params, self._defaults = self._plan.build(model, tokenizer, consume=consume)
+    def _build(self, model: Any, tokenizer: Any | None, draft_model: Any | None, *, consume: bool) -> Engine:
+        built = self._plan.build(model, tokenizer, draft_model, consume=consume)
+        engine, self.prompts, self.default_params, self._defaults = built
         return engine
 
     @property
@@ -253,7 +263,7 @@ class LLM:
         """
         refuse_keywords(self.generate, unknown)
         items, single = split_prompts(prompts)
-        options = CallSettings(namespace, trace, prediction=prediction)
+        options = self._options(namespace=namespace, trace=trace, prediction=prediction)
         return self._complete(items, single, self.prompts.encode, params, speculation, options, on_finished)
 
     def stream(
@@ -315,7 +325,13 @@ class LLM:
         self.prompts.check_template()
         items, single = split_conversations(messages)
         return self._complete(
-            items, single, self.prompts.encode_conversation, params, speculation, CallSettings(namespace, trace), None
+            items,
+            single,
+            self.prompts.encode_conversation,
+            params,
+            speculation,
+            self._options(namespace=namespace, trace=trace),
+            None,
         )
 
     def chat_prompt(self, messages: Conversation) -> list[int]:
@@ -337,7 +353,8 @@ class LLM:
         *,
         messages: Conversation | None = None,
         streaming: bool = False,
-        **options: Unpack[CallOptions],
+        speculation: Speculation | None = None,
+        **options: Unpack[TextOptions],
     ) -> Request:
         """Encode and check one prompt, or one conversation, and compile its structure, in the thread that calls this.
 
@@ -345,26 +362,27 @@ class LLM:
             prompt: What to complete, or None with `messages`.
             params: As in generate.
             messages: A conversation, in place of the prompt.
-            streaming: Whether its news bring pieces.
-            options: See CallOptions.
+            streaming: Whether its updates bring pieces.
+            speculation: As in generate.
+            options: See TextOptions.
 
         Raises:
             OutriderError: As generate and chat do, but for what `admit` finds.
         """
         self._thread.check()
         encoded = self.prompts.encode(prompt) if messages is None else self.prompts.encode_conversation(messages)
-        return self._prepare(*encoded, params, CallSettings(streaming=streaming, **options))
+        return self._prepare(*encoded, params, speculation, self._options(streaming=streaming, **options))
 
     def admit(self, requests: Sequence[Request], mailbox: Mailbox) -> Future[list[OutriderError | None]]:
         """Queue prepared requests; see EngineThread.admit."""
         return self._thread.admit(requests, mailbox)
 
     def cancel(self, request: Request) -> None:
-        """Stop a request; its last news bring what it has written, with the finish_reason "cancelled". It never waits."""
+        """Stop a request; its last update brings what it has written (finish_reason "cancelled"). It never waits."""
         self._thread.cancel(request)
 
     def drop(self, request: Request) -> None:
-        """Cancel a request whose news nobody wants any more. It never waits."""
+        """Cancel a request whose updates nobody wants any more. It never waits."""
         self._thread.drop(request)
 
     def between_steps(self, function: Callable[[Engine], T]) -> T:
@@ -380,7 +398,7 @@ class LLM:
         encode: Callable[[Any], tuple[str | None, tuple[int, ...]]],
         params: SamplingParams | Sequence[SamplingParams | None] | None,
         speculation: Speculation | Sequence[Speculation | None] | None,
-        options: CallSettings,
+        options: RequestOptions,
         on_finished: Callable[[RequestOutput], None] | None,
     ) -> list[RequestOutput]:
         """Generate from `items`, each of which `encode` turns into its text, if it has one, and its token ids."""
@@ -395,7 +413,7 @@ class LLM:
 
         for place, (item, sampling, config) in enumerate(zip(items, *settings, strict=True)):
             try:
-                pending[place] = self._prepare(*encode(item), sampling, replace(options, speculation=config))
+                pending[place] = self._prepare(*encode(item), sampling, config, options)
             except OutriderError as error:
                 settle(place, RequestOutput(-1, item if isinstance(item, str) else None, (), (), error))
         self._write(pending, settle)
@@ -427,25 +445,30 @@ class LLM:
         text: str | None,
         token_ids: tuple[int, ...],
         params: SamplingParams | None,
-        options: CallSettings,
+        speculation: Speculation | None,
+        options: RequestOptions,
     ) -> Request:
         params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError(
                 "params", params, "not a SamplingParams", "Use SamplingParams(temperature=..., ...)."
             )
-        config = self.speculation if options.speculation is None else self.resolve(options.speculation)
-        return self._thread.prepare(
-            token_ids,
-            params,
-            config,
-            prompt=text,
-            streaming=options.streaming,
-            namespace=options.namespace,
-            prediction=self.prompts.encode_prediction(options.prediction),
-            priority=options.priority,
-            traced=options.trace,
-        )
+        config = self.speculation if speculation is None else self.resolve(speculation)
+        return self._thread.prepare(token_ids, params, config, prompt=text, options=options)
+
+    def _options(
+        self,
+        *,
+        namespace: str | None = None,
+        trace: bool = False,
+        prediction: str | Sequence[int] | None = None,
+        priority: int = 0,
+        streaming: bool = False,
+    ) -> RequestOptions:
+        check_namespace(namespace)
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise InvalidParameterError("priority", priority, "no whole number", "Use 0, or less to go first.")
+        return RequestOptions(namespace, self.prompts.encode_prediction(prediction), priority, trace, streaming)
 
     def resolve(self, speculation: Speculation) -> SpeculationConfig:
         """The settings with what the caller left to us: the LLM's own draft model, or the embedded one."""
@@ -457,21 +480,22 @@ class LLM:
         Raises:
             InputError, ModelError: It cannot be had.
         """
-        method = self.resolve(speculation).method
+        config = self.resolve(speculation)
+        method = config.method
         if isinstance(method, Auto):
             self.between_steps(lambda engine: engine.governing.admit(method))
-        elif method is not None:
-            self.proposers.get(method)
+        else:
+            self.proposers.prepare(config)
 
     def _pieces(self, request: Request, inbox: Inbox) -> Iterator[StreamPiece]:
         """What comes in for a streaming request; who drops this drops the inbox, and so cancels the request."""
-        news = None
+        update = None
         try:
-            while news is None or news.output is None:
-                news = inbox.wait()
-                yield from news.pieces
-            if news.output.error is not None:
-                raise news.output.error
+            while update is None or update.output is None:
+                update = inbox.wait()
+                yield from update.pieces
+            if update.output.error is not None:
+                raise update.output.error
         finally:
-            del news  # an error in it points at this frame, and the two would keep everything alive
+            del update  # an error in it points at this frame, and the two would keep everything alive
             self._thread.drop(request)

@@ -1,4 +1,4 @@
-"""What a caller asks for and what comes back: frozen request and response types."""
+"""Request and response types: sampling parameters, outputs, completions. Frozen."""
 
 from __future__ import annotations
 
@@ -81,6 +81,9 @@ class StructuredOutputs(Frozen):
     regex: str | None = Field(None, min_length=1, description="Use a regular expression.")
     choice: Strings = Field((), description="Use a list of non-empty strings.")
     grammar: str | None = Field(None, min_length=1, description="Use Lark or GBNF.")
+
+    refused: ClassVar[dict[str, str]] = {"json": "its name here is json_schema"}
+    remedies: ClassVar[dict[str, str]] = {"json": "Use StructuredOutputs(json_schema=...)."}
 
     @model_validator(mode="after")
     def _exactly_one(self) -> StructuredOutputs:

@@ -1,4 +1,4 @@
-"""Profiles: which settings of speculation were found best, for which model, on which machine.
+"""Profiles: recommended settings of speculation for one model on one machine.
 
 A profile changes no text, only the speed: every setting writes the same distribution.
 """
@@ -16,10 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outrider import __version__
 from outrider.errors import InputError, InvalidParameterError, ProfileMismatchError
-from outrider.model.loader import check_sources
+from outrider.model.loading.loader import check_sources
 from outrider.model.processor import processor_name
 from outrider.model.runner import ModelRunner
 from outrider.propose.auto import Auto
+from outrider.propose.compositions import parts_of
 from outrider.propose.speculation import SpeculationConfig
 
 #: The form of profiles that this version writes and reads.
@@ -131,7 +132,8 @@ def read_profile(path: str | PathLike[str]) -> tuple[Profile, SpeculationConfig]
     try:
         config = SpeculationConfig.of(profile.speculation)
         for each in config.method.methods if isinstance(config.method, Auto) else (config,):
-            check_sources(model=getattr(each.method, "model", None))
+            for part in parts_of(each):
+                check_sources(model=getattr(part.method, "model", None))
     except InputError as error:
         made = f"Outrider {profile.outrider} made it"
         raise InvalidParameterError("profile", name, f"its settings cannot be used ({error}); {made}", _AGAIN) from error

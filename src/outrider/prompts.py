@@ -1,4 +1,4 @@
-"""From prompts and conversations to token ids, for several threads at once."""
+"""Encodes prompts and conversations to token ids, for several threads at once."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""What speculation did: the one type that counts it, for a completion, for an engine, for a benchmark."""
+"""RequestStats: the counts of drafting and verification, for completions, engines and benchmarks."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
+from typing import Any
 
 
 @dataclass
@@ -23,6 +24,9 @@ class RequestStats:
         acceptance_histogram: Number of drafts by how many of their tokens were accepted.
         offered_per_rank: Draft tokens by how many elder siblings they had, whose parent stood; chains have rank 0 alone.
         accepted_per_rank: Of these, the tokens that entered the text.
+        drafted_by_method: Draft tokens by the name of the method that proposed them; where two methods propose the same
+            token, both have proposed it.
+        accepted_by_method: Of these, the tokens that entered the text.
         num_proposer_faults: Rounds in which a proposer misbehaved and its draft was cut or dropped.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
         num_preemptions: How often a sequence lost its KV and was recomputed.
@@ -38,6 +42,8 @@ class RequestStats:
     acceptance_histogram: list[int] = field(default_factory=list)
     offered_per_rank: list[int] = field(default_factory=list)
     accepted_per_rank: list[int] = field(default_factory=list)
+    drafted_by_method: dict[str, int] = field(default_factory=dict)
+    accepted_by_method: dict[str, int] = field(default_factory=dict)
     num_proposer_faults: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -88,16 +94,31 @@ class RequestStats:
                 self.offered_per_rank[rank] += 1
                 self.accepted_per_rank[rank] += node in accepted
 
+    def observe_method(self, name: str, num_drafted: int, num_accepted: int) -> None:
+        """Count the tokens that one method proposed in one draft."""
+        self.drafted_by_method[name] = self.drafted_by_method.get(name, 0) + num_drafted
+        self.accepted_by_method[name] = self.accepted_by_method.get(name, 0) + num_accepted
+
     def add(self, other: RequestStats) -> None:
         """Fold another's counts into these."""
         for name in (each.name for each in fields(self)):
             mine, theirs = getattr(self, name), getattr(other, name)
-            both = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)] if isinstance(mine, list) else mine + theirs
-            setattr(self, name, both)
+            setattr(self, name, _both(mine, theirs))
+
+    def as_mapping(self) -> dict[str, Any]:
+        """All counts by their names, with acceptance_rate and mean_acceptance_length, as JSON can hold them."""
+        rates = {"acceptance_rate": self.acceptance_rate, "mean_acceptance_length": self.mean_acceptance_length}
+        return {**asdict(self), **rates}
 
     def copy(self) -> RequestStats:
         """The same counts, which further ones do not change."""
         return deepcopy(self)
+
+
+def _both(mine: Any, theirs: Any) -> Any:
+    if isinstance(mine, dict):
+        return {name: mine.get(name, 0) + theirs.get(name, 0) for name in (*mine, *(n for n in theirs if n not in mine))}
+    return [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)] if isinstance(mine, list) else mine + theirs
 
 
 def _count(positions: list[int], length: int) -> None:

@@ -1,4 +1,4 @@
-"""What happened in one round of drafting and verifying, for those who want to look: frozen values, no tensors."""
+"""Traces: what happened in one round of drafting and verifying. Frozen values, no tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ class CoinToss:
         node: The draft token that it was about.
         probability: With which it was to fall for the token.
         stands: How it fell.
+        member: Whose draw of that token it was about, as in `DrawTrace`.
     """
 
     node: int
     probability: float
     stands: bool
+    member: int
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,31 @@ class DraftedBy:
 
     Attributes:
         method: Its name.
-        first: Its first draft token.
+        first: Its first draw in `RoundTrace.draws`.
         end: One behind its last.
     """
 
     method: str
     first: int
     end: int
+
+
+@dataclass(frozen=True)
+class DrawTrace:
+    """One proposal of a draft token. Two methods that propose the same token after the same text share the draft token, and
+    each has a draw of its own.
+
+    Attributes:
+        node: The draft token.
+        member: Who proposed it: the methods of a draft are numbered in the order in which they drafted.
+        law: How it was chosen.
+        draft_prob: Probability that it was drawn with; None where it was not drawn.
+    """
+
+    node: int
+    member: int
+    law: str
+    draft_prob: float | None
 
 
 @dataclass(frozen=True)
@@ -44,12 +64,15 @@ class Likely:
         text: How it reads by itself; None without a tokenizer.
         target: The target's probability, after all parameters.
         draft: The probability under which the draft was drawn; None where it was not drawn.
+        residual: Its probability in what the target still owed when a token was drawn here, after a refusal; None where no
+            token was drawn so.
     """
 
     token_id: int
     text: str | None
     target: float
     draft: float | None
+    residual: float | None
 
 
 @dataclass(frozen=True)
@@ -78,9 +101,9 @@ class RoundTrace:
         position: Index in the text of the first token that was committed.
         token_ids: Draft tokens.
         parents: Of each, the draft token that it follows; -1 is the last committed token.
-        laws: How each was chosen.
+        laws: How each was chosen; where several methods proposed one, by the first of them.
         drafted_by: Which methods drafted.
-        draft_probs: Probability that each was drawn with; None where it was not drawn.
+        draft_probs: Probability that each was drawn with, by the first who proposed it; None where it was not drawn.
         target_probs: The target's probability of each, after all parameters.
         num_scratch_rows: Rows computed beside the draft.
         rule: How the draft was checked; None where nothing was drafted.
@@ -92,6 +115,7 @@ class RoundTrace:
         texts: How each draft token reads by itself; None without a tokenizer.
         rows: What could have come after the last committed token, then after each draft token.
         at: Seconds from the beginning of the request to the end of this round.
+        draws: Who proposed the draft tokens, and how. The draws of one method follow one another.
     """
 
     round: int
@@ -112,3 +136,4 @@ class RoundTrace:
     texts: tuple[str | None, ...]
     rows: tuple[RowTrace, ...]
     at: float
+    draws: tuple[DrawTrace, ...]

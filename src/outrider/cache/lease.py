@@ -1,4 +1,4 @@
-"""What one sequence holds of one KV memory: its blocks, and how many of its tokens they truly hold. No torch.
+"""KVLease: the blocks that one sequence holds of one KV memory, and how many of its tokens they hold. No torch.
 
 The target has one lease for each sequence, and so has a draft model with memory of its own.
 """

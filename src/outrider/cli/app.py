@@ -14,6 +14,7 @@ from outrider.cli.doctor import doctor
 from outrider.cli.generate import generate
 from outrider.cli.plan import plan
 from outrider.cli.prove import prove
+from outrider.cli.quantize import quantize
 from outrider.cli.serve import serve
 from outrider.cli.train import app as train
 from outrider.cli.tune import tune
@@ -33,6 +34,7 @@ app.command()(serve)
 app.command()(prove)
 app.command()(bench)
 app.command()(vocabulary)
+app.command()(quantize)
 app.add_typer(train, name="train")
 app.command()(plan)
 app.command()(doctor)

@@ -60,6 +60,9 @@ def bench(
         typer.Option(help="Tokens before the passes that are timed; --wide is stretched where it is too short; repeated."),
     ] = None,
     chunk: Annotated[list[int] | None, typer.Option(help="Prompt rows in a pass that is timed; repeated.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One workload, sampled, two short texts, where nothing else is asked for.")
+    ] = False,
     full: Annotated[bool, typer.Option("--full", help="Everything, for hours; a rerun goes on where it stopped.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for results.json, results.md and plots.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The results as JSON instead of tables.")] = False,
@@ -72,6 +75,7 @@ def bench(
     from outrider.bench.session import Session  # takes seconds, and the settings are known to be possible by now
 
     notes = Console(stderr=True, no_color=no_color or None, highlight=False)
+    notes.print(_duration(settings), markup=False, soft_wrap=True)
     with options.progress(notes) as progress:
         session = Session(settings, progress)
         results = session.run()
@@ -90,6 +94,16 @@ def _settings(given: dict[str, Any]) -> BenchSettings:
     values: dict[str, Any] = {name: given[name] for name in BenchSettings.model_fields.keys() & given.keys()}
     values |= {name: tuple(dict.fromkeys(given[option] or ())) for option, name in _LISTS.items()}
     return BenchSettings(**values, num_threads=given["threads"])
+
+
+def _duration(settings: BenchSettings) -> str:
+    """How long such a run takes."""
+    if settings.full:
+        return "a full run takes hours; started again, it goes on where it stopped"
+    if settings.quick:
+        return "a quick run takes about a minute with the embedded pair on two cores, and some more with --peers"
+    usual = "ten minutes" if settings.peers else "five minutes"
+    return f"a usual run takes some {usual} with the embedded pair on two cores; --quick takes less"
 
 
 def _this_run(session: Session, results: Results) -> Results:

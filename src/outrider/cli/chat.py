@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from outrider.llm import LLM
     from outrider.params import SamplingParams
 
-_HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+_HELP = "/help shows this, /reset forgets the conversation, /exit, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
 def chat(
@@ -44,6 +44,7 @@ def chat(
     device: options.Device = None,
     attention_backend: options.Backend = "auto",
     quantization: options.Quantization = None,
+    draft_quantization: options.DraftQuantization = None,
     no_color: options.NoColor = False,
 ) -> None:
     """Talk with a model that has a chat template (the embedded pair has none)."""
@@ -71,6 +72,7 @@ def chat(
         device=device,
         attention_backend=attention_backend,
         quantization=quantization,
+        draft_quantization=draft_quantization,
     )
     opening = [{"role": "system", "content": system}] if system else []
     llm.chat_prompt([*opening, {"role": "user", "content": "hello"}])  # refuse now, not after the first question
@@ -86,9 +88,11 @@ def _converse(llm: LLM, opening: list[dict[str, str]], params: SamplingParams, c
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
-        if question == "/exit":
+        if question in ("/exit", "/quit"):
             return
-        if question == "/reset":
+        if question == "/help":
+            notes.print(_HELP, style="dim")
+        elif question == "/reset":
             messages = list(opening)
         elif question:
             messages = _turn(llm, [*messages, {"role": "user", "content": question}], params, console, notes)

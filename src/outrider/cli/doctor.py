@@ -1,4 +1,4 @@
-"""`outrider doctor`: does speculation fit this model, what is it worth here, and what limits it?"""
+"""`outrider doctor`: whether speculation fits a model, what it is worth here, and what limits it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ _WORKLOADS = ("code_completion", "json", "free_text", "copy_editing")
 _MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]"}
 _MARKS |= {"useless": "[bold red]no gain[/bold red]", "wrong": "[bold red]wrong[/bold red]"}
 
+#: What becomes of greedy and seeded requests under `auto`.
+_SPED_UP = "auto speeds them up, since a token's bits do not depend on the other rows of its pass"
+_PLAIN = (
+    "auto decodes them plainly, since a token's bits depend on the other rows of its pass; name a method, or load the "
+    "model with batch_invariant=True (--batch-invariant)"
+)
+
 
 def doctor(
     model: options.Model = None,
@@ -52,7 +59,7 @@ def doctor(
 ) -> None:
     """Examine a model and a method: whether they fit, what speculation is worth here, what limits it, and what to do.
 
-    Exit code: 0 all right; 1 speculation gains nothing or something is wrong; 2 bad input.
+    Exit code: 0 all right; 1 speculation gains nothing, something is wrong, or other work disturbed it; 2 bad input.
     """
     from rich.console import Console
 
@@ -101,9 +108,9 @@ def _examine(llm: LLM, asked: Any, sample: Sample, progress: Callable[[str], Non
 
 def _sample(llm: LLM, prompts: Path | None, batch: int, num_rounds: int, max_tokens: int, temperature: float) -> Sample:
     """The texts of the rounds, each as many as the batch; they begin again from the first where there are too few."""
-    from outrider.bench.tasks import built_in, read_prompts
-    from outrider.bench.texts import encoded_tasks
     from outrider.doctor.examination import Sample
+    from outrider.measure.tasks import built_in, read_prompts
+    from outrider.measure.texts import encoded_tasks
 
     loaded = llm.engine.runner.loaded
     if loaded.tokenizer is None:
@@ -131,8 +138,11 @@ def _progress(console: Console) -> Iterator[Callable[[str], None]]:
 
 def _show(report: Report, paper: Console) -> None:
     paper.print(_facts("target", report.target))
+    paper.print(f"[bold]load[/bold]               {report.load}")
     paper.print()
-    paper.print(_costs(report.pass_seconds))
+    paper.print(_costs(report))
+    for doubt in report.doubts:
+        paper.print(f"{doubt} Measure again when the machine is at rest.", style="bold yellow", markup=False)
     if not report.methods:
         paper.print("\nNo method drafts. Name one with --method or --draft-model.")
     for method in report.methods:
@@ -153,30 +163,35 @@ def _facts(what: str, facts: ModelFacts) -> RenderableType:
     size = "weights of unknown size" if facts.weight_bytes is None else f"{facts.weight_bytes / 1e6:,.0f} MB of weights"
     free = "" if facts.free_bytes is None else f"; {facts.free_bytes / 1e9:.1f} GB of memory are free"
     fit = ", ".join(f"{count:,} of {length:,} tokens" for length, count in facts.requests.items())
-    rows = (
+    rows = [
         (what, facts.name),
         ("passes", f"{facts.dtype} on {facts.device}, {computes}, backend {facts.backend}, {size}"),
         ("context", f"{facts.context:,} tokens"),
         ("KV memory", f"{facts.kv_tokens:,} tokens{free}"),
         ("requests that fit", fit),
-    )
+    ]
+    if what == "target":
+        rows.append(("greedy and seeded", _SPED_UP if facts.invariant else _PLAIN))
+    if facts.kernels_problem is not None:
+        rows.append(("compiled kernels", f"not used. {facts.kernels_problem}"))
     table = Table.grid(padding=(0, 2))
     for name, value in rows:
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     return table
 
 
-def _costs(pass_seconds: dict[int, float]) -> RenderableType:
+def _costs(report: Report) -> RenderableType:
     from rich.table import Table
 
     from outrider.doctor.examination import cost_ratios
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("rows of a pass")
-    for rows in pass_seconds:
+    for rows in report.pass_seconds:
         table.add_column(str(rows), justify="right")
-    table.add_row("milliseconds", *(f"{seconds * 1e3:.1f}" for seconds in pass_seconds.values()))
-    table.add_row("C(n) = T(n) / T(1)", *(f"{ratio:.2f}" for ratio in cost_ratios(pass_seconds).values()))
+    table.add_row("milliseconds", *(f"{seconds * 1e3:.1f}" for seconds in report.pass_seconds.values()))
+    ratios = cost_ratios(report.pass_seconds).values()
+    table.add_row("C(n) = T(n) / T(1)", *("?" if report.passes_doubted else f"{ratio:.2f}" for ratio in ratios))
     return table
 
 
@@ -186,9 +201,10 @@ def _numbers(report: Report, method: MethodReport) -> RenderableType:
     terms, acceptance = method.terms, method.acceptance
     assert terms is not None
     assert acceptance is not None
-    assert method.measured is not None
+    measured = "disturbed" if method.measured is None else f"[bold]{method.measured:.2f}x[/bold]"
     by_position = "/".join(f"{share:.0%}".rstrip("%") for share in acceptance.by_position[:8])
     range_ = f"{min(method.rounds):.2f} to {max(method.rounds):.2f}" if len(method.rounds) > 1 else "one round"
+    range_ = range_ if method.rounds else ""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for head in ("tokens a step", "accepted, %", "pass", "draft", "host", "predicted", "measured", "range"):
         table.add_column(head, justify="right")
@@ -197,7 +213,7 @@ def _numbers(report: Report, method: MethodReport) -> RenderableType:
         by_position or "-",
         *(f"{part:.2f}" for part in (terms.verify, terms.propose, terms.host)),
         f"{terms.speedup:.2f}x",
-        f"[bold]{method.measured:.2f}x[/bold]",
+        measured,
         range_,
     )
     table.caption = f"times in plain steps of {report.batch / report.plain_tokens_per_second * 1e3:.1f} ms"

@@ -1,4 +1,4 @@
-"""How a text ended, in words; and which structured outputs were cut off before they were complete."""
+"""Says in words why a text ended, and which structured outputs were cut off before they were complete."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_incomplete(llm: LLM, completion: CompletionOutput, params: SamplingParams
     structure = params.structured_outputs
     if structure is None or completion.finish_reason != "length":
         return False
-    from outrider.verify.grammar import GrammarCompiler
+    from outrider.structured.grammar import GrammarCompiler
 
     loaded = llm.engine.runner.loaded
     state = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids).start(structure)

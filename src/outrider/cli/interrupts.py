@@ -43,7 +43,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     """
     global _caught
     if _caught or _is_importing(frame):
-        _leave()
+        leave()
     _caught = True
     raise KeyboardInterrupt
 
@@ -59,11 +59,11 @@ def _is_importing(frame: FrameType | None) -> bool:
 def _unraisable(unraisable: sys.UnraisableHookArgs) -> None:
     """A KeyboardInterrupt that fell into a finaliser cannot travel on from there."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
-        _leave()
+        leave()
     sys.__unraisablehook__(unraisable)
 
 
-def _leave() -> None:
+def leave() -> None:
     """End the process without cleaning up."""
     show_cursor()
     os._exit(EXIT_CODE)

@@ -27,7 +27,15 @@ def main() -> None:
         sys.exit(interrupts.EXIT_CODE)
     finally:
         if interrupts.caught():
+            _end_engines()
             interrupts.show_cursor()
+
+
+def _end_engines() -> None:
+    """Wait for the threads of engines, or leave without them where a load is in a stage that nothing can break off."""
+    engines = sys.modules.get("outrider.engine.hosting.thread")
+    if engines is not None and not engines.end_all_threads(engines.LONGEST_STAGE):
+        interrupts.leave()
 
 
 def _run() -> None:

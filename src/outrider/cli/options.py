@@ -17,8 +17,8 @@ from outrider.errors import ContradictionError, InvalidParameterError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outrider.bench.session import Progress
     from outrider.llm import LLM
+    from outrider.measure.progress import Progress
 
 Model = Annotated[
     str | None, typer.Argument(help="Local folder or hub id; without one, the embedded default pair.", show_default=False)
@@ -30,8 +30,8 @@ Method = Annotated[
     str | None,
     typer.Option(
         help="Who drafts: draft_model, cross_vocabulary, early_exit, layer_skip, medusa, blockwise, exit, ngram, suffix, "
-        "token_recycling, lookahead, prediction (the text that a request predicts), auto (the engine chooses), none, "
-        "a plug-in, module:Class of your own, "
+        "token_recycling, lookahead, prediction (the text that a request predicts), merge (several in one tree), then (one "
+        "behind the other), auto (the engine chooses), none, a plug-in, module:Class of your own, "
         'or settings like {"method": "suffix", "branches": true}.'
     ),
 ]
@@ -60,7 +60,8 @@ Seed = Annotated[
 DType = Annotated[str, typer.Option(help="auto, bfloat16, float16, float32 or float64.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Backend = Annotated[str, typer.Option("--attention-backend", help="auto, fused, paged or gather.")]
-Quantization = Annotated[str | None, typer.Option(help="int8 rounds the weights at load.")]
+DraftQuantization = Annotated[str | None, typer.Option(help="The same for draft models.")]
+Quantization = Annotated[str | None, typer.Option(help="Round weights: int8, int8-g128, int4, int4-g32-asym, ...")]
 NoColor = Annotated[bool, typer.Option("--no-color", help="Plain text.")]
 
 
@@ -76,7 +77,7 @@ def speculation(
     with light_imports():
         from outrider.propose.auto import Auto
         from outrider.propose.defaults import usual_methods
-        from outrider.propose.draft_model import DraftModel as Draft
+        from outrider.propose.methods.draft_model import DraftModel as Draft
         from outrider.propose.speculation import SpeculationConfig
 
     widths = None if tree is None else _widths(tree)
@@ -103,11 +104,11 @@ def method_settings(text: str) -> dict[str, Any]:
     Raises:
         InvalidParameterError: JSON that is malformed or names no method, or a class that cannot be imported.
     """
-    from outrider.propose import methods
+    from outrider.propose import registry
 
     settings = _json_settings(text) if text.lstrip().startswith("{") else {"method": text}
     if ":" in settings["method"]:
-        settings["method"] = methods.load(settings["method"]).name
+        settings["method"] = registry.load(settings["method"]).name
     return settings
 
 
@@ -178,8 +179,8 @@ def wide_pair(model: str | None, method: str | None, draft_model: str | None, dt
     """
     if model is not None:
         raise ContradictionError("wide", True, "it is a copy of the embedded target", "Leave MODEL or --wide out.")
-    from outrider.bench.widen import wide_target
     from outrider.embedded import default_model
+    from outrider.measure.widen import wide_target
 
     drafts = draft_model is None and method in (None, "draft_model")
     target = wide_target("bfloat16" if dtype == "auto" else dtype)  # "auto" is the embedded checkpoint's own
@@ -217,14 +218,19 @@ def load(console: Console, model: str | None, settings: Any, **options: Any) -> 
 
 @contextmanager
 def progress(console: Console) -> Iterator[Progress]:
-    """A bar for what is being measured, on a terminal."""
+    """A bar for what is being measured, on a terminal; elsewhere a line every half minute."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
-    from outrider.bench.session import Progress
+    from outrider.cli.heartbeat import Heartbeat
+    from outrider.measure.progress import Progress
 
+    if not console.is_terminal:
+        with Heartbeat(lambda line: console.print(line, markup=False, soft_wrap=True)) as heartbeat:
+            yield Progress(heartbeat.expect, heartbeat.advance)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Bars(*columns, console=console, transient=True) as bars:
         task = bars.add_task("", total=1)
         yield Progress(lambda what, turns: bars.reset(task, description=what, total=turns), lambda: bars.advance(task))
 

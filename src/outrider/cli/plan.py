@@ -1,4 +1,4 @@
-"""`outrider plan`: what would speculation be worth, before there is a model?"""
+"""`outrider plan`: predicts what speculation would be worth before there is a model."""
 
 from __future__ import annotations
 

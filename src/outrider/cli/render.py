@@ -1,4 +1,4 @@
-"""How tokens look: a colour for every origin, a closing line, and the JSON form of an output."""
+"""Renders tokens in the colours of their origins, the closing line, and outputs as JSON."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from outrider.llm import LLM
     from outrider.profile import Profile
-    from outrider.server.keys import ApiKeys
-    from outrider.server.replicas.room import Machine, Share
+    from outrider.server.replicas.capacity import Machine, Share
     from outrider.server.service import Service
     from outrider.server.settings import ServerSettings
+    from outrider.server.tenancy.keys import ApiKeys
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _STALLED_SECONDS = 60
@@ -32,6 +32,16 @@ Allow = Annotated[
 ]
 Replicas = Annotated[int | None, typer.Option(help="Engines behind one address, on Ray Serve; see docs/serving.md.")]
 Host = Annotated[str, typer.Option(help="Address to listen at; others than this machine reach 0.0.0.0.")]
+AllowedHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A name under which clients reach the server, beside those of this machine; * for any; may be repeated."
+    ),
+]
+AllowOrigin = Annotated[
+    list[str] | None,
+    typer.Option(help="Pages of this origin, like https://chat.example.com, may ask; * for any; may be repeated."),
+]
 Port = Annotated[int, typer.Option(help="0 takes a free one, and 65535 is the highest.")]
 Name = Annotated[str | None, typer.Option(help="What clients call the model.")]
 Template = Annotated[Path | None, typer.Option(help="A file with a chat template, in place of the model's.")]
@@ -75,6 +85,7 @@ _LOADING = (
     "device",
     "attention_backend",
     "quantization",
+    "draft_quantization",
     "batch_invariant",
     "max_model_len",
     "max_num_seqs",
@@ -107,6 +118,8 @@ def serve(
     replicas: Replicas = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
+    allowed_host: AllowedHost = None,
+    allow_origin: AllowOrigin = None,
     served_model_name: Name = None,
     chat_template: Template = None,
     api_key_file: KeyFile = None,
@@ -114,6 +127,7 @@ def serve(
     device: options.Device = None,
     attention_backend: options.Backend = "auto",
     quantization: options.Quantization = None,
+    draft_quantization: options.DraftQuantization = None,
     batch_invariant: options.BatchInvariant = False,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = 32,
@@ -168,14 +182,17 @@ def serve(
 def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, socket]:
     """The server's settings, its keys, and a place where clients reach it, from the options of the command."""
     _check_installed()
-    from outrider.server.keys import ApiKeys
+    from outrider.server.access import allowed_hosts, allowed_origins
     from outrider.server.logs import log, write_json
     from outrider.server.run import check_tls, listen
     from outrider.server.settings import ServerSettings
+    from outrider.server.tenancy.keys import ApiKeys
 
     name = given["served_model_name"] or _usual_name(given["model"])
-    limits = ServerSettings(model_name=name, **{name: given[name] for name in _LIMITS})
     keys, host = ApiKeys.of(given["api_key_file"]), given["host"]
+    hosts = allowed_hosts(host, given["allowed_host"] or (), has_keys=bool(keys))
+    origins = allowed_origins(given["allow_origin"] or ())
+    limits = ServerSettings(model_name=name, hosts=hosts, origins=origins, **{name: given[name] for name in _LIMITS})
     check_tls(given["ssl_certfile"], given["ssl_keyfile"])
     place = listen(host, given["port"], given["stalled_seconds"] or _STALLED_SECONDS)
     write_json()
@@ -206,7 +223,7 @@ def _service(
 ) -> Service:
     """The model, loaded, as the routes see it. With --replicas this runs in the process of each of them."""
     from outrider.async_llm import AsyncLLM
-    from outrider.server.allowed import AllowedMethods
+    from outrider.server.api.allowed import AllowedMethods
     from outrider.server.service import Service
 
     llm = _load(model, settings, template, **given)
@@ -231,11 +248,20 @@ def _serve_replicas(
     log("loading", {"model": limits.model_name, "replicas": count})  # what comes now takes its time
     from outrider.config import ModelConfig
     from outrider.embedded import default_model
-    from outrider.model.loader import read_context, read_needs
+    from outrider.model.loading.loader import read_context, read_needs
     from outrider.profile import read_profile
-    from outrider.server.replicas.room import check_cluster, own_machine, share, threads_of
+    from outrider.server.replicas.capacity import check_cluster, own_machine, share, threads_of
+    from outrider.server.replicas.loopback import keep_cluster_local
 
-    names = ("dtype", "device", "attention_backend", "max_model_len", "quantization", "batch_invariant")
+    names = (
+        "dtype",
+        "device",
+        "attention_backend",
+        "max_model_len",
+        "quantization",
+        "draft_quantization",
+        "batch_invariant",
+    )
     target = ModelConfig(model=model or default_model("target"), **{name: given[name] for name in names})
     profile, recommended = (None, settings) if given["profile"] is None else read_profile(given["profile"])
     draft = _draft_model(model, recommended)
@@ -250,6 +276,8 @@ def _serve_replicas(
     each = None if address else shared([own])  # before anything starts
     if address:
         check_cluster(address)
+    else:
+        keep_cluster_local()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would tell its makers about this cluster
     from outrider.server.replicas.run import cluster, cluster_machines, serve_replicas
 

@@ -1,4 +1,4 @@
-"""What the command imports of transformers before it loads a model, and what it leaves out.
+"""Imports the parts of transformers that the command needs, and leaves out the others, so that it starts quickly.
 
 transformers imports PyTorch's compiler, the sharding of tensors over several computers, and scipy, before it loads any
 model. PyTorch imports sympy for the shapes of tensors that have no memory yet. That takes longer than all the rest, and the

@@ -1,4 +1,4 @@
-"""The options that every training has, and how a command takes them beside its own."""
+"""Options that all training commands share."""
 
 from __future__ import annotations
 
@@ -35,9 +35,13 @@ class Training:
     length: Annotated[int, typer.Option(help="Longest text in tokens; longer ones are cut.")] = 512
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3
     seed: Annotated[int, typer.Option(help="Of the order of texts and of what is drawn.")] = 0
-    precision: Annotated[str, typer.Option(help="bf16 or fp32; weights are float32 with either.")] = "bf16"
+    precision: Annotated[
+        str | None, typer.Option(help="bf16 or fp32; unless given, bf16 where the processor multiplies it, else fp32.")
+    ] = None
     evaluate_every: Annotated[int, typer.Option(help="Steps between measurements on held-out texts.")] = 100
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100
+    save_every: Annotated[
+        int, typer.Option(help="Most steps between checkpoints; each measurement is followed by one too.")
+    ] = 100
     patience: Annotated[int, typer.Option(help="Measurements without a gain that end the training; 0 runs to the end.")] = 0
     engine_every: Annotated[
         int, typer.Option(help="Steps between runs of the real engine; 0 runs it before and after.")
@@ -60,6 +64,8 @@ class Training:
 
         given = asdict(self) | {"num_draft_tokens": num_draft_tokens}
         settings = {name: given[name] for name in TrainSettings.model_fields.keys() & given.keys()}
+        if self.precision is None:
+            del settings["precision"]
         places = {name: given[name] for name in ("data", "out", "target", "dtype")}
         return Job(**places, settings=TrainSettings(**settings))
 

@@ -1,4 +1,4 @@
-"""`outrider tune`: which method, length and tree suit my traffic, and what do they gain?"""
+"""`outrider tune`: finds the method, length and tree that suit given traffic, and what they gain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from outrider.profile import Profile
-    from outrider.tuning.results import TuningResults
+    from outrider.tuning.results import Row, TuningResults
     from outrider.tuning.traffic import Traffic
 
 _PLOT, _PROFILE = "measured_and_predicted.png", "profile.json"
@@ -48,7 +48,10 @@ def tune(
 ) -> None:
     """Try methods, lengths and trees on your traffic, say which to use, and write a profile that loads it.
 
-    Without --traffic and --log the prompts of the benchmark stand for your traffic.
+    Without --traffic and --log the prompts of the benchmark stand for your traffic. Where other work disturbed the
+    figures so that they cannot be true, nothing is recommended and no profile is written.
+
+    Exit code: 0 all right; 1 other work disturbed the measurement; 2 bad input.
     """
     from rich.console import Console
 
@@ -69,6 +72,8 @@ def tune(
     else:
         width = None if sys.stdout.isatty() else 120
         _show(results, out, Console(no_color=no_color or None, highlight=False, width=width))
+    if results.recommendation.disturbed:
+        raise typer.Exit(1)
 
 
 def _check(
@@ -104,7 +109,7 @@ def _traffic(model: str | None, traffic: Path | None, log: Path | None, max_toke
     with light_imports():
         from outrider.config import ModelConfig
         from outrider.embedded import default_model
-        from outrider.model.loader import check_sources, read_context, read_tokenizer
+        from outrider.model.loading.loader import check_sources, read_context, read_tokenizer
         from outrider.prompts import PromptEncoder
         from outrider.tuning.traffic import read_traffic, sample_traffic
 
@@ -126,8 +131,8 @@ def _tune(
     traffic: Traffic,
     given: dict[str, Any],
     how: dict[str, str | None],
-) -> tuple[TuningResults, Profile]:
-    """The results, and the profile that they come to."""
+) -> tuple[TuningResults, Profile | None]:
+    """The results, and the profile that they come to; none where other work disturbed what it would rest on."""
     from outrider.embedded import default_model
     from outrider.profile import Profile
     from outrider.tuning.candidates import candidates
@@ -140,6 +145,8 @@ def _tune(
     with options.progress(notes) as progress:
         results = Tuner(llm, candidates(llm, ways, draft), traffic, plan, progress).run()
     best = results.recommendation
+    if best.disturbed:
+        return results, None
     profile = Profile(
         identity=llm.identity,
         speculation=whole_paths(best.speculation),
@@ -150,7 +157,7 @@ def _tune(
     return results, profile
 
 
-def _write(results: TuningResults, profile: Profile, out: Path) -> None:
+def _write(results: TuningResults, profile: Profile | None, out: Path) -> None:
     """All files, each whole or not at all, once everything is known."""
     from outrider.bench import plots
     from outrider.train.files import write_text, write_whole
@@ -162,7 +169,8 @@ def _write(results: TuningResults, profile: Profile, out: Path) -> None:
     else:
         results.remarks.append(f"no plot: matplotlib is not installed ({plots.REMEDY})")
     write_text(out / "results.json", results.model_dump_json(indent=1) + "\n")
-    write_text(out / _PROFILE, profile.model_dump_json(indent=1) + "\n")
+    if profile is not None:
+        write_text(out / _PROFILE, profile.model_dump_json(indent=1) + "\n")
 
 
 def _show(results: TuningResults, out: Path, paper: Console) -> None:
@@ -173,7 +181,8 @@ def _show(results: TuningResults, out: Path, paper: Console) -> None:
     for remark in results.remarks:
         paper.print(f"note: {remark}", style="yellow", markup=False)
     paper.print(results.recommendation.said, style="bold", markup=False)
-    paper.print(f"outrider serve --profile {out / _PROFILE}, or LLM(..., profile=...), uses it.", markup=False)
+    if not results.recommendation.disturbed:
+        paper.print(f"outrider serve --profile {out / _PROFILE}, or LLM(..., profile=...), uses it.", markup=False)
     paper.print(f"Results and plot: {out}", style="dim", markup=False)
 
 
@@ -190,13 +199,19 @@ def _table(results: TuningResults) -> RenderableType:
             _figure(row.predicted_tokens, ""),
             _figure(row.measured_tokens, ""),
             _figure(row.predicted, "x"),
-            "-" if spread is None else f"{spread.median:.2f}x",
+            _measured(row),
             "" if spread is None else f"{spread.low:.2f} to {spread.high:.2f}",
             "" if row.tokens_per_second is None else f"{row.tokens_per_second:.1f}",
         )
         style = "bold green" if row.name == results.recommendation.name else None
         table.add_row(row.name, *cells, style=style)
     return table
+
+
+def _measured(row: Row) -> str:
+    if row.measured is None:
+        return "disturbed" if row.disturbed else "-"
+    return f"{row.measured.median:.2f}x"
 
 
 def _figure(value: float | None, unit: str) -> str:

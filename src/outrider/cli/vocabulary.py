@@ -1,4 +1,4 @@
-"""`outrider vocabulary`: can this model draft for that one, though they have other tokens?"""
+"""`outrider vocabulary`: whether a model of one vocabulary can draft for a model of another."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def vocabulary(
 
 def _sample() -> str:
     """The prompts of the benchmark."""
-    from outrider.bench.tasks import WORKLOADS, built_in
+    from outrider.measure.tasks import WORKLOADS, built_in
 
     return "\n".join(task.prompt for name in WORKLOADS for task in built_in(name))
 

@@ -1,1 +1,1 @@
-"""Preflight and explanation: does speculation fit a target, what is it worth here, and what limits it?"""
+"""Examines whether speculation fits a target, what it is worth on this machine, and what limits it."""

@@ -1,4 +1,4 @@
-"""A whole examination: what is told before weights are read, what the loaded models say, and what writing shows."""
+"""Runs an examination: files first, then the loaded models, then measured texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from outrider.bench.run import EncodedTask
 from outrider.doctor.facts import ModelFacts, model_facts
 from outrider.doctor.findings import Finding, Level
 from outrider.doctor.measure import Writing, pass_seconds, shifts, write
@@ -16,10 +15,14 @@ from outrider.doctor.verdict import Acceptance, Situation, Terms, judge_acceptan
 from outrider.errors import ModelError, ProposerError
 from outrider.govern.costs import Curve
 from outrider.llm import LLM
+from outrider.measure.load import LoadWatch
+from outrider.measure.plausible import AGAIN, possible_speedup
+from outrider.measure.run import EncodedTask
 from outrider.model.runner import ModelRunner
 from outrider.propose.auto import Auto
-from outrider.propose.cross_vocabulary import CrossVocabulary
-from outrider.propose.draft_model import DraftModel, DraftModelProposer
+from outrider.propose.compositions import parts_of
+from outrider.propose.methods.cross_vocabulary import CrossVocabulary
+from outrider.propose.methods.draft_model import DraftModel, DraftModelProposer
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 from outrider.train.judge import by_position
 
@@ -40,8 +43,8 @@ class MethodReport:
         draft_pass_seconds: By rows, what a pass of its own model takes.
         acceptance: What became of its drafts; None where it could not draft.
         terms: What a step takes and brings; None as before.
-        measured: The speedup over plain decoding, a median over rounds; None as before.
-        rounds: The speedup of each round.
+        measured: The speedup over plain decoding, a median over rounds; None as before, and where it cannot be believed.
+        rounds: The speedup of each round that may be true.
     """
 
     name: str
@@ -71,6 +74,9 @@ class Report:
         plain_tokens_per_second: Of plain decoding, all texts together.
         batch: Texts at a time.
         methods: What was found of each method.
+        load: Of the machine meanwhile, as a sentence.
+        doubts: What cannot be believed, since other work disturbed it.
+        passes_doubted: Whether the times of the target's passes are among it. Then no ratios are told.
     """
 
     target: ModelFacts
@@ -78,12 +84,15 @@ class Report:
     plain_tokens_per_second: float
     batch: int
     methods: tuple[MethodReport, ...]
+    load: str
+    doubts: tuple[str, ...] = ()
+    passes_doubted: bool = False
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong, and some method gains where any was asked for."""
+        """Whether nothing is wrong or disturbed, and some method gains where any was asked for."""
         levels = {found.level for found in self.methods}
-        return Level.WRONG not in levels and (not levels or bool(levels & {Level.OK, Level.NOTE}))
+        return not self.doubts and Level.WRONG not in levels and (not levels or bool(levels & {Level.OK, Level.NOTE}))
 
     def as_json(self) -> dict[str, Any]:
         """Plain data: everything that was found, and the ratios that are read most."""
@@ -91,7 +100,8 @@ class Report:
         for entry, method in zip(found["methods"], self.methods, strict=True):
             entry["level"] = str(method.level)
             entry["predicted"] = None if method.terms is None else method.terms.speedup
-        return {**found, "row_cost_ratio": cost_ratios(self.pass_seconds), "healthy": self.healthy}
+        ratios = None if self.passes_doubted else cost_ratios(self.pass_seconds)
+        return {**found, "row_cost_ratio": ratios, "healthy": self.healthy}
 
 
 def cost_ratios(pass_seconds: dict[int, float]) -> dict[int, float]:
@@ -140,6 +150,7 @@ class Examination:
         self._asked = asked
         self._sample = sample
         self._progress = progress
+        self._doubts: list[str] = []
 
     def run(self) -> Report:
         """Measure everything.
@@ -147,14 +158,23 @@ class Examination:
         Raises:
             OutriderError: The target itself cannot write the sample.
         """
-        runner = self._llm.engine.runner
+        runner, watch = self._llm.engine.runner, LoadWatch()
         self._progress("passes of the target")
-        passes = pass_seconds(runner, self._sample.context)
+        passes = self._passes(runner, "the target")
+        passes_doubted = bool(self._doubts)
         self._progress("plain decoding")
         self._write([self._short()], PLAIN)
         speeds = [each.tokens_per_second for each in self._write(self._sample.rounds, PLAIN)]
         methods = tuple(self._method(config, passes) for config in members(self._asked))
-        return Report(model_facts(runner), passes, median(speeds), self._sample.batch, methods)
+        said = (str(watch.load()), tuple(self._doubts), passes_doubted)
+        return Report(model_facts(runner), passes, median(speeds), self._sample.batch, methods, *said)
+
+    def _passes(self, runner: ModelRunner, whose: str) -> dict[int, float]:
+        """The times of passes. Where they cannot be believed, this is noted."""
+        found = pass_seconds(runner, self._sample.context)
+        if found.doubt is not None:
+            self._doubts.append(f"The times of passes of {whose} were disturbed: {found.doubt}.")
+        return found.seconds
 
     def _method(self, config: SpeculationConfig, passes: dict[int, float]) -> MethodReport:
         name, length = config.name, config.num_draft_tokens
@@ -179,28 +199,44 @@ class Examination:
         self, config: SpeculationConfig, findings: list[Finding], own: ModelRunner | None, passes: dict[int, float]
     ) -> MethodReport:
         """What a method that can draft is worth."""
-        own_passes = {} if own is None else pass_seconds(own, self._sample.context)
+        own_passes = {} if own is None else self._passes(own, "the draft model")
         moved = shifts(self._llm.engine, [t.shortened(_SHIFT_TOKENS) for t in self._texts(_SHIFT_TEXTS)], config)
         self._write([self._short()], config)
-        pairs = [self._pair(tasks, config) for tasks in self._sample.rounds]
+        pairs = [self._pair(tasks, config, turn) for turn, tasks in enumerate(self._sample.rounds)]
         plain, drafted = _total([before for before, _ in pairs]), _total([after for _, after in pairs])
-        ratios = tuple(after.tokens_per_second / before.tokens_per_second for before, after in pairs)
+        ratios = self._believed(config.name, pairs)
         stats = drafted.stats
         acceptance = Acceptance(stats.num_drafts, stats.mean_acceptance_length, by_position(stats), moved)
         terms = _terms(plain, drafted, passes, own_passes)
         judged = judge_acceptance(config.name, acceptance)
         situation = self._situation(config, drafted, passes, own, own_passes)
-        speed = judge_speed(median(ratios), terms, situation, acceptance=judged.level)
+        measured = median(ratios) if ratios else None
+        speed = judge_speed(measured, terms, situation, acceptance=judged.level)
         facts = None if own is None else model_facts(own)
         found = (*findings, judged, speed)
         return MethodReport(
-            config.name, config.num_draft_tokens, found, facts, own_passes, acceptance, terms, median(ratios), ratios
+            config.name, config.num_draft_tokens, found, facts, own_passes, acceptance, terms, measured, ratios
         )
 
-    def _pair(self, tasks: Sequence[EncodedTask], config: SpeculationConfig) -> tuple[Writing, Writing]:
-        """The same texts plainly and with drafts, one after the other, so that a slow moment hits both."""
+    def _pair(self, tasks: Sequence[EncodedTask], config: SpeculationConfig, turn: int) -> tuple[Writing, Writing]:
+        """The same texts plainly and with drafts, one after the other, so that a slow moment hits both. Every other pair
+        is in the opposite order, and one that cannot be true is measured again."""
         engine, temperature = self._llm.engine, self._sample.temperature
-        return write(engine, tasks, PLAIN, temperature), write(engine, tasks, config, temperature)
+        found: dict[bool, Writing] = {}
+        for attempt in range(1 + AGAIN):
+            for drafts in (False, True) if (turn + attempt) % 2 == 0 else (True, False):
+                found[drafts] = write(engine, tasks, config if drafts else PLAIN, temperature)
+            if _is_possible(found[False], found[True]):
+                break
+        return found[False], found[True]
+
+    def _believed(self, name: str, pairs: Sequence[tuple[Writing, Writing]]) -> tuple[float, ...]:
+        """The speedups that may be true; none where most may not, which is noted."""
+        good = [pair for pair in pairs if _is_possible(*pair)]
+        if 2 * len(good) < len(pairs):
+            self._doubts.append(f"{name} was disturbed: it seemed to gain more than its tokens a pass, which cannot be.")
+            return ()
+        return tuple(after.tokens_per_second / before.tokens_per_second for before, after in good)
 
     def _write(self, rounds: Sequence[Sequence[EncodedTask]], config: SpeculationConfig) -> list[Writing]:
         return [write(self._llm.engine, tasks, config, self._sample.temperature) for tasks in rounds]
@@ -234,9 +270,14 @@ class Examination:
 
 
 def members(asked: SpeculationConfig) -> Iterator[SpeculationConfig]:
-    """The methods to examine, one after the other."""
+    """The methods to examine, one after the other; those of a composition each by itself."""
     chosen = asked.method.methods if isinstance(asked.method, Auto) else (asked,)
-    yield from (config for config in chosen if config.method is not None)
+    yield from (part for config in chosen for part in parts_of(config) if part.method is not None)
+
+
+def _is_possible(plain: Writing, drafted: Writing) -> bool:
+    """Whether drafts may have gained so much in the same texts."""
+    return possible_speedup(drafted.tokens_per_second / plain.tokens_per_second, drafted.tokens_per_pass)
 
 
 def _total(writings: Sequence[Writing]) -> Writing:

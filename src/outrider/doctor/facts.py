@@ -1,11 +1,12 @@
-"""What is known of a target that is loaded: kernels, memory, and how many requests fit."""
+"""Facts about a loaded target: its kernels, its memory, and how many requests fit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.bench import machine
-from outrider.model.available import available_bytes
+from outrider.kernels.library import kernels_problem
+from outrider.measure import machine
+from outrider.model.loading.available import available_bytes
 from outrider.model.runner import ModelRunner
 
 #: Lengths of requests, in tokens, for which it is said how many fit.
@@ -22,11 +23,14 @@ class ModelFacts:
         device: Where it lies.
         backend: Which way its passes are driven.
         kernels: The instruction set of our kernels in use; None where stock operators compute.
+        invariant: Whether greedy and seeded requests may be sped up under `auto`: what is written for a row does not depend
+            on the other rows of its pass.
         weight_bytes: That a pass reads; None for a mixture of experts, whose passes read a part.
         context: Longest text, in tokens.
         kv_tokens: Tokens of keys and values that there is room for.
         free_bytes: Memory that is free beside all this; None where the system does not say.
         requests: How many requests of each length fit into the KV memory at a time.
+        kernels_problem: What is wrong with the compiled kernels, so that they are not used, and the remedy.
     """
 
     name: str
@@ -34,11 +38,13 @@ class ModelFacts:
     device: str
     backend: str
     kernels: str | None
+    invariant: bool
     weight_bytes: int | None
     context: int
     kv_tokens: int
     free_bytes: int | None
     requests: dict[int, int]
+    kernels_problem: str | None = None
 
 
 def model_facts(runner: ModelRunner) -> ModelFacts:
@@ -52,9 +58,11 @@ def model_facts(runner: ModelRunner) -> ModelFacts:
         device=str(loaded.device),
         backend=runner.backend.name,
         kernels=runner.backend.instruction_set(loaded.model),
+        invariant=runner.invariant,
         weight_bytes=runner.backend.weight_bytes(loaded.model) or machine.weight_bytes(loaded.model),
         context=context,
         kv_tokens=blocks.num_blocks * blocks.block_size,
         free_bytes=available_bytes(loaded.device),
         requests={length: blocks.num_blocks // blocks.blocks_for(length) for length in lengths},
+        kernels_problem=kernels_problem(),
     )

@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from outrider.bench.passes import PassTimer
-from outrider.bench.row_costs import row_costs
-from outrider.bench.run import EncodedTask
 from outrider.engine.engine import Engine
 from outrider.engine.sequence import Request, Status
 from outrider.engine.stats import PHASES
+from outrider.measure.passes import PassTimer
+from outrider.measure.row_costs import row_costs
+from outrider.measure.run import EncodedTask
 from outrider.model.runner import ModelRunner
 from outrider.params import SamplingParams
 from outrider.propose.speculation import SpeculationConfig
+from outrider.request_options import RequestOptions
 from outrider.stats import RequestStats
 from outrider.trace import RoundTrace
 
@@ -25,7 +26,20 @@ ROWS, _REPEATS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64), 5
 SHIFTS = (-2, -1, 0, 1, 2)
 
 
-def pass_seconds(runner: ModelRunner, context: int) -> dict[int, float]:
+@dataclass(frozen=True)
+class PassTimes:
+    """The times of passes of a model.
+
+    Attributes:
+        seconds: Of a pass, by its number of rows.
+        doubt: Why they cannot be believed. None where they can.
+    """
+
+    seconds: dict[int, float]
+    doubt: str | None
+
+
+def pass_seconds(runner: ModelRunner, context: int) -> PassTimes:
     """The median seconds of a pass by its number of rows. All numbers are timed in turn, so that slow moments hit all.
 
     Where a pass was slower than one of more rows, something disturbed it, and the time of the other one is taken.
@@ -37,7 +51,8 @@ def pass_seconds(runner: ModelRunner, context: int) -> dict[int, float]:
     limit = runner.loaded.max_model_len
     context = max(1, min(context, limit - ROWS[-1]))
     timer = PassTimer(runner, min(limit, context + ROWS[-1]))
-    return undisturbed(row_costs(timer, [context], ROWS, limit, _REPEATS)[context])
+    found = row_costs(timer, [context], ROWS, limit, _REPEATS)
+    return PassTimes(undisturbed(found.seconds[context]), found.doubt)
 
 
 def undisturbed(seconds: Mapping[int, float]) -> dict[int, float]:
@@ -159,7 +174,7 @@ def shifts(engine: Engine, tasks: Sequence[EncodedTask], config: SpeculationConf
     """
     agreed, tried = Counter[int](), Counter[int]()
     for task in tasks:
-        request = engine.add_request(task.prompt_ids, _params(task, 0.0), config, traced=True)
+        request = engine.add_request(task.prompt_ids, _params(task, 0.0), config, RequestOptions(trace=True))
         while not request.finished:
             engine.step()
         (sequence,) = request.sequences

@@ -1,4 +1,4 @@
-"""Does a draft model fit a target? Told from their tokenizers and configurations, before any weight is read."""
+"""Checks whether a draft model fits a target, from tokenizers and configurations, before weights are read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from outrider.config import ModelConfig
 from outrider.doctor.findings import Finding, Level
 from outrider.errors import OutriderError
-from outrider.model.loader import check_sources, given_tokenizer, read_context
+from outrider.model.loading.loader import check_sources, given_tokenizer, read_context
 from outrider.model.vocabulary import Vocabulary
 from outrider.propose.vocabulary_report import VocabularyReport, report
 

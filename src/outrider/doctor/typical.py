@@ -1,4 +1,4 @@
-"""Which acceptance is typical of a method, and what to check where a proposer's drafts hardly ever stand."""
+"""Typical acceptance rates of methods, and what to check where a proposer stays far below them."""
 
 from __future__ import annotations
 

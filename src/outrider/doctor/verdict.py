@@ -1,4 +1,4 @@
-"""What measured numbers mean: the predicted speedup, the term that limits it, and what to do. Pure functions."""
+"""Interprets measurements: the predicted speedup, the term that limits it, and the remedy. Pure functions."""
 
 from __future__ import annotations
 
@@ -142,15 +142,18 @@ def _usual(method: str) -> str:
     return f" Typical is {usual} ({typical.source})."
 
 
-def judge_speed(measured: float, terms: Terms, situation: Situation, *, acceptance: Level) -> Finding:
+def judge_speed(measured: float | None, terms: Terms, situation: Situation, *, acceptance: Level) -> Finding:
     """Whether speculation gains, which term limits it most, and the remedy.
 
     Args:
-        measured: The speedup over plain decoding.
+        measured: The speedup over plain decoding. None where other work disturbed it, so that it is not known.
         terms: What a step takes.
         situation: What else there is to know.
         acceptance: What was found of the acceptance; where it is wrong, nothing else needs a remedy.
     """
+    if measured is None:
+        text = f"{situation.method} seemed faster than it can be: other work disturbed it, and its speed is not known."
+        return Finding("speed", Level.NOTE, text, "Measure again when the machine is at rest.")
     name, text, remedy = limit(terms, situation)
     gains = measured >= GAINS_FROM
     said = (

@@ -1,1 +1,1 @@
-"""Heads that draft from hidden states of their target: what they are, how they are kept, and which target they fit."""
+"""Heads that draft from hidden states of their target: layers, checkpoints, and the check that they fit."""

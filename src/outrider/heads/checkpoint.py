@@ -1,4 +1,4 @@
-"""Heads as a file: their weights, their configuration, and a witness of the target's hidden states that they read.
+"""Reads and writes checkpoints of heads: weights, configuration, and a witness of the target's hidden states.
 
 All of it is one file of safetensors, which is put in place when it is whole. So a killed process leaves no checkpoint that
 loads and is half of one.

@@ -1,4 +1,4 @@
-"""What a checkpoint of heads says of itself: its shape, what it reads of the target, and which target that is."""
+"""The configuration in a checkpoint of heads: shape, which hidden states are read, and which target they belong to."""
 
 from __future__ import annotations
 

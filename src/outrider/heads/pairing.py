@@ -1,5 +1,7 @@
-"""Whether heads fit a target: by its facts and by the hidden states that they read, noted where heads are made and compared
-where they draft."""
+"""Checks that heads fit a target.
+
+The target's facts and the hidden states that the heads read are noted where heads are made, and compared where they draft.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads at work beside their target: loaded, found to fit, and on our kernels where these compute their products."""
+"""Runs heads beside their target, on our kernels where these compute their products."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.heads.networks import HeadNetwork
 from outrider.heads.pairing import check_pairing, read_features
 from outrider.kernels.library import kernel_library
 from outrider.kernels.linear import packed_for, use_packed_linear
-from outrider.model.runner import wide
+from outrider.model.runner import upcast_logits
 from outrider.model.target import Target
 
 
@@ -43,7 +43,7 @@ class RunningHeads:
             Logits [num_heads, n, vocab_size], float32 at least.
         """
         features = read_features(self.config, self._target, hidden)
-        return wide(self._network(features.to(self._rows_dtype), self._target.head, num_heads))
+        return upcast_logits(self._network(features.to(self._rows_dtype), self._target.head, num_heads))
 
 
 def open_heads(folder: str, method: str, target: Target) -> RunningHeads:

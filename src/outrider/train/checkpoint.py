@@ -1,4 +1,4 @@
-"""Where a training stands, on disk: enough to go on to the bit, in safetensors and JSON alone."""
+"""Checkpoints of a training: enough to resume to the bit, in safetensors and JSON."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from outrider.train.files import write_tensors, write_text
 from outrider.train.manifest import Kept
 
 _KEPT = 2
+
+
+class _UnreadableError(Exception):
+    """Why a file of a checkpoint cannot be used."""
 
 
 class Measurement(Kept):
@@ -107,49 +111,60 @@ class Checkpoints:
             state = json.loads((place / "state.json").read_bytes())
             progress = Progress.model_validate_json(json.dumps(state["progress"]))
             tensors = _read(place / "optimisers.safetensors")
-            if progress.measurements:
-                self._check_best()
-            load_weights(module, place / "weights.safetensors")
+            _load(module, place / "weights.safetensors")
             for optimiser, held in zip(optimisers, _together(tensors, state["optimisers"]), strict=True):
                 groups = optimiser.state_dict()["param_groups"]
                 optimiser.load_state_dict({"state": held, "param_groups": groups})
-        except InvalidParameterError:
-            raise
-        except (OSError, ValueError, KeyError, ValidationError) as error:
-            raise _damaged(place, error) from error
+        except (_UnreadableError, OSError, ValueError, KeyError, IndexError, ValidationError) as error:
+            problem = f"the checkpoint cannot be read ({error})"
+            raise InvalidParameterError("out", str(place), problem, _remedy(len(whole))) from error
+        if progress.measurements:
+            self._check_best()
         return progress
 
     def save_best(self, module: nn.Module) -> None:
         """Keep these weights as the best. Raises StorageError."""
-        write_tensors(self.folder / "best.safetensors", dict(module.named_parameters()))
+        write_tensors(self._best, dict(module.named_parameters()))
 
     def _check_best(self) -> None:
         """Raise InvalidParameterError now, and not at the end of the training, where the best weights cannot be read."""
-        place = self.folder / "best.safetensors"
         try:
-            _read(place)
-        except InvalidParameterError as error:
-            problem = f"the best weights so far cannot be read ({error.problem})"
-            raise InvalidParameterError("out", str(place), problem, "They are lost: begin in a new folder.") from error
+            _read(self._best)
+        except _UnreadableError as error:
+            raise self._best_lost(error) from error
 
     def load_best(self, module: nn.Module) -> None:
         """Take the best weights. Raises InvalidParameterError where they are damaged."""
-        load_weights(module, self.folder / "best.safetensors")
+        try:
+            _load(module, self._best)
+        except _UnreadableError as error:
+            raise self._best_lost(error) from error
+
+    @property
+    def _best(self) -> Path:
+        return self.folder / "best.safetensors"
+
+    def _best_lost(self, error: _UnreadableError) -> InvalidParameterError:
+        problem = f"the best weights so far cannot be read ({error})"
+        return InvalidParameterError("out", str(self._best), problem, "They are lost: begin in a new folder.")
 
     def _whole(self) -> list[Path]:
         return sorted(file.parent for file in self.folder.glob("step-*/state.json"))
 
 
-def load_weights(module: nn.Module, path: Path) -> None:
-    """Give a module the weights of a file, of which it must have all and no others.
+def _remedy(num_whole: int) -> str:
+    """What helps where the last of so many checkpoints is damaged."""
+    if num_whole > 1:
+        return "Remove this checkpoint: the same command then goes on from the one before."
+    return "Remove this checkpoint: there is none before it, so that the same command then begins anew."
 
-    Raises:
-        InvalidParameterError: They are damaged, or of another module.
-    """
+
+def _load(module: nn.Module, path: Path) -> None:
+    """Give a module the weights of a file, of which it must have all and no others. Raises _UnreadableError."""
     found, own = _read(path), dict(module.named_parameters())
     shapes = {name: tensor.shape for name, tensor in found.items()}
     if shapes != {name: parameter.shape for name, parameter in own.items()}:
-        raise _damaged(path, "its weights are of another shape")
+        raise _UnreadableError(f"{path.name} has weights of another shape")
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(found[name])
@@ -162,12 +177,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, reason: object) -> InvalidParameterError:
-    remedy = "Remove this checkpoint: the same command then goes on from the one before."
-    return InvalidParameterError("out", str(path), f"the checkpoint cannot be read ({reason})", remedy)
+        raise _UnreadableError(f"{path.name}: {error}") from error
 
 
 def _apart(states: Sequence[dict[int, dict[str, Any]]]) -> tuple[dict[str, Tensor], list[dict[str, dict[str, Any]]]]:

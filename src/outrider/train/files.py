@@ -1,4 +1,4 @@
-"""Writes files so that each is there as a whole or not at all."""
+"""Writes files atomically."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
     from safetensors.torch import save
 
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_whole(path, lambda unfinished: _put(unfinished, save(whole, dict(about or {}))))
+    header = dict(about) if about else None  # an empty one without tensors gives a file that nobody can read
+    write_whole(path, lambda unfinished: _put(unfinished, save(whole, header)))
 
 
 @contextmanager

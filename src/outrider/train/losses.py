@@ -1,4 +1,4 @@
-"""How far a draft's probabilities are from the target's; what DistillSpec (Zhou et al. 2023) trains with.
+"""Losses between a draft's and a target's probabilities, as DistillSpec (Zhou et al. 2023) uses them.
 
 All take raw logits and divide them by the temperature that the texts are written at, since acceptance is decided between
 the probabilities of that temperature. With greedy decoding only the most likely token counts; the loss then compares the

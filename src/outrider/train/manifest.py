@@ -1,4 +1,4 @@
-"""What a folder of training data says of itself."""
+"""The manifest of a folder of training data."""
 
 from __future__ import annotations
 

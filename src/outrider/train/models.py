@@ -1,4 +1,4 @@
-"""Draft models to begin with: of a given shape, cut out of the target, or trained already; and how they are written."""
+"""Initial draft models: of a given shape, cut out of the target, or trained already; and how they are saved."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pydantic import Field, model_validator
 
 from outrider.config import ModelConfig
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError, VocabularyMismatchError
-from outrider.model.hf import decoder_layers, without_bars
-from outrider.model.loader import check_sources, load_model
+from outrider.model.hf import decoder_layers
+from outrider.model.loading.exclusive import exclusive_transformers
+from outrider.model.loading.loader import check_sources, load_model
 from outrider.train.files import storing, write_whole
 from outrider.train.target import FrozenTarget
 from outrider.validation import Frozen
@@ -179,7 +180,7 @@ def save_model(model: Any, tokenizer: Any | None, folder: Path, dtype: torch.dty
     copy = deepcopy(model).to(dtype)
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder, prefix=".unfinished-") as unfinished, without_bars():
+        with TemporaryDirectory(dir=folder, prefix=".unfinished-") as unfinished, exclusive_transformers():
             copy.save_pretrained(unfinished)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)

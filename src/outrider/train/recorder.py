@@ -29,7 +29,7 @@ class Recording(Method):
     target_top_k: int = 0
 
     def build(self, context: ProposerContext) -> Proposer:
-        requires = Requirements(self.hidden_states, self.target_top_k, every_row=True)
+        requires = Requirements(self.hidden_states, self.target_top_k, needs_uncached_prompt=True)
         return Recorder(requires, context.target.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Which size of draft pays most here: several are trained for a while, and acceptance and time are compared."""
+"""Compares sizes of draft models: trains several for a while, and weighs acceptance against time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from outrider.bench.passes import PassTimer
 from outrider.embedded import default_model
 from outrider.llm import LLM
-from outrider.propose.draft_model import DraftModel, DraftModelProposer
+from outrider.measure.passes import PassTimer
+from outrider.propose.methods.draft_model import DraftModel, DraftModelProposer
 from outrider.train.distill import DistillSettings
 from outrider.train.models import Shape
 from outrider.train.run import Job, finished_draft, train_draft

@@ -1,4 +1,4 @@
-"""What a training needs to know of what it trains: a draft model, or heads."""
+"""The interface of what is trained: a draft model, or heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop that trains, whatever it trains: steps, measurements, checkpoints, and the end."""
+"""The training loop: steps, measurements, checkpoints, and the end."""
 
 from __future__ import annotations
 
@@ -128,9 +128,10 @@ class Trainer:
         while progress.step < self._settings.steps and not self._is_over(progress):
             progress = self._stepped(progress)
             last = progress.step == self._settings.steps
-            if last or progress.step % self._settings.evaluate_every == 0:
+            is_due = last or progress.step % self._settings.evaluate_every == 0
+            if is_due:
                 progress = self._measured(progress, board)
-            if last or progress.step % self._settings.save_every == 0:
+            if is_due or progress.step % self._settings.save_every == 0:
                 self._save(progress)
         self._accelerator.wait_for_everyone()  # the main process writes the best weights
         self._checkpoints.load_best(self._trainee.module)

@@ -1,0 +1,47 @@
+"""Tells a reader of a pipe how far a long command is, where no bar can be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Event, Thread
+from time import perf_counter
+from types import TracebackType
+from typing import Self
+
+#: The seconds between two lines.
+EVERY = 30.0
+
+
+class Heartbeat:
+    """Says every half minute what a command is doing, from a thread of its own, since a single check may take longer.
+
+    Args:
+        say: Shows a line.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._ended = say, Event()
+        self._what, self._done, self._total = "", 0, 0
+        self._began = perf_counter()
+        self._thread = Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def expect(self, what: str, total: int) -> None:
+        """So many turns of this come next."""
+        self._what, self._done, self._total = what, 0, total
+
+    def advance(self) -> None:
+        """A turn is done."""
+        self._done += 1
+
+    def _run(self) -> None:
+        while not self._ended.wait(EVERY):
+            seconds = int(perf_counter() - self._began)
+            self._say(f"{seconds // 60}:{seconds % 60:02d} {self._what}: {self._done} of {self._total}")
