@@ -22,6 +22,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     begin_chance(item.location[0])
 
 
+@pytest.fixture
+def believing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements of texts that are too short for a speed are believed, whatever else the machine does."""
+    from outrider.measure import plausible
+    from outrider.measure.load import Load, LoadWatch
+
+    monkeypatch.setattr(plausible, "SLACK", 1e9)
+    monkeypatch.setattr(plausible, "_FASTER", 1e9)
+    monkeypatch.setattr("outrider.bench.summary.SLACK", 1e9)
+    monkeypatch.setattr(LoadWatch, "load", lambda self: Load(0.0, 2, 2))
+
+
 PROMPTS = ["def parse(line):\n", "class Reader:\n", "import os\n", "for name in names:\n"]
 
 

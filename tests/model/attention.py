@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.decoder import DecoderKernel, DecoderLayer, DecoderShape, Norm, PassRows
+from outrider.kernels.formats.registry import plain
 from outrider.kernels.layout import NormKind
 from outrider.kernels.library import kernels_for
 from outrider.kernels.packed import PackedWeights
-from outrider.kernels.weights import StoredWeight
 from outrider.model.batch import Segment
 
 HIDDEN = 32
@@ -59,7 +59,7 @@ class Layer:
         library = kernels_for(instruction_set)
 
         def packed(matrix: Tensor) -> PackedWeights:
-            return PackedWeights(library, StoredWeight(matrix.to(attention.dtype), None), None)
+            return PackedWeights(library, plain(matrix.to(attention.dtype)), None)
 
         norm = Norm(NormKind.RMS, 0.0, torch.ones(HIDDEN, dtype=attention.dtype))
         nothing = packed(torch.zeros(HIDDEN, HIDDEN))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from outrider.model.families import FAMILIES as DESCRIBED_TYPES
+from outrider.model.fused.families import FAMILIES as DESCRIBED_TYPES
 
 VOCAB_SIZE = 61
 WINDOW = 6
@@ -40,7 +40,8 @@ def _config(family: str) -> Any:
         )
     if family == "gpt2":
         return t.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=4, n_head=4, n_positions=160, **_NO_ENDS)
-    return getattr(t, _MORE[family][0])(**{**_SHAPE, **_MORE[family][1]})
+    name, values = {**_MORE, **_OUTSIDE}[family]
+    return getattr(t, name)(**{**_SHAPE, **values})
 
 
 #: Layers of both kinds, as the larger models of these families mix them.
@@ -116,6 +117,34 @@ _MORE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+
+#: Families without a description for the kernels, with parts that others lack: routers and experts of several forms, gates,
+#: several activations, bounded logits, complex rotary factors.
+_OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("ArceeConfig", {}),
+    "apertus": ("ApertusConfig", {}),
+    "vaultgemma": ("VaultGemmaConfig", {"head_dim": 8, "sliding_window": WINDOW, "final_logit_softcapping": 5.0}),
+    "granitemoe": ("GraniteMoeConfig", _EXPERTS),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+    ),
+    "afmoe": (
+        "AfmoeConfig",
+        {
+            "head_dim": 8, "sliding_window": WINDOW, "num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1,
+            "moe_intermediate_size": 24, "global_attn_every_n_layers": 2, "num_shared_experts": 1,
+        },
+    ),
+    "llama4_text": (
+        "Llama4TextConfig",
+        {
+            "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 8,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+}  # fmt: skip
+OUTSIDE = ("deepseek_v3", *_OUTSIDE)
 
 FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gpt2", *_MORE)
 #: Whose layers all, or some, look back over a window only.

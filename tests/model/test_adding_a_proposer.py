@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.propose import methods
+from outrider.propose import registry
 from outrider.prove.suite import run_method_suite
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_proposer.md"
@@ -33,8 +33,8 @@ def page() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def bigram(page: dict[str, Any]) -> Iterator[Any]:
-    yield methods.register(page["Bigram"])
-    del methods._registered["bigram"]
+    yield registry.register(page["Bigram"])
+    del registry._registered["bigram"]
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +86,14 @@ def test_namespaces_are_kept_apart(llm: LLM) -> None:
 def test_the_page_states_its_proof(bigram: Any) -> None:
     report = run_method_suite({"method": "bigram", "shared": True})
     assert report.passed, [check for check in report.checks if not check.passed]
-    assert f"{len(report.checks)} checks hold" in PAGE.read_text("utf-8")
+    assert f"all {len(report.checks)} checks hold ({report.horizon})" in PAGE.read_text("utf-8")
 
 
 def test_the_proof_sees_a_law_that_is_not_true(bigram: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's proposer, claiming other probabilities than it drew from."""
     from dataclasses import replace
 
-    from outrider.propose.growth import Growth
+    from outrider.propose.trees.growth import Growth
 
     stock = Growth.draft
 

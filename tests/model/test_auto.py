@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.engine import calibration, governing
+from outrider.engine.proposing import calibration, governing
 from outrider.errors import InvalidParameterError
 from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.govern.governor import Governor
 from outrider.model.row_costs import measure_context, measure_passes
-from outrider.propose import draft_model
 from outrider.propose.auto import Auto
 from outrider.propose.base import Proposer
 from outrider.propose.method import Method
+from outrider.propose.methods import draft_model
 from outrider.prove.tiny import save_tiny_llama
 from outrider.server.metrics import EngineState, ServerMetrics
 
@@ -299,6 +300,104 @@ def test_a_file_that_is_no_table_is_measured_anew(
     loaded(pair)
     assert "it is measured anew" in caplog.text
     assert json.loads(path.read_text())["table"]["passes"]
+
+
+#: Damages of a table that is well formed: what it says cannot be.
+DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a context that costs an age": lambda table: table.update(context_seconds=1e300),
+    "a context that costs more than its pass": lambda table: table.update(context_seconds=2.0 * table["passes"]["1"] + 1.0),
+    "passes of absurd numbers of rows": lambda table: table.update(passes={str(10**30): 1.0}),
+    "passes of other numbers of rows": lambda table: table.update(passes={"3": 0.1, "5": 0.1}),
+    "a pass of an age": lambda table: table["passes"].update({"8": 1e200}),
+    "a pass of no time": lambda table: table["passes"].update({"8": 1e-300}),
+    "rows that cost a thousand times their number": lambda table: table["passes"].update({"4": 5e3 * table["passes"]["1"]}),
+    "times in words": lambda table: table["passes"].update({"1": "0.01"}),
+    "a truth for a time": lambda table: table["passes"].update({"1": True}),
+    "a draft model that is missing": lambda table: table.update(drafts={}),
+    "a draft model of an age": lambda table: table["drafts"]["draft_model"].update({"1": 1e250}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_table_that_cannot_be_true_is_measured_anew(
+    damage: str, pair: tuple[str, str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And requests are answered as if nothing had happened."""
+    loaded(pair)
+    (path,) = folder.iterdir()
+    kept = json.loads(path.read_text())
+    DAMAGES[damage](kept["table"])
+    path.write_text(json.dumps(kept))
+    with LLM(pair[0], dtype="float64", speculation=auto({"method": "draft_model", "model": pair[1]})) as llm:
+        (output,) = llm.generate([COPY], SamplingParams(max_tokens=12, seed=1))
+    assert output.error is None
+    assert "it is measured anew" in caplog.text
+    assert json.loads(path.read_text()) != kept
+
+
+#: What the engine asks of a governor.
+QUESTIONS = (
+    "begin",
+    "finish",
+    "decide",
+    "rests",
+    "rest",
+    "shadows",
+    "observe_draft",
+    "observe_step",
+    "observe_shadow_seconds",
+)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_what_a_governor_raises_costs_the_choice_and_no_request(
+    question: str, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: Governor, *args: object, **more: object) -> None:
+        raise ZeroDivisionError("float division by zero")
+
+    monkeypatch.setattr(Governor, question, broken)
+    sampling = SamplingParams(max_tokens=40, seed=1)
+    with governed(pair) as llm:
+        chosen = llm.generate([COPY, COPY[1:]], sampling)
+        assert all(output.error is None for output in chosen)
+        assert "ZeroDivisionError" in caplog.text
+        assert llm.stats.chosen["none", 0] > 0
+        plain = llm.generate([COPY, COPY[1:]], sampling, speculation="none")
+        assert [output.outputs[0].token_ids for output in chosen] == [output.outputs[0].token_ids for output in plain]
+        llm.engine.check_rest()
+        assert not llm.engine.governing._of
+
+
+def test_a_governor_that_stumbled_once_chooses_again(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, calls = Governor.observe_step, [0]
+
+    def stumbles(self: Governor, work: StepWork, times: StepTimes) -> None:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise OverflowError("too large")
+        stock(self, work, times)
+
+    monkeypatch.setattr(Governor, "observe_step", stumbles)
+    with governed(pair) as llm:
+        llm.generate([COPY], SamplingParams(max_tokens=40, seed=1))
+        llm.stats.reset()
+        (output,) = llm.generate([COPY], SamplingParams(max_tokens=40, seed=1))
+        assert output.stats.num_drafts > 0
+
+
+def test_a_calibration_that_fails_costs_the_choice_and_no_request(
+    pair: tuple[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(runner: object) -> None:
+        raise RuntimeError("no memory for the rows")
+
+    monkeypatch.setattr(calibration, "measure_passes", broken)
+    with LLM(pair[0], dtype="float64", speculation=auto("suffix")) as llm:
+        (output,) = llm.generate([COPY], SamplingParams(max_tokens=12, seed=1))
+    assert output.error is None
+    assert "no memory for the rows" in caplog.text
+    assert not list(folder.glob("*.json"))
 
 
 def test_a_calibration_that_is_broken_off_leaves_nothing(

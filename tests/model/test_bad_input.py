@@ -21,7 +21,8 @@ from outrider.errors import (
     UnsupportedParameterError,
     VocabularyMismatchError,
 )
-from outrider.model.loader import usable_device
+from outrider.model.loading.loader import usable_device
+from outrider.params import StructuredOutputs
 from tests.model import checkpoints
 
 
@@ -260,6 +261,8 @@ def test_engine_settings(settings: dict[str, Any]) -> None:
     [
         ("max_num_sequences", "Did you mean max_num_seqs? LLM knows: attention_backend, "),
         ("unheard_of", "LLM knows: attention_backend, "),
+        ("gpu_memory_utilization", "Use LLM(kv_cache_tokens=...)"),
+        ("tensor_parallel_size", "Leave it out: a model lies on one device."),
         ("num_draft_tokens", "Give it in LLM(speculation=SpeculationConfig(num_draft_tokens=...))."),
         ("temperature", "Give it in generate(prompts, SamplingParams(temperature=...))."),
     ],
@@ -270,6 +273,13 @@ def test_settings_that_llm_does_not_have(name: str, remedy: str) -> None:
     assert (caught.value.field, caught.value.value) == (name, 1)
     assert caught.value.remedy.startswith(remedy)
     assert "unknown" not in caught.value.remedy
+
+
+def test_names_of_other_engines_show_ours(llm: LLM) -> None:
+    with pytest.raises(UnsupportedParameterError, match="json_schema"):
+        StructuredOutputs(json={})
+    with pytest.raises(InvalidParameterError, match=r"SamplingParams\(temperature=0\)"):
+        llm.generate("x", do_sample=False)  # type: ignore[arg-type]
 
 
 def test_a_model_is_a_name_or_a_path() -> None:

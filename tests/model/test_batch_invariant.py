@@ -18,7 +18,7 @@ from outrider.kernels.library import available_sets
 from outrider.kernels.row_by_row import RowByRow
 from outrider.model.batch import Segment
 from outrider.model.factory import BACKENDS, make_runner
-from outrider.model.loader import load_model
+from outrider.model.loading.loader import load_model
 from outrider.model.probe import probe_bits
 from tests.model import checkpoints
 
@@ -123,11 +123,17 @@ def test_the_probe_of_bits_tells_paged_from_row_by_row() -> None:
         probe_bits(loaded, backend)
 
 
-@pytest.mark.parametrize("backend", ["paged", "gather"])
-def test_a_backend_whose_bits_depend_on_the_batch_is_refused_beside_it(backend: Any) -> None:
+def test_a_backend_whose_bits_depend_on_the_batch_is_refused_beside_it() -> None:
     with pytest.raises(ContradictionError, match="attention_backend") as caught:
-        LLM(batch_invariant=True, attention_backend=backend)
+        LLM(batch_invariant=True, attention_backend="gather")
     assert "fused" in caught.value.remedy
+
+
+def test_paged_is_refused_beside_it_where_stock_operators_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the bits of a small model happen to agree."""
+    monkeypatch.setenv("OUTRIDER_KERNELS", "off")
+    with pytest.raises(UnsupportedModelError, match="bits depend on the batch"):
+        LLM(batch_invariant=True, attention_backend="paged")
 
 
 @pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")

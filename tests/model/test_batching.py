@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider import LLM, DraftModel, Ngram, SamplingParams, SpeculationConfig, Suffix
 from outrider.engine.sequence import Request
 from outrider.model.context import ForwardContext
-from outrider.propose.draft_model import DraftModelProposer
+from outrider.propose.methods.draft_model import DraftModelProposer
 from outrider.prove.cache_truth import CacheAudit
 from tests.model import checkpoints
 

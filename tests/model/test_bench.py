@@ -11,27 +11,27 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from outrider.bench import machine
 from outrider.bench.costs import CostPlan
-from outrider.bench.passes import PassTimer
 from outrider.bench.peers.base import Peer, PeerMode, PeerModels, PeerRun
 from outrider.bench.peers.known_peers import PEERS
 from outrider.bench.prefill import Arithmetic, prefill
 from outrider.bench.results import ModelResult, PrefillResult
-from outrider.bench.row_costs import row_costs
-from outrider.bench.run import EncodedTask, Run, write
 from outrider.bench.session import Session, _positions
 from outrider.bench.settings import BenchSettings
-from outrider.bench.ways import parse_ways
-from outrider.bench.widen import stretched, widen
 from outrider.cli.app import app
 from outrider.config import ModelConfig
 from outrider.embedded import default_model
-from outrider.engine.proposers import MAX_IDLE
+from outrider.engine.proposing.proposers import MAX_IDLE
 from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError, ModelLoadError
 from outrider.llm import LLM
+from outrider.measure import machine
+from outrider.measure.decoding_config import parse_ways
+from outrider.measure.passes import PassTimer
+from outrider.measure.row_costs import row_costs
+from outrider.measure.run import EncodedTask, Run, write
+from outrider.measure.widen import stretched, widen
 from outrider.model.context import LayerReach
-from outrider.model.loader import read_context
+from outrider.model.loading.loader import read_context
 from outrider.params import SamplingParams
 from outrider.propose.method import Method, ProposerContext
 from outrider.prove.tiny import save_tiny_llama
@@ -82,7 +82,7 @@ def test_a_prompt_that_fails_leaves_nothing_running(llm: LLM) -> None:
 
 def test_costs_of_rows_are_measured_where_they_fit_behind_every_context(llm: LLM) -> None:
     free = llm.engine.runner.blocks.num_free
-    costs = row_costs(PassTimer(llm.engine.runner, 64), (8, 40), (1, 4, 32, 500), 64, 2)
+    costs = row_costs(PassTimer(llm.engine.runner, 64), (8, 40), (1, 4, 32, 500), 64, 2).seconds
     assert {context: list(found) for context, found in costs.items()} == {8: [1, 4, 32], 40: [1, 4]}
     assert all(seconds > 0 for found in costs.values() for seconds in found.values())
     assert llm.engine.runner.blocks.num_free == free
@@ -212,13 +212,13 @@ def settings(tiny: str, folder: Path, **more: Any) -> BenchSettings:
 
 
 @pytest.fixture(autouse=True)
-def _small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_reads(believing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "read_bandwidth", lambda *_: 1e9)
     monkeypatch.setattr(machine, "product_peak", lambda *_: 1e11)
 
 
 def test_a_full_run_goes_on_where_it_stopped(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.bench import contestants
+    from outrider.measure import contestants
 
     written: list[int] = []
     interruptions = iter([True])
@@ -246,6 +246,24 @@ def test_a_full_run_goes_on_where_it_stopped(tiny: str, tmp_path: Path, monkeypa
     written.clear()
     Session(settings(tiny, tmp_path, full=False)).run()  # who asks for less than everything wants it measured now
     assert written
+
+
+def test_a_bandwidth_that_cannot_be_is_measured_again(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy moment read a byte a second."""
+    read = iter([1.0, 1e12])
+    monkeypatch.setattr(machine, "read_bandwidth", lambda *_: next(read))
+    monkeypatch.setattr(machine, "_largest_cache", lambda: 0)
+    monkeypatch.setattr("outrider.bench.summary.SLACK", 1.05)
+    found = Session(settings(tiny, tmp_path, batches=(1,))).run()
+    (cell,) = found.cells.values()
+    assert found.bandwidth == 1e12
+    assert 0 < (cell.ways[0].bandwidth_share or 0) < 1
+    slow = iter([1.0] * 9)
+    monkeypatch.setattr(machine, "read_bandwidth", lambda *_: next(slow))
+    found = Session(settings(tiny, tmp_path, batches=(1,), out=tmp_path / "other")).run()
+    assert next(iter(found.cells.values())).ways[0].bandwidth_share is None
+    assert len(list(slow)) == 6
+    assert any("faster than torch reads memory" in said for said in found.remarks)
 
 
 def test_many_methods_do_not_put_each_other_out(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

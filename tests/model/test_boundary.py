@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider import LLM, DraftModel, Ngram, SamplingParams, SpeculationConfig, Suffix
 from outrider.draft import EMPTY, Draft, Law, ScratchRows
-from outrider.engine.scheduler import Planner, as_requested
+from outrider.engine.scheduling.scheduler import Planner, as_requested
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.model import factory
 from outrider.model.batch import Segment
@@ -27,9 +27,10 @@ from outrider.propose.base import (
     Requirements,
     RowStatus,
 )
-from outrider.propose.growth import Growth, add_level
 from outrider.propose.method import Method, ProposerContext
+from outrider.propose.trees.growth import Growth, add_level
 from outrider.trace import RoundTrace
+from outrider.verify.noise import Key, KeyedNoise, Stream
 from tests.model import checkpoints
 from tests.model.test_target import Oracle, close
 
@@ -161,7 +162,7 @@ def test_a_proposer_cannot_write_over_the_text(shallow_llm: tuple[LLM, Oracle]) 
 class WatcherProposer(Proposer):
     """Guesses the last token again, and remembers all it is shown."""
 
-    requires = Requirements(aux_layers=(0, 2, 4), target_top_k=2, every_row=True)
+    requires = Requirements(aux_layers=(0, 2, 4), target_top_k=2, needs_uncached_prompt=True)
 
     def __init__(self, requires: Requirements | None = None) -> None:
         self.requires = requires or type(self).requires
@@ -188,11 +189,11 @@ class WatcherProposer(Proposer):
 class Watcher(Method):
     name: ClassVar[str] = "watcher"
 
-    every_row: bool = True
+    needs_uncached_prompt: bool = True
 
     def build(self, context: ProposerContext) -> Proposer:
         full = WatcherProposer.requires
-        return WatcherProposer(full if self.every_row else Requirements(full.aux_layers, full.target_top_k))
+        return WatcherProposer(full if self.needs_uncached_prompt else Requirements(full.aux_layers, full.target_top_k))
 
 
 @pytest.fixture(scope="module")
@@ -270,15 +271,15 @@ def test_rejected_rows_come_back_too_with_their_parents(llm: LLM, oracle: Oracle
 
 def test_what_is_computed_anyway_costs_nothing(llm: LLM) -> None:
     """No prefix hit is lost and no row gets logits for it: prompt rows are shown without."""
-    watcher = llm.proposers.get(Watcher(every_row=False))
+    watcher = llm.proposers.get(Watcher(needs_uncached_prompt=False))
     assert isinstance(watcher, WatcherProposer)
     llm.generate(PROMPTS[0], SEEDED, speculation="none")
     watcher.shown.clear()
-    output = llm.generate(PROMPTS[0], SEEDED, speculation=Watcher(every_row=False))[0]
+    output = llm.generate(PROMPTS[0], SEEDED, speculation=Watcher(needs_uncached_prompt=False))[0]
     assert output.stats.num_cached_tokens == 8
     (shown,) = watcher.shown.values()
     assert min(s.positions[r] for s, r in shown) == 8
-    long = llm.generate([[2] * 40], SEEDED, speculation=Watcher(every_row=False))[0]
+    long = llm.generate([[2] * 40], SEEDED, speculation=Watcher(needs_uncached_prompt=False))[0]
     assert long.stats.num_proposer_faults == 0
     first = watcher.shown[max(watcher.shown)][0][0]
     assert len(first) == 32
@@ -393,7 +394,7 @@ def test_one_goes_on_where_another_stopped(llm: LLM, draft: str) -> None:
 
 def test_a_draft_model_that_starts_late_holds_nobody_up(llm: LLM, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows counted: the late one catches up some rows a step, and the others draft in every step meanwhile."""
-    from outrider.propose import draft_model
+    from outrider.propose.methods import draft_model
 
     monkeypatch.setattr(draft_model, "CATCH_UP_ROWS", 10)
     method = DraftModel(model=draft)
@@ -486,6 +487,35 @@ def test_a_trace_tells_what_was_decided(llm: LLM, draft: str, way: str) -> None:
     assert times[-1] >= sum(sum(found.seconds.values()) for found in output.rounds)
     rules = {"block": "block", "token": "token", "tree": "traversal", "lookup": "walk"}
     assert {found.rule for found in output.rounds if found.token_ids} == {rules[way]}
+
+
+@pytest.mark.parametrize("way", ["block", "token", "tree", "recursive"])
+def test_a_trace_holds_the_residual_that_was_drawn_from(
+    llm: LLM, draft: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[int, torch.Tensor] = {}  # by position in the text
+    real = KeyedNoise.categorical
+
+    def noted(self: KeyedNoise, probs: torch.Tensor, keys: list[Key]) -> torch.Tensor:
+        drawn.update({key.position: row for key, row in zip(keys, probs, strict=True) if key.stream is Stream.RECOVER})
+        return real(self, probs, keys)
+
+    monkeypatch.setattr(KeyedNoise, "categorical", noted)
+    shape: dict[str, Any] = {"num_draft_tokens": 3} if way in ("block", "token") else {"tree": (2, 2)}
+    rule: Any = "token" if way in ("token", "recursive") else "auto"
+    config = SpeculationConfig(method=DraftModel(model=draft), rule=rule, **shape)
+    output = llm.generate(PROMPTS[0], SamplingParams(max_tokens=60), speculation=config, trace=True)[0].outputs[0]
+    refusals = 0
+    for found in output.rounds or ():
+        for row in found.rows:
+            told = {each.token_id: each.residual for each in row.likely if each.residual is not None}
+            if told:
+                refusals += 1
+                assert row.node == (found.accepted[-1] if found.accepted else -1)
+                probs = drawn[found.position + len(found.accepted)]
+                assert told == {token: float(probs[token]) for token in told}
+                assert found.token_id is None or told[found.token_id] > 0
+    assert refusals == len(drawn) > 3
 
 
 def check_rows(found: RoundTrace) -> None:

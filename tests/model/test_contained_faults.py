@@ -14,10 +14,11 @@ from outrider.engine import committing, rounds, verification
 from outrider.engine import engine as engine_module
 from outrider.engine.committing import Committing
 from outrider.engine.engine import Engine
+from outrider.engine.proposing.tree_builders import TreeBuilders
 from outrider.engine.sequence import Sequence
-from outrider.engine.tree_builders import TreeBuilders
 from outrider.errors import StepAbortedError
 from outrider.model.runner import ModelRunner
+from outrider.request_options import RequestOptions
 from outrider.verify.noise import NoiseReuseError
 from outrider.verify.verifier import Verifier
 
@@ -124,7 +125,7 @@ def in_(owner: Any, name: str, place: int) -> Callable[..., None]:
 
 WHERE: dict[str, Callable[[Fault, pytest.MonkeyPatch, LLM], None]] = {
     "verification": in_verification,
-    "log probabilities": in_(verification, "score", 0),
+    "log probabilities": in_(committing, "score", 0),
     "prompt": in_(committing, "score_prompt", 0),
     "extension": in_(Committing, "_extend", 1),
     "trace": in_(rounds, "trace", 0),
@@ -151,7 +152,7 @@ def write(llm: LLM, speculation: str) -> tuple[list[Any], list[Any]]:
     requests = []
     for prompt, params in zip(PROMPTS, PARAMS, strict=True):
         config = llm.resolve(speculation)
-        requests.append(engine.add_request(llm.encode(prompt), params, config, streaming=True, traced=True))
+        requests.append(engine.add_request(llm.encode(prompt), params, config, RequestOptions(streaming=True, trace=True)))
     while engine.has_work:
         engine.step()
     return [[seq.output_token_ids for seq in request.sequences] for request in requests], [r.error for r in requests]

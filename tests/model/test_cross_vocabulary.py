@@ -12,8 +12,8 @@ from outrider import LLM, CrossVocabulary, DraftModel, Ngram, SamplingParams, Sp
 from outrider.embedded import default_model
 from outrider.errors import ContradictionError, InvalidParameterError, VocabularyMismatchError
 from outrider.propose.bridge import SharedTokens
-from outrider.propose.cross_vocabulary import TextProposer
-from outrider.propose.draft_model import DraftModelProposer
+from outrider.propose.methods.cross_vocabulary import TextProposer
+from outrider.propose.methods.draft_model import DraftModelProposer
 from tests.model import checkpoints
 from tests.model.vocabularies import save_permuted_and_cut, save_random, sentencepiece_like, words_alone
 

@@ -12,9 +12,9 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from outrider.bench.figures import Spread
-from outrider.bench.run import Run
 from outrider.embedded import default_model
+from outrider.measure.figures import Spread
+from outrider.measure.run import Run
 from outrider.stats import RequestStats
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
@@ -70,7 +70,7 @@ def test_each_side_of_the_race_pays_for_its_own_tokens(demo: ModuleType, monkeyp
     assert passes[1] < demo.MAX_TOKENS
 
 
-def test_rounds_alternate_and_count_drafts_on_one_side(demo: ModuleType) -> None:
+def test_rounds_alternate_and_count_drafts_on_one_side(believing: None, demo: ModuleType) -> None:
     turns: list[None] = []
     plain, drafted = demo.measure(demo.load(default_model("target"), 3), 2, lambda: turns.append(None))
     assert (len(plain), len(drafted), len(turns)) == (2, 2, 4)

@@ -15,6 +15,7 @@ from outrider.errors import ContradictionError, InputError, InvalidParameterErro
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model.vocabularies import save_permuted_and_cut
 
+pytestmark = pytest.mark.usefixtures("believing")
 SHORT = ("--num-prompts", "2", "--max-tokens", "48")
 
 

@@ -14,10 +14,10 @@ from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
 from outrider.errors import ModelTooLargeError
 from outrider.kernels.pages import release
-from outrider.model import fit
-from outrider.model.available import available_bytes
-from outrider.model.fit import stored_tensors
-from outrider.model.loader import load_model
+from outrider.model.loading import fit
+from outrider.model.loading.available import available_bytes
+from outrider.model.loading.fit import stored_tensors
+from outrider.model.loading.loader import load_model
 from tests.model import checkpoints
 
 CPU = torch.device("cpu")

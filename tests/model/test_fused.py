@@ -19,8 +19,8 @@ from outrider.model import hf
 from outrider.model.backends.fused import FusedDecoder
 from outrider.model.batch import Segment
 from outrider.model.factory import make_runner
-from outrider.model.families import FAMILIES
-from outrider.model.loader import load_model
+from outrider.model.fused.families import FAMILIES
+from outrider.model.loading.loader import load_model
 from outrider.model.probe import reference
 from outrider.model.runner import ModelRunner
 from tests.model import checkpoints

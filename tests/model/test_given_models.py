@@ -14,7 +14,13 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.embedded import default_model
-from outrider.errors import ContradictionError, InvalidParameterError, ModelLoadError, UnsupportedModelError
+from outrider.errors import (
+    ContradictionError,
+    InvalidParameterError,
+    ModelLoadError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+)
 from outrider.kernels.library import available_sets
 from outrider.model import hf
 from tests.model import checkpoints
@@ -218,6 +224,53 @@ def test_a_model_that_cannot_be_copied(paths: dict[str, str]) -> None:
     model.scaled = model.lm_head.weight * 2  # a tensor with a history
     with pytest.raises(ModelLoadError, match=r"LlamaForCausalLM.*cannot be copied.*consume=True"):
         LLM(model)
+
+
+# -- draft models ------------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_model_that_is_given_loaded_drafts_as_its_folder_does(paths: dict[str, str]) -> None:
+    own = model_from(paths["llama"])
+    before, kept = settings_of(own), [weight.clone() for weight in own.parameters()]
+    sampled = SamplingParams(seed=3, max_tokens=12)
+    texts, drafts = [], []
+    for draft in (paths["llama"], own):
+        with LLM(model_from(paths["llama"]), draft_model=draft, speculation="draft_model", kv_cache_tokens=512) as llm:
+            (found,) = llm.generate([IDS], sampled)[0].outputs
+            texts.append(found.token_ids)
+            drafts.append((found.stats.num_draft_tokens, found.stats.num_accepted_tokens))
+            if draft is own:
+                assert "draft_model=LlamaForCausalLM (given loaded)" in repr(llm)
+                asked = {"method": "draft_model", "min_confidence": 0.5}  # another proposer, of another copy
+                assert llm.generate([IDS], sampled, speculation=asked)[0].token_ids == found.token_ids
+    assert texts[0] == texts[1]
+    assert drafts[0] == drafts[1]
+    assert drafts[1][1] > 0  # it drafts for itself
+    assert settings_of(own) == before
+    assert all(torch.equal(a, b) for a, b in zip(own.parameters(), kept, strict=True))
+
+
+def test_the_engine_may_choose_a_draft_model_that_is_given_loaded(paths: dict[str, str]) -> None:
+    with LLM(paths["llama"], draft_model=model_from(paths["llama"]), kv_cache_tokens=512) as llm:
+        assert [member.name for member in llm.speculation.method.methods] == ["draft_model", "suffix"]  # type: ignore[union-attr]
+        assert llm.generate([IDS], PARAMS)[0].token_ids
+
+
+def test_a_draft_model_that_is_given_loaded_is_checked_before_anything_is_loaded(paths: dict[str, str]) -> None:
+    with pytest.raises(InvalidParameterError, match=r"draft_model=.*not a causal language model"):
+        LLM("/no/such/folder", draft_model=nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameterError, match=r"draft_model=.*lie on meta"):
+        LLM("/no/such/folder", draft_model=model_from(paths["llama"]).to("meta"))
+    with pytest.raises(InvalidParameterError, match=r"draft_model=3.*neither a path nor a loaded model"):
+        LLM("/no/such/folder", draft_model=3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameterError, match="draft_model"):  # the words for it name no folder
+        LLM(paths["llama"], draft_model="LlamaForCausalLM (given loaded)")
+
+
+def test_a_draft_model_that_is_given_loaded_must_have_as_many_tokens(paths: dict[str, str]) -> None:
+    other = model_from(default_model("draft"))
+    with pytest.raises(VocabularyMismatchError, match=r"LlamaForCausalLM \(given loaded\).*4,?096 tokens"):
+        LLM(paths["llama"], draft_model=other, speculation="draft_model", kv_cache_tokens=512)
 
 
 # -- tokenizers --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 
 from outrider import LLM, Blockwise, ExitHead, Medusa, Ngram, SamplingParams, SpeculationConfig
 from outrider.engine import engine
-from outrider.engine.scheduler import as_requested
+from outrider.engine.scheduling.scheduler import as_requested
 from outrider.errors import HeadMismatchError, InvalidParameterError, ModelLoadError
 from outrider.heads import pairing, running
 from outrider.heads.checkpoint import load_heads, save_heads
@@ -19,7 +19,7 @@ from outrider.heads.networks import HeadNetwork
 from outrider.kernels.library import kernel_library
 from outrider.model import factory, hf
 from outrider.params import RequestOutput
-from outrider.propose.row_heads import RowHeadsProposer
+from outrider.propose.methods.row_heads import RowHeadsProposer
 from outrider.prove.cache_truth import CacheAudit
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model import checkpoints
@@ -157,12 +157,12 @@ class Watch:
         seq, end = item.seq, 0
         before: tuple[int, ...] = ()
         for turn in item.turns:
-            part = next((p for p in step.parts if p.nodes[0] == end and p.drafter.method is turn.method), None)
+            part = next((p for p in step.parts if p.root == end - 1 and p.drafter.method is turn.method), None)
             if isinstance(turn.method, Medusa | Blockwise | ExitHead):
                 self._compare(seq, turn.method, step.draft, part, before)
             if part is None:
                 continue
-            end = part.nodes[1]
+            end = part.nodes[-1] + 1
             before = step.draft.paths[end - 1]
 
     def _compare(self, seq: Any, method: Any, draft: Any, part: Any, before: tuple[int, ...]) -> None:
@@ -170,7 +170,7 @@ class Watch:
             self.empty.append((seq.index, seq.num_output_tokens))
             return
         self.num_drafts += 1
-        first, stop = part.nodes
+        first, stop = part.nodes[0], part.nodes[-1] + 1
         for node in range(first, stop):
             path = draft.paths[node][:-1]
             logits = self._logits(method, list(seq.token_ids), path, len(path))

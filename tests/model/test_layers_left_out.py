@@ -11,9 +11,9 @@ import torch
 
 from outrider import SamplingParams, SpeculationConfig
 from outrider.draft import Draft
-from outrider.propose.early_exit import EarlyExit
-from outrider.propose.layer_skip import LayerSkip
 from outrider.propose.method import Method
+from outrider.propose.methods.early_exit import EarlyExit
+from outrider.propose.methods.layer_skip import LayerSkip
 from outrider.trace import RoundTrace
 from tests.model import checkpoints
 from tests.model.test_shared_layers import BACKENDS, EXIT, GREEDY, LENGTH, PROMPTS, SKIP, TREE, load

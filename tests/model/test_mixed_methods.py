@@ -9,7 +9,7 @@ import pytest
 
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.embedded import default_model
-from outrider.propose import methods
+from outrider.propose import registry
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model.vocabularies import save_permuted_and_cut
 
@@ -45,6 +45,13 @@ WAYS: list[dict[str, Any]] = [
     {"method": "ngram", "min_match": 1},
     {"method": "suffix", "branches": True, "shared": True},
     {"method": "prediction", "min_match": 1},
+    {"method": "merge"},
+    {
+        "method": "merge",
+        "methods": [{"method": "draft_model", "tree": (2, 1)}, "ngram", "layer_skip"],
+        "num_draft_tokens": 9,
+    },
+    {"method": "then", "methods": [{"method": "ngram", "num_draft_tokens": 2}, {"method": "draft_model"}]},
     {"method": "auto", "methods": [{"method": "draft_model"}, {"method": "ngram", "min_match": 1}]},
 ]
 PREDICTION = "\n    for name in names:\n        return self\n"
@@ -56,7 +63,7 @@ def llm() -> LLM:
 
 
 def test_every_method_takes_part() -> None:
-    assert {way["method"] for way in WAYS} == {"none", *methods._BUILT_IN}
+    assert {way["method"] for way in WAYS} == {"none", *registry._BUILT_IN}
 
 
 def test_a_batch_of_all_methods_writes_what_each_request_writes_alone(llm: LLM, tmp_path: Path) -> None:

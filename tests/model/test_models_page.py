@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from outrider.kernels.library import kernel_library
-from outrider.model.families import FAMILIES
+from outrider.model.fused.families import FAMILIES
 
 DOCS = Path(__file__).parents[2] / "docs"
 TESTED = (*FAMILIES, "gemma3", "falcon", "mixtral", "gpt_oss", "deepseek_v3", "bert", "mamba")

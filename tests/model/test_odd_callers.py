@@ -10,7 +10,7 @@ import pytest
 
 from outrider import LLM, Ngram, SamplingParams, SpeculationConfig
 from outrider.draft import Draft, Law
-from outrider.engine.scheduler import as_requested
+from outrider.engine.scheduling.scheduler import as_requested
 from outrider.errors import EngineBusyError, InvalidParameterError, ProcessingError, ProposerError
 from outrider.propose.base import DraftNoise, ObservedRows, Proposer, ProposeRequest, Requirements
 from outrider.propose.method import Method, ProposerContext

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.ways import parse_ways
 from outrider.cli.options import method_settings
 from outrider.errors import InvalidParameterError
-from outrider.propose import methods
+from outrider.measure.decoding_config import parse_ways
+from outrider.propose import registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_proposer.md"
 SOURCES = Path(__file__).parents[2] / "src"
@@ -38,7 +38,31 @@ def outrider(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_it_is_proved_and_the_verdict_is_stated(folder: Path) -> None:
     done = outrider(folder, "prove", "--method", '{"method": "my_file:Bigram", "shared": true}', "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("passed: all 8 checks hold")
+    assert done.stdout.rstrip().endswith("passed: all 8 checks hold (joints of 3 tokens)")
+    assert done.stderr.startswith("8 checks")
+
+
+def test_one_that_lies_behind_the_horizon_passes_and_the_result_says_how_far_it_looked(folder: Path) -> None:
+    (folder / "late.py").write_text(
+        "from dataclasses import replace\n"
+        "from typing import ClassVar\n"
+        "from my_file import Bigram, BigramProposer\n"
+        "class LateProposer(BigramProposer):\n"
+        "    def propose(self, requests, noise):\n"
+        "        drafts = super().propose(requests, noise)\n"
+        "        return [d if d.draft_probs is None or len(r.sequence.token_ids) < 60 else\n"
+        "                replace(d, draft_probs=d.draft_probs * 0.5 + 0.5 / d.draft_probs.shape[-1])\n"
+        "                for r, d in zip(requests, drafts)]\n"
+        "class Late(Bigram):\n"
+        "    name: ClassVar[str] = 'late'\n"
+        "    def build(self, context):\n"
+        "        return LateProposer(context.target.vocab_size, shared=self.shared)\n"
+    )
+    done = outrider(folder, "prove", "--method", "late:Late", "--quick", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["horizon"] == "joints of 3 tokens"
+    assert [check["horizon"] for check in report["checks"]] == [3] * 4 + [None] * 4
 
 
 def test_one_that_biases_the_output_fails(folder: Path) -> None:
@@ -84,7 +108,7 @@ def test_it_is_measured_beside_plain_decoding(folder: Path) -> None:
 )
 def test_what_is_no_method_is_refused(method: str, problem: str) -> None:
     with pytest.raises(InvalidParameterError, match=problem):
-        methods.find(method_settings(method)["method"])
+        registry.find(method_settings(method)["method"])
 
 
 def test_a_way_that_cannot_be_imported_is_no_way() -> None:

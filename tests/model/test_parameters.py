@@ -229,19 +229,22 @@ def test_parameters_that_leave_no_token_end_their_own_request(llm: LLM, config: 
 
 
 @pytest.mark.parametrize("config", [SpeculationConfig(), *SPECULATIONS], ids=str)
-def test_a_processor_that_raises_ends_its_own_request(llm: LLM, config: SpeculationConfig) -> None:
+@pytest.mark.parametrize("kind", [KeyError, SystemExit, GeneratorExit])
+def test_a_processor_that_raises_ends_its_own_request(
+    llm: LLM, config: SpeculationConfig, kind: type[BaseException]
+) -> None:
     prompt_len = len(llm.encode(PROMPTS[0]))
 
     def breaks(ids: Tensor, scores: Tensor) -> Tensor:
         if ids.shape[1] >= prompt_len + 4:
-            raise KeyError("planted")
+            raise kind("planted")
         return scores
 
     faults = llm.stats.finished.num_proposer_faults
     error = _with_neighbour(llm, SamplingParams(max_tokens=10, logits_processors=[breaks]), config)
     assert llm.stats.finished.num_proposer_faults == faults, "a caller's mistake is not held against the proposer"
     assert isinstance(error, ProcessingError)
-    assert isinstance(error.__cause__, KeyError)
+    assert isinstance(error.__cause__, kind)
 
 
 @pytest.mark.parametrize(

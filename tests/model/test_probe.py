@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from outrider.config import CacheConfig, ModelConfig
-from outrider.errors import UnsupportedModelError
+from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.kernels.library import available_sets
 from outrider.model import hf
-from outrider.model.backends.described import decoder_layer
 from outrider.model.factory import make_runner
-from outrider.model.families import FAMILIES
-from outrider.model.loader import load_model
+from outrider.model.fused.families import FAMILIES
+from outrider.model.fused.layer_builder import decoder_layer
+from outrider.model.loading.loader import load_model
 from outrider.model.runner import ModelRunner
 from tests.model import checkpoints
 
@@ -101,5 +101,5 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[3, 4] = float("nan")
     model.save_pretrained(path)
-    with pytest.raises(UnsupportedModelError):
+    with pytest.raises(ModelLoadError, match=r"layers\.0\.mlp\.up_proj\.weight holds NaN"):
         runner_of(path, "float32", "auto")

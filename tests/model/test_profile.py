@@ -16,7 +16,7 @@ from outrider.cli.options import load
 from outrider.errors import ContradictionError, InvalidParameterError, ProfileMismatchError
 from outrider.profile import FORMAT, Profile, read_profile
 from outrider.propose.auto import Auto
-from outrider.propose.draft_model import DraftModel
+from outrider.propose.methods.draft_model import DraftModel
 from outrider.prove.tiny import save_tiny_llama
 from outrider.tuning.results import Recommendation
 from outrider.tuning.tuner import Tuner

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.draft import Draft, Law, ScratchRows
-from outrider.engine import conduct, drafting
-from outrider.engine.conduct import PATIENCE
-from outrider.engine.drafter import Drafter
+from outrider.engine.proposing import breaker, drafting
+from outrider.engine.proposing.breaker import PATIENCE
+from outrider.engine.proposing.drafter import Drafter
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.errors import ForwardError, NonFiniteLogitsError, ProposerError
 from outrider.model.backends.base import PassOutput
@@ -30,8 +30,8 @@ from outrider.propose.base import (
     Requirements,
     RowStatus,
 )
-from outrider.propose.draft_model import DraftModelProposer
 from outrider.propose.method import Method, ProposerContext
+from outrider.propose.methods.draft_model import DraftModelProposer
 from tests.model import checkpoints
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [5, 6], [7, 7, 7, 7, 7]]
@@ -97,12 +97,12 @@ class Raiser(Proposer):
 
     requires = Requirements()
 
-    def __init__(self, verb: str) -> None:
-        self.verb = verb
+    def __init__(self, verb: str, kind: type[BaseException] = RuntimeError) -> None:
+        self.verb, self.kind = verb, kind
 
     def _maybe(self, verb: str) -> None:
         if verb == self.verb:
-            raise RuntimeError(f"planted in {verb}")
+            raise self.kind(f"planted in {verb}")
 
     def begin(self, sequence: ProposerSequence) -> None:
         self._maybe("begin")
@@ -162,7 +162,7 @@ def with_proposer() -> Iterator[Callable[[Proposer], SpeculationConfig]]:
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a proposer fails, it is asked again."""
-    monkeypatch.setattr(conduct, "PATIENCE", 10**9)
+    monkeypatch.setattr(breaker, "PATIENCE", 10**9)
 
 
 def draft_model_of(llm: LLM) -> DraftModelProposer:
@@ -218,9 +218,10 @@ def test_spoilt_trees_change_nothing(llm: LLM, with_proposer: Any, fault: str, r
 
 
 @pytest.mark.parametrize("verb", ["begin", "fork", "propose", "observe", "finish", "too few"])
-def test_a_raising_proposer_changes_nothing(llm: LLM, with_proposer: Any, verb: str) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit, GeneratorExit])
+def test_a_raising_proposer_changes_nothing(llm: LLM, with_proposer: Any, verb: str, kind: type[BaseException]) -> None:
     for params in (GREEDY, SEEDED, GREEDY.replace(n=2), SEEDED.replace(n=2)):
-        config = with_proposer(Raiser(verb))
+        config = with_proposer(Raiser(verb, kind))
         want = [[s.token_ids for s in o.outputs] for o in llm.generate(PROMPTS, params, speculation="none")]
         mixed = llm.generate(PROMPTS, params, speculation=[config, llm.speculation, config])
         assert [[s.token_ids for s in o.outputs] for o in mixed] == want
@@ -233,7 +234,7 @@ def test_a_raising_proposer_changes_nothing(llm: LLM, with_proposer: Any, verb: 
 class Failing(Proposer):
     """Raises as long as it is told to."""
 
-    requires = Requirements(every_row=True)
+    requires = Requirements(needs_uncached_prompt=True)
 
     def __init__(self) -> None:
         self.fails = True
@@ -389,8 +390,8 @@ def test_a_method_that_cannot_be_built_is_refused_at_once_and_harmless_in_a_step
 class Recorder(Proposer):
     """Asks for features and keeps every row it is shown."""
 
-    def __init__(self, *, every_row: bool) -> None:
-        self.requires = Requirements(aux_layers=(0, 1, 2), target_top_k=3, every_row=every_row)
+    def __init__(self, *, needs_uncached_prompt: bool) -> None:
+        self.requires = Requirements(aux_layers=(0, 1, 2), target_top_k=3, needs_uncached_prompt=needs_uncached_prompt)
         self.rows: dict[int, dict[int, tuple[int, dict[int, torch.Tensor], torch.Tensor | None]]] = {}
         self.rejected: list[tuple[tuple[int, ...], dict[int, torch.Tensor], torch.Tensor]] = []
 
@@ -426,7 +427,7 @@ def stock_rows(llm: LLM, text: Sequence[int]) -> Any:
 
 
 def test_observe_brings_every_committed_row(llm: LLM, with_proposer: Any) -> None:
-    recorder = Recorder(every_row=True)
+    recorder = Recorder(needs_uncached_prompt=True)
     output = llm.generate(PROMPTS[0], GREEDY, speculation=with_proposer(recorder))[0]
     text = [*PROMPTS[0], *output.token_ids]
     (rows,) = recorder.rows.values()
@@ -442,7 +443,7 @@ def test_observe_brings_every_committed_row(llm: LLM, with_proposer: Any) -> Non
 
 
 def test_observe_brings_rejected_rows_with_what_they_follow(llm: LLM, with_proposer: Any) -> None:
-    recorder = Recorder(every_row=True)
+    recorder = Recorder(needs_uncached_prompt=True)
     llm.generate(PROMPTS[0], GREEDY, speculation=with_proposer(recorder))
     assert len(recorder.rejected) > 5
     for text, features, top in recorder.rejected:
@@ -454,13 +455,13 @@ def test_observe_brings_rejected_rows_with_what_they_follow(llm: LLM, with_propo
 
 def test_who_does_not_need_every_row_costs_no_cached_one(llm: LLM, with_proposer: Any) -> None:
     prompt = [(3 * i) % V for i in range(11)]
-    for every_row, cached in ((False, 0), (False, 8), (True, 0)):
-        recorder = Recorder(every_row=every_row)
+    for needs_uncached_prompt, cached in ((False, 0), (False, 8), (True, 0)):
+        recorder = Recorder(needs_uncached_prompt=needs_uncached_prompt)
         output = llm.generate(prompt, GREEDY, speculation=with_proposer(recorder))[0]
         assert output.stats.num_cached_tokens == cached
         (rows,) = recorder.rows.values()
         assert sorted(rows) == list(range(cached, len(prompt) + 15))
-        assert all(top is not None for position, (_, _, top) in rows.items() if position >= 10 or every_row)
+        assert all(top is not None for position, (_, _, top) in rows.items() if position >= 10 or needs_uncached_prompt)
 
 
 def poison(llm: LLM, token: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,14 @@ import torch
 
 from outrider import LLM, SpeculationConfig
 from outrider.draft import Draft
-from outrider.engine.scheduler import as_requested
-from outrider.model import resumed
+from outrider.engine.scheduling.scheduler import as_requested
+from outrider.model import resumed_forward
 from outrider.model.batch import Segment
-from outrider.model.resumed import TargetPass, resumes_exactly
-from outrider.propose import shared_layers
+from outrider.model.resumed_forward import TargetPass, resumes_exactly
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, Requirements
-from outrider.propose.early_exit import EarlyExit
 from outrider.propose.method import Method, ProposerContext
+from outrider.propose.methods import shared_layers
+from outrider.propose.methods.early_exit import EarlyExit
 from outrider.prove.cache_truth import CacheAudit
 from tests.model import checkpoints
 from tests.model.test_shared_layers import BACKENDS, EXIT, EXIT_TREE, GREEDY, LENGTH, LOOKUP, PROMPTS, SEEDED, SKIP, load
@@ -156,12 +156,12 @@ def test_a_model_that_cannot_be_computed_in_two_parts_is_not(path: str, monkeypa
 
 def test_the_probe_sees_another_layer(fused: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that resumes one layer too early is not taken for exact."""
-    stock = resumed.PartialPass
+    stock = resumed_forward.PartialPass
 
     def shifted(layers: tuple[int, ...], hidden: Any = None) -> Any:
         return stock(layers if hidden is None else (layers[0] - 1, *layers), hidden)
 
-    monkeypatch.setattr(resumed, "PartialPass", shifted)
+    monkeypatch.setattr(resumed_forward, "PartialPass", shifted)
     assert not resumes_exactly(fused.engine.runner, 2)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from outrider import LLM, Ngram, SamplingParams, SpeculationConfig
-from outrider.engine.scheduler import as_requested
+from outrider.engine.scheduling.scheduler import as_requested
 from outrider.errors import InputError, InvalidParameterError, UnsupportedModelError
 from outrider.model import factory
-from outrider.propose import shared_layers
-from outrider.propose.early_exit import EarlyExit
-from outrider.propose.layer_skip import LayerSkip
+from outrider.propose.methods import shared_layers
+from outrider.propose.methods.early_exit import EarlyExit
+from outrider.propose.methods.layer_skip import LayerSkip
 from outrider.prove.cache_truth import CacheAudit
 from tests.model import checkpoints
 

@@ -10,7 +10,7 @@ import pytest
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.embedded import default_model
-from outrider.propose.draft_model import DraftModelProposer
+from outrider.propose.methods.draft_model import DraftModelProposer
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
 

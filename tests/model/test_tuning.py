@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -12,11 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.bench.run import EncodedTask, write
-from outrider.bench.ways import Way, parse_ways
 from outrider.cli.app import app
+from outrider.doctor.measure import PassTimes
 from outrider.embedded import default_model
 from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.measure import contestants, plausible
+from outrider.measure.decoding_config import DecodingConfig, parse_ways
+from outrider.measure.run import EncodedTask, Run, write
 from outrider.propose.speculation import PLAIN
 from outrider.prove.tiny import save_tiny_llama
 from outrider.tuning.shadow import Shadow, ShadowScorer, score_text
@@ -63,7 +66,7 @@ def test_the_shadow_of_a_greedy_draft_takes_the_passes_of_the_engine() -> None:
         prompt = embedded.prompts.encode("def parse(line):\n")[1]
         for shape in ({"num_draft_tokens": 3}, {"tree": [2, 1]}, {"tree": [2, 2]}):
             config = SpeculationConfig.of({**draft, **shape})
-            run = write(embedded, [EncodedTask("t", prompt, 32)], Way("x", config), 0.0)
+            run = write(embedded, [EncodedTask("t", prompt, 32)], DecodingConfig("x", config), 0.0)
             found = shadow(embedded, config, [EncodedTask("t", prompt, 32, run.token_ids[0])], 0.0)
             assert run.drafts is not None
             assert 3 < run.drafts.num_accepted_tokens < run.drafts.num_draft_tokens
@@ -90,7 +93,7 @@ def test_the_shadow_of_a_drawn_draft_expects_the_passes_of_the_engine(llm: LLM, 
 
 def test_the_target_is_a_perfect_draft_of_itself(llm: LLM, pair: tuple[str, str]) -> None:
     config = SpeculationConfig.of({"method": "draft_model", "model": pair[0], "num_draft_tokens": 4})
-    run = write(llm, [EncodedTask("t", PROMPT, 21)], Way("plain", PLAIN), 1.0)
+    run = write(llm, [EncodedTask("t", PROMPT, 21)], DecodingConfig("plain", PLAIN), 1.0)
     text = EncodedTask("t", PROMPT, 21, run.token_ids[0])
     assert shadow(llm, config, [text], 1.0).passes == pytest.approx(4.0)
 
@@ -143,7 +146,7 @@ class TestCommand:
     ways: ClassVar[tuple[str, ...]] = ("--way", "draft_model:2", "--way", "suffix:4", "--way", "auto")
 
     @pytest.fixture(autouse=True)
-    def _costs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _costs(self, believing: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OUTRIDER_COSTS", "off")
 
     def tune(self, pair: tuple[str, str], out: Path, *options: str) -> Any:
@@ -186,6 +189,41 @@ class TestCommand:
         assert not found["recommendation"]["measured"]
         assert "predicted" in result.stdout
         assert "line 2" in result.stderr
+
+    def test_gains_that_cannot_be_are_neither_recommended_nor_kept(
+        self, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = contestants.write
+
+        def loaded(llm: LLM, tasks: Any, way: DecodingConfig, temperature: float) -> Run:
+            found = real(llm, tasks, way, temperature)
+            return replace(found, decode_seconds=30.0 if way.plain else 1.0)
+
+        monkeypatch.setattr(contestants, "write", loaded)
+        monkeypatch.setattr(plausible, "SLACK", 1.05)
+        result = self.tune(pair, tmp_path / "out")
+        assert result.exit_code == 1, result.output
+        assert "Nothing is recommended: draft_model k=2, suffix k=4, auto gained more than their" in result.stdout
+        assert "--profile" not in result.stdout
+        assert not (tmp_path / "out" / "profile.json").exists()
+        rows = json.loads((tmp_path / "out" / "results.json").read_text("utf-8"))["rows"]
+        assert [(row["disturbed"], row["measured"] is None) for row in rows] == [(False, False)] + 3 * [(True, True)]
+
+    def test_predictions_from_times_that_cannot_be_are_not_kept(
+        self, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        flat = PassTimes({1: 1.0, 64: 1.0}, "16 rows seemed to cost no more than one")
+        monkeypatch.setattr("outrider.tuning.tuner.pass_seconds", lambda *_: flat)
+        answer = "".join('"a'[token] for token in RECORDED)
+        result = self.tune(
+            pair, tmp_path / "out", "--log", self.traffic(tmp_path, json.dumps({"prompt": "a", "answer": answer}))
+        )
+        assert result.exit_code == 1, result.output
+        assert "16 rows seemed to cost no more than one" in result.stdout
+        rows = json.loads((tmp_path / "out" / "results.json").read_text("utf-8"))["rows"]
+        assert {row["predicted"] for row in rows} == {None}
+        assert rows[1]["predicted_tokens"] > 1  # which no clock tells
+        assert not (tmp_path / "out" / "profile.json").exists()
 
     def test_a_way_that_cannot_be_had_is_left_out_with_the_reason(self, pair: tuple[str, str], tmp_path: Path) -> None:
         other = save_tiny_llama(tmp_path / "other", 3, vocab_size=5)

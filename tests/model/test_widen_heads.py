@@ -10,11 +10,11 @@ import torch
 
 from outrider import LLM, SamplingParams
 from outrider.bench import widen_heads as module
-from outrider.bench.widen import widen
 from outrider.bench.widen_heads import wide_heads, widen_heads
 from outrider.embedded import default_model
 from outrider.engine import engine
 from outrider.heads.checkpoint import load_heads, save_heads
+from outrider.measure.widen import widen
 from outrider.prove.tiny_heads import save_random_heads
 
 PROMPTS = ["def main(", "The little dog"]

@@ -29,10 +29,10 @@ from outrider.propose.base import (
     Requirements,
     RowStatus,
 )
-from outrider.propose.draft_model import DraftModel
 from outrider.propose.method import Method, ProposerContext
+from outrider.propose.methods.draft_model import DraftModel
+from outrider.propose.methods.suffix import Suffix
 from outrider.propose.speculation import SpeculationConfig
-from outrider.propose.suffix import Suffix
 from outrider.prove.engine_distribution import EngineProof
 from outrider.prove.settings import HEADS_SETTINGS, SETTINGS, SHARED_TARGET_LAYERS, Setting
 from outrider.prove.tiny import save_tiny_llama
@@ -266,7 +266,7 @@ def _watched(test: Callable[..., None], *args: Any) -> None:
     test(*_llama(max_num_batched_tokens=32), *args)
 
 
-def every_row() -> None:
+def needs_uncached_prompt() -> None:
     _watched(test_boundary.test_every_row_of_the_text_is_shown_once_to_every_sample, 3)
 
 

@@ -33,7 +33,7 @@ BOUNDARY_MUTANTS = (
     ),
     _mutant(
         "every request says that its first drafter is asked",
-        "engine/drafting.py",
+        "engine/proposing/drafting.py",
         "            self.drafter.index,\n",
         "            0,\n",
         "drafters_draw_apart",
@@ -56,23 +56,24 @@ BOUNDARY_MUTANTS = (
         "ratio test on coupled drafts of two turns",
         "verify/verifier.py",
         '    if coupled or Law.SAMPLED not in laws or Law.COUPLED in laws or rule_name in ("walk", "coupled"):\n'
-        "        return Rule.WALK\n    all_sampled = laws == {Law.SAMPLED}\n",
-        "    if not laws & {Law.SAMPLED, Law.COUPLED}:\n        return Rule.WALK\n    all_sampled = True\n",
+        "        return Rule.WALK\n"
+        "    one_by_one = draft.is_chain and draft.num_draws == len(draft) and laws == {Law.SAMPLED}\n",
+        "    if not laws & {Law.SAMPLED, Law.COUPLED}:\n        return Rule.WALK\n    one_by_one = True\n",
         "turns_coupled",
     ),
     # -- turns --
     _mutant(
         "the second draft hangs on the root",
-        "draft.py",
-        "self.parents + tuple(_moved(parent, end, size) for parent in tail.parents)",
-        "self.parents + tuple(_moved(parent, -1, size) for parent in tail.parents)",
-        "turns_drawn",
+        "engine/proposing/drafting.py",
+        "self.draft.joined(tail, root)",
+        "self.draft.joined(tail, -1)",
+        "a_turn_goes_on_where_the_last_stopped",
     ),
     _mutant(
         "the second draft hangs on the last node instead of the deepest",
-        "draft.py",
-        "size, end, both = len(self), self.deepest, len(self) + len(tail)",
-        "size, end, both = len(self), len(self) - 1, len(self) + len(tail)",
+        "engine/proposing/drafting.py",
+        "return max(nodes, key=lambda node: depths[node], default=-1)",
+        "return max(nodes, default=-1)",
         "a_turn_goes_on_where_the_last_stopped",
     ),
     _mutant(
@@ -102,14 +103,14 @@ BOUNDARY_MUTANTS = (
     ),
     _mutant(
         "a turn is not told what the one before drafted",
-        "engine/drafting.py",
-        "path = draft.paths[draft.deepest] if len(draft) else ()",
+        "engine/proposing/drafting.py",
+        "path = self.step.draft.paths[self.root] if self.root >= 0 else ()",
         "path: tuple[int, ...] = ()",
         "a_turn_goes_on_where_the_last_stopped",
     ),
     _mutant(
         "a fault demotes every drafter of the sequence",
-        "engine/drafting.py",
+        "engine/proposing/drafting.py",
         "        self.drafter.report_fault(self.seq.request.request_id, problem, useless=useless)\n",
         "        for drafter in self.seq.drafters:\n"
         "            drafter.report_fault(self.seq.request.request_id, problem, useless=useless)\n",
@@ -117,14 +118,14 @@ BOUNDARY_MUTANTS = (
     ),
     _mutant(
         "a drafter is believed after its fault",
-        "engine/drafting.py",
+        "engine/proposing/drafting.py",
         "return sound.opaque() if was_demoted else sound",
         "return sound",
         "a_fault_is_ones_own",
     ),
     _mutant(
         "what a proposer learnt is not restored",
-        "propose/suffix.py",
+        "propose/methods/suffix.py",
         "        self.shared = deepcopy(state)\n",
         "",
         "texts_are_forgotten_again",
@@ -142,8 +143,8 @@ BOUNDARY_MUTANTS = (
         "shared blocks copied after the proposers have read them",
         "engine/engine.py",
         "                self._copy_blocks(plan)  # first of all: a proposer may read the target's KV\n"
-        "                self.runner.begun.clear()\n                drafts = self._propose(plan)\n",
-        "                self.runner.begun.clear()\n                drafts = self._propose(plan)\n"
+        "                self.runner.partial_rows.clear()\n                drafts = self._propose(plan)\n",
+        "                self.runner.partial_rows.clear()\n                drafts = self._propose(plan)\n"
         "                self._copy_blocks(plan)\n",
         "shallow",
     ),
@@ -206,45 +207,45 @@ BOUNDARY_MUTANTS = (
     # -- rows that come back --
     _mutant(
         "rows of the draft come back with wrong parents",
-        "engine/observation.py",
+        "engine/proposing/observation.py",
         "[root if parent < 0 else first_node + parent for parent in draft.row_parents]",
         "[root if parent < 0 else root + parent for parent in draft.row_parents]",
         "rejected_rows",
     ),
     _mutant(
         "rows come back with the position of their slot",
-        "engine/observation.py",
+        "engine/proposing/observation.py",
         "depths.append(row if row < num_rows else depths[parent] + 1)",
         "depths.append(row)",
         "scratch_rows",
     ),
     _mutant(
         "statuses of draft rows are off by one",
-        "engine/observation.py",
+        "engine/proposing/observation.py",
         "RowStatus.ACCEPTED if node in accepted",
         "RowStatus.ACCEPTED if node - 1 in accepted",
-        "every_row",
+        "needs_uncached_prompt",
     ),
     _mutant(
         "the first rejected row is shown as accepted",
-        "engine/observation.py",
+        "engine/proposing/observation.py",
         "RowStatus.ACCEPTED if node in accepted",
         "RowStatus.ACCEPTED if node <= len(accepted)",
-        "every_row",
+        "needs_uncached_prompt",
     ),
     _mutant(
         "a proposer that needs every row gets prefix hits",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "return not seq.reads_every_row and seq.request",
         "return seq.request",
-        "every_row",
+        "needs_uncached_prompt",
     ),
     _mutant(
         "every sample is told to begin",
-        "engine/drafters.py",
+        "engine/proposing/drafters.py",
         'self.tell(child, child.drafters[-1], "fork", parent.view, child.view)',
         'self.tell(child, child.drafters[-1], "begin", child.view)',
-        "every_row",
+        "needs_uncached_prompt",
     ),
     _mutant(
         "scratch rows counted as draft tokens",
@@ -255,7 +256,7 @@ BOUNDARY_MUTANTS = (
     ),
     _mutant(
         "scratch rows verified as draft tokens",
-        "engine/drafting.py",
+        "propose/inspection.py",
         '            return draft.with_scratch(row), f"scratch row {row}: {problem}"\n    return draft, None\n',
         '            return draft.with_scratch(row), f"scratch row {row}: {problem}"\n'
         "    laws = draft.laws + (Law.OPAQUE,) * len(scratch)\n"
@@ -279,35 +280,35 @@ BOUNDARY_MUTANTS = (
     # -- heads --
     _mutant(
         "heads read the row before",
-        "propose/row_heads.py",
+        "propose/methods/row_heads.py",
         "seen.aux_hidden_states[self._heads.config.layer][row]",
         "seen.aux_hidden_states[self._heads.config.layer][row - 1]",
         "heads_read_the_last_row",
     ),
     _mutant(
         "heads read rejected rows",
-        "propose/row_heads.py",
+        "propose/methods/row_heads.py",
         "seen.where(RowStatus.TEXT, RowStatus.ACCEPTED)",
         "seen.where(RowStatus.TEXT, RowStatus.ACCEPTED, RowStatus.REJECTED)",
         "heads_read_the_last_row",
     ),
     _mutant(
         "heads read what they saw first",
-        "propose/row_heads.py",
+        "propose/methods/row_heads.py",
         "_Feature(last, hidden.clone())",
         "_Feature(last, self._features.get(seen.sequence.seq_id, _Feature(0, hidden.clone())).hidden)",
         "heads_read_the_last_row",
     ),
     _mutant(
         "heads begin with the first head behind another draft",
-        "propose/row_heads.py",
+        "propose/methods/row_heads.py",
         "id(growth): logits[start:, i]",
         "id(growth): logits[:, i]",
         "heads_go_on_behind_others",
     ),
     _mutant(
         "samples do not take over what was seen of their prompt",
-        "propose/row_heads.py",
+        "propose/methods/row_heads.py",
         "self._features[child.seq_id] = self._features[parent.seq_id]",
         "pass",
         "samples_of_heads_begin_at_once",
@@ -321,7 +322,7 @@ BOUNDARY_MUTANTS = (
     ),
     _mutant(
         "an exit reads rows of another node",
-        "propose/shared_layers.py",
+        "propose/methods/shared_layers.py",
         "out.hidden[end - count : end] for count, (_, end)",
         "out.hidden[first : first + count] for count, (first, _)",
         "exits_read_what_layers_leave",
@@ -335,7 +336,7 @@ BOUNDARY_MUTANTS = (
     ),
     _mutant(
         "heads report a softer law than the one drawn from",
-        "propose/growth.py",
+        "propose/trees/growth.py",
         "probs = torch.stack([self.laws[n.parent].row for n in self.nodes])",
         "probs = torch.nn.functional.normalize(torch.stack([self.laws[n.parent].row for n in self.nodes]).sqrt(), 1)",
         "heads_drawn",

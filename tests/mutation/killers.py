@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from outrider.draft import Draft, Law
-from outrider.errors import EngineStalledError
+from outrider.errors import EngineStalledError, NoTokenLeftError
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.propose.draft_model import DraftModel
 from outrider.propose.method import Method, ProposerContext
-from outrider.propose.ngram import Ngram
+from outrider.propose.methods.draft_model import DraftModel
+from outrider.propose.methods.ngram import Ngram
 from outrider.propose.speculation import SpeculationConfig
+from outrider.prove.deep_rounds import DEEP_SETTINGS, prove_deep
 from outrider.prove.engine_distribution import EngineProof
+from outrider.prove.merged_distribution import prove_merged_verifier
 from outrider.prove.reference import ReferenceRule
 from outrider.prove.rules_distribution import prove_verifier
 from outrider.prove.settings import DRAFT, SETTINGS, STRUCTURE_SETTINGS, Setting
@@ -45,12 +47,12 @@ def _law(rule: str, **params: Any) -> None:
     assert finding.passed, finding
 
 
-def _named(name: str) -> None:
+def _named(name: str, length: int = 3) -> None:
     """A setting of the prover's own list."""
     setting = next(s for s in (*SETTINGS, *STRUCTURE_SETTINGS) if s.name == name)
     folder, speaks = Path(tempfile.mkdtemp()), bool(setting.language)
     pair = [save_tiny_llama(folder / part, seed, speaks=speaks) for part, seed in (("target", 1), ("draft", 2))]
-    finding = EngineProof(*pair, speaks=speaks).prove(setting, 3)
+    finding = EngineProof(*pair, speaks=speaks).prove(setting, length)
     assert finding.passed, finding
 
 
@@ -84,6 +86,57 @@ def law_penalties() -> None:
     _law("block", repetition_penalty=1.6, frequency_penalty=0.7)
 
 
+def _deep(*names: str) -> None:
+    for setting in DEEP_SETTINGS:
+        if setting.name in names:
+            finding = prove_deep(setting)
+            assert finding.passed, finding
+
+
+def deep_low_confidence() -> None:
+    _deep("low confidence, block", "low confidence, token")
+
+
+def deep_bad_words() -> None:
+    _deep("bad words")
+
+
+def deep_penalties() -> None:
+    _deep("penalties")
+
+
+def deep_chains() -> None:
+    _deep("block, 8 places")
+
+
+def deep_residuals() -> None:
+    _deep("block, three tokens")
+
+
+def deep_tokens() -> None:
+    _deep("token, 8 places")
+
+
+def deep_walks() -> None:
+    _deep("walk")
+
+
+def deep_best_first() -> None:
+    _deep("best-first tree")
+
+
+def deep_recursion() -> None:
+    _deep("tree that branches deep, recursive rejection")
+
+
+def deep_traversal() -> None:
+    _deep("tree that branches deep, traversal")
+
+
+def law_mixed_noise() -> None:
+    _named("coupled drafts, or token by what was drafted")
+
+
 def law_bad_words() -> None:
     _law("block", bad_words_ids=((1, 1), (0, 2)))
 
@@ -111,6 +164,18 @@ def law_merged() -> None:
 def verifier_tree() -> None:
     finding = prove_tree_verifier(TreeRule.TRAVERSAL, (2, 1), 8, 3)
     assert finding.passed, finding
+
+
+def verifier_merged() -> None:
+    """Two members whose draws collide, on chains and on trees."""
+    for rule in (TreeRule.RECURSIVE, TreeRule.TRAVERSAL):
+        for shape in (((1,), (1,)), ((2,), (1,))):
+            finding = prove_merged_verifier(rule, shape, 16, 2)
+            assert finding.passed, finding
+
+
+def law_guess_behind() -> None:
+    _named("two drawn tokens, then a lookup that sometimes finds nothing behind them", 4)
 
 
 def logprobs() -> None:
@@ -231,6 +296,31 @@ def stop_inside_draft() -> None:
     plain = _greedy(PROMPT)
     for end in set(plain):
         assert _greedy(PROMPT, _self_draft(), stop_token_ids=(end,)) == plain[: plain.index(end) + 1]
+
+
+def stuck_behind_the_end() -> None:
+    """No token may follow the one that ends the text."""
+    plain = _greedy(PROMPT)
+    for end in set(plain) - {PROMPT[-1]}:
+        try:
+            found = _greedy(PROMPT, _self_draft(), stop_token_ids=(end,), bad_words_ids=_nothing_behind(end))
+        except NoTokenLeftError as error:
+            raise AssertionError("the text has ended before the row that failed") from error
+        assert found == plain[: plain.index(end) + 1]
+
+
+def stuck_inside_the_text() -> None:
+    """No token may follow one that does not end the text."""
+    for token in set(_greedy(PROMPT)[:-1]):
+        try:
+            _greedy(PROMPT, _self_draft(), bad_words_ids=_nothing_behind(token))
+        except NoTokenLeftError:
+            continue
+        raise AssertionError("the text went on where every token was forbidden")
+
+
+def _nothing_behind(token: int) -> tuple[tuple[int, int], ...]:
+    return tuple((token, other) for other in range(_llm().engine.runner.loaded.vocab_size))
 
 
 def cache_truth() -> None:
@@ -437,6 +527,7 @@ def kernels_linear() -> None:
     """Products of many shapes and kinds against float64, every row's bits its own, and the weights given back."""
     from torch import nn
 
+    from outrider.kernels.formats.registry import FORMATS
     from outrider.kernels.library import kernel_library
     from outrider.kernels.linear import use_packed_linear, use_stock_linear
     from outrider.kernels.weights import quantise_linears, stored_weight
@@ -447,7 +538,7 @@ def kernels_linear() -> None:
         layer = nn.Linear(1300, 43, dtype=torch.float32 if dtype is torch.int8 else dtype).requires_grad_(False)
         weight = layer.weight.double()
         if dtype is torch.int8:
-            quantise_linears(layer)
+            quantise_linears(layer, FORMATS["int8"])
             stored = cast(Any, layer).quantised_weight
             weight = stored.data.double() * stored.scale.double()[:, None]
         rows = torch.randn(130, 1300).to(layer.weight.dtype)  # more than a block of them
@@ -465,6 +556,23 @@ def kernels_linear() -> None:
         given_back = stored_weight(layer)
         scale = 1.0 if given_back.scale is None else given_back.scale.double()[:, None]
         assert torch.equal(given_back.data.double() * scale, weight)
+
+
+def kernels_formats() -> None:
+    """Products with weights in groups against float64."""
+    from outrider.kernels.formats.registry import FORMATS
+    from outrider.kernels.library import kernel_library
+    from outrider.kernels.packed import PackedWeights, product
+
+    library = kernel_library()
+    assert library is not None
+    for name in ("int8-g64", "int4-g32", "int4-g128-asym"):
+        stored = FORMATS[name].store(torch.randn(70, 1280))
+        packed, weight = PackedWeights(library, stored), stored.format.dequantise(stored, torch.float64)
+        rows = torch.randn(15, 1280)
+        for count in (1, 2, 15):
+            got = product(library, packed.struct, rows[:count])[:, :70].double()
+            assert torch.allclose(got, rows[:count].double() @ weight.t(), rtol=1e-4, atol=1e-3)
 
 
 def kernels_laws() -> None:

@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "draft law reported before temperature and truncation",
         1,
-        "propose/growth.py",
+        "propose/trees/growth.py",
         "probs = torch.stack([self.laws[n.parent].row for n in self.nodes])",
         "probs = torch.stack([self.laws[n.parent].row.pow(0.6) for n in self.nodes])\n"
         "        probs /= probs.sum(-1, keepdim=True)",
@@ -79,7 +79,7 @@ MUTANTS = (
     Mutant(
         "unlikely drawn token dropped before verification",
         2,
-        "propose/growth.py",
+        "propose/trees/growth.py",
         "        if not self.nodes:\n            return EMPTY\n",
         "        while self.nodes and self.draws and self.confidence(len(self.nodes) - 1).token < 0.3:\n"
         "            self.nodes.pop()\n        if not self.nodes:\n            return EMPTY\n",
@@ -115,8 +115,9 @@ MUTANTS = (
         5,
         "verify/verifier.py",
         '    if coupled or Law.SAMPLED not in laws or Law.COUPLED in laws or rule_name in ("walk", "coupled"):\n'
-        "        return Rule.WALK\n    all_sampled = laws == {Law.SAMPLED}\n",
-        "    if not laws & {Law.SAMPLED, Law.COUPLED}:\n        return Rule.WALK\n    all_sampled = True\n",
+        "        return Rule.WALK\n"
+        "    one_by_one = draft.is_chain and draft.num_draws == len(draft) and laws == {Law.SAMPLED}\n",
+        "    if not laws & {Law.SAMPLED, Law.COUPLED}:\n        return Rule.WALK\n    one_by_one = True\n",
         "law_seeded",
     ),
     Mutant(
@@ -162,7 +163,7 @@ MUTANTS = (
     Mutant(
         "proposer's memory has a hole after full acceptance",
         9,
-        "propose/draft_model.py",
+        "propose/methods/draft_model.py",
         "        return [d.growth.draft() for d in drafting]",
         "        for d in drafting:\n            d.text.lease.ahead += [n.token_id for n in d.growth.nodes[-1:]]\n"
         "        return [d.growth.draft() for d in drafting]",
@@ -171,7 +172,7 @@ MUTANTS = (
     Mutant(
         "a prompt is read one token short",
         9,
-        "propose/draft_model.py",
+        "propose/methods/draft_model.py",
         "return len(self.settled) * prompt.stop // len(prompt.sequence.token_ids)",
         "return len(self.settled) * prompt.stop // len(prompt.sequence.token_ids) - 1",
         "prompts_are_read",
@@ -179,7 +180,7 @@ MUTANTS = (
     Mutant(
         "the draft model reads a chunk of a prompt that the target is not at",
         9,
-        "propose/draft_model.py",
+        "propose/methods/draft_model.py",
         "        stop = max(start + count, start)\n        return [*self.settled[start:stop],",
         "        stop = max(start + count, start)\n        return [*self.settled[start + 1 : stop + 1],",
         "prompts_are_read",
@@ -187,7 +188,7 @@ MUTANTS = (
     Mutant(
         "what was read of a prompt is forgotten",
         9,
-        "propose/draft_model.py",
+        "propose/methods/draft_model.py",
         "            text.record(segment.token_ids)\n",
         "",
         "prompts_are_read",
@@ -244,7 +245,7 @@ MUTANTS = (
     Mutant(
         "automaton not rolled back after looking along a draft",
         11,
-        "verify/grammar.py",
+        "structured/grammar.py",
         "                self._matcher.rollback(taken)\n",
         "                pass\n",
         "law_structure",
@@ -254,8 +255,8 @@ MUTANTS = (
         "parameters applied to the target's first row only",
         11,
         "engine/verification.py",
-        "            processed[rows] = changed\n",
-        "            processed[rows.start] = changed[0]\n",
+        "processed[[rows[node] for node in sound]] = changed.logits\n",
+        "processed[rows[0]] = changed.logits[0]\n",
         "law_penalties",
     ),
     Mutant(
@@ -270,23 +271,24 @@ MUTANTS = (
         "logprobs taken from the row of the token itself",
         11,
         "engine/scoring.py",
-        "rows = torch.tensor([node + 1 for node in (-1, *verdict.path)]",
-        "rows = torch.tensor([node + 1 for node in (*verdict.path, len(tokens) - 2)]",
+        "rows = torch.tensor([node + 1 for node, _ in written]",
+        "rows = torch.tensor([node + 1 for node, _ in (*written[1:], written[-1])]",
         "logprobs",
     ),
     Mutant(
         "children drawn with replacement and said to be without",
         3,
-        "propose/growth.py",
+        "propose/trees/growth.py",
         "        if turn + 1 < max(family.count for family in families):\n            left[wide, drawn] = 0.0\n",
         "",
-        "law_tree",
+        survives="inspection cuts the draft at a sibling that was drawn before; given that a sibling is another one, its "
+        "probabilities are those without replacement, and whether it is one follows from its elder siblings alone",
     ),
     Mutant(
         "later siblings tested against the law of the first (recursive rejection)",
         3,
         "verify/trees.py",
-        "            proposal = _without(proposal, token)\n",
+        "            proposals[tree.members[draw]] = _without(proposal, token)\n",
         "",
         "law_recursive",
     ),
@@ -294,7 +296,7 @@ MUTANTS = (
         "later siblings tested against the law of the first (traversal)",
         3,
         "verify/trees.py",
-        "        proposal[parent] = _without(proposal[parent], tree.token_ids[node])\n",
+        "        proposals[parent][member] = _without(proposal, tree.token(draw))\n",
         "",
         "law_tree",
     ),
@@ -310,7 +312,7 @@ MUTANTS = (
         "traversal keeps a parent's law after a refusal",
         4,
         "verify/trees.py",
-        "        wanted[parent] = _residual(wanted[parent], proposal[parent], weight[parent])\n",
+        "        wanted[parent] = _residual(wanted[parent], proposal, weight[parent])\n",
         "",
         "law_tree",
     ),
@@ -323,10 +325,50 @@ MUTANTS = (
         "law_merged",
     ),
     Mutant(
+        "one test for a token that two members drew",
+        3,
+        "verify/trees.py",
+        "            if law is Law.SAMPLED:\n",
+        "            if law is Law.SAMPLED and node not in draft.nodes[:draw]:\n",
+        "verifier_merged",
+    ),
+    Mutant(
+        "opaque where two members drew the same token",
+        3,
+        "verify/verifier.py",
+        "    if coupled or Law.SAMPLED not in laws",
+        "    if draft.num_draws > len(draft) or coupled or Law.SAMPLED not in laws",
+        "verifier_merged",
+    ),
+    Mutant(
+        "the draws of a second member tested against what is left of the first one's law (recursive rejection)",
+        3,
+        "verify/trees.py",
+        "            proposal = proposals.setdefault(tree.members[draw], draft_probs[draw])\n",
+        "            proposal = proposals.setdefault(0, draft_probs[draw])\n",
+        "verifier_merged",
+    ),
+    Mutant(
+        "the draws of a second member tested against the first one's law (traversal)",
+        3,
+        "verify/trees.py",
+        "own.setdefault(tree.members[draw], draft_probs[draw])",
+        "own.setdefault(tree.members[draw], own[min(own)] if own else draft_probs[draw])",
+        "verifier_merged",
+    ),
+    Mutant(
+        "the rule follows from whether somebody guessed behind drawn tokens",
+        23,
+        "verify/verifier.py",
+        "    return Rule.BLOCK if one_by_one else Rule.TRAVERSAL\n",
+        "    return Rule.BLOCK if one_by_one else Rule.TRAVERSAL if laws == {Law.SAMPLED} else Rule.RECURSIVE\n",
+        "law_guess_behind",
+    ),
+    Mutant(
         "coins of a tree keyed by position alone",
         5,
         "verify/verifier.py",
-        "Stream.ACCEPT, position, self.round, node, self.drafter)",
+        "Stream.ACCEPT, position, self.round, draw, self.drafter)",
         "Stream.ACCEPT, position, self.round, 0, self.drafter)",
         "law_tree",
         refused=KEY_REUSED,
@@ -335,17 +377,41 @@ MUTANTS = (
         "text goes on after a stop inside the draft",
         12,
         "engine/committing.py",
-        "        for node in verdict.path:\n            if seq.status is Status.RUNNING:\n",
-        "        for node in verdict.path:\n            if True:\n",
+        "        if seq.status is not Status.RUNNING:\n            break\n        if node",
+        "        if node",
         "stop_inside_draft",
     ),
     Mutant(
         "bonus token kept after a stop inside the draft",
         12,
         "engine/committing.py",
-        "        if seq.status is Status.RUNNING:\n            seq.append(verdict.token_id",
-        "        if True:\n            seq.append(verdict.token_id",
+        "        if seq.status is not Status.RUNNING:\n            break\n        if node",
+        "        if seq.status is not Status.RUNNING and step < len(verdict.path):\n            break\n        if node",
         "stop_inside_draft",
+    ),
+    Mutant(
+        "a row behind the end of the text fails the request",
+        12,
+        "engine/verification.py",
+        "            if 0 in of_rows:\n",
+        "            for of_rows in [{0: fault} for fault in of_rows.values()]:\n",
+        "stuck_behind_the_end",
+    ),
+    Mutant(
+        "a ratio rule for a text that was guessed with the target's noise",
+        5,
+        "engine/scheduling/scheduler.py",
+        " or seeded or self.seq.coupled\n",
+        " or seeded\n",
+        "law_mixed_noise",
+    ),
+    Mutant(
+        "a row without a token left is written from all the same",
+        11,
+        "engine/committing.py",
+        "        if node + 1 in judged.faults:\n",
+        "        if False:\n",
+        "stuck_inside_the_text",
     ),
     Mutant(
         "positions of one sequence shifted in a ragged batch",
@@ -384,27 +450,29 @@ MUTANTS = (
     Mutant(
         "sampled draft discarded for what it says",
         23,
-        "engine/drafting.py",
-        "    bad_probs = _unsound_probs(draft)\n",
-        "    bad_probs = _unsound_probs(draft)\n    if 0 in draft.token_ids:\n        return EMPTY, None\n",
+        "propose/inspection.py",
+        "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n",
+        "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n"
+        "    if 0 in draft.token_ids:\n        return EMPTY, None\n",
         "law_block",
     ),
     Mutant(
         "draft cut at a token the target will not take",
         23,
-        "engine/drafting.py",
-        "    bad_probs = _unsound_probs(draft)\n",
-        "    bad_probs = _unsound_probs(draft)\n    if 0 in draft.token_ids:\n"
+        "propose/inspection.py",
+        "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n",
+        "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n    if 0 in draft.token_ids:\n"
         "        return draft.first(draft.token_ids.index(0)), None\n",
         "law_block",
     ),
     Mutant(
         "draft length chosen after looking at the draft",
         24,
-        "engine/drafting.py",
-        "    bad_probs = _unsound_probs(draft)\n",
-        "    bad_probs = _unsound_probs(draft)\n    if draft.draft_probs is not None:\n"
-        "        best = max(range(size + 1), key=lambda n: sum(float(draft.draft_probs[i, draft.token_ids[i]]) - 0.34 "
+        "propose/inspection.py",
+        "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n",
+        "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n    if draft.draft_probs is not None:\n"
+        "        best = max(range(len(draft) + 1), key=lambda n: sum(\n"
+        "            float(draft.draft_probs[i, draft.token_ids[i]]) - 0.34 "
         "for i in range(n)))\n        return draft.first(best), None\n",
         "law_block",
     ),

@@ -15,19 +15,19 @@ def _described(name: str, file: str, old: str, new: str) -> Mutant:
 
 
 _DECODER, _ACTIVATION = "kernels/native/decoder.inc", "kernels/native/activation.inc"
-_DESCRIBED = "model/backends/described.py"
+_DESCRIBED = "model/fused/layer_builder.py"
 DESCRIPTION_MUTANTS = (
     _described("a norm without its offset", _DESCRIBED, " + family.norm_offset", " + 0"),
     _described(
         "heads of a joined projection in another order",
-        "model/backends/parts.py",
+        "model/fused/weight_slice.py",
         "(3 * head + which)",
         "(which * num_heads + head)",
     ),
     _described("learned positions begin at the first row", "model/backends/fused.py", "[family.first_position :]", "[:]"),
     _described(
         "local layers turn like the others",
-        "model/backends/rotary.py",
+        "model/fused/rotary.py",
         "(size, layer_type) for",
         "(size, self._layer_types[-1]) for",
     ),
@@ -298,7 +298,7 @@ NATIVE_MUTANTS = (
     _mutant(
         "every panel is packed from the first rows",
         "pack.inc",
-        "work->stored + panel * PANEL",
+        "work->stored + row",
         "work->stored",
         "kernels_linear",
     ),
@@ -326,8 +326,8 @@ NATIVE_MUTANTS = (
     _mutant(
         "the first row of a tile stands for the second, too",
         "product.inc",
-        "x[r * STEPS_AT_ONCE + k]",
-        "x[(r == 1 ? 0 : r) * STEPS_AT_ONCE + k]",
+        "x[r * STEPS_AT_ONCE + k + f]",
+        "x[(r == 1 ? 0 : r) * STEPS_AT_ONCE + k + f]",
         "kernels_linear",
     ),
     _mutant(
@@ -362,8 +362,8 @@ NATIVE_MUTANTS = (
     _mutant(
         "int8 without its scale",
         "product.inc",
-        "if (linear->kind == WEIGHTS_INT8) sum *=",
-        "if (linear->kind == 9) sum *=",
+        "if (linear->scale) sum *=",
+        "if (0) sum *=",
         "kernels_linear",
     ),
     _mutant(
@@ -383,16 +383,44 @@ NATIVE_MUTANTS = (
         LAYOUT_DIFFERS,
     ),
     _mutant(
+        "nibbles of a group without its zero point",
+        "formats/int4.inc",
+        "else subtracted[half] = (VEC){0} + 8;",
+        "else subtracted[half] = (VEC){0} + 7;",
+        "kernels_formats",
+    ),
+    _mutant(
+        "zero points are those of the next column",
+        "product.inc",
+        "(group + c * run->stride + 2 * PANEL)",
+        "(group + c * run->stride + 2 * PANEL + 1)",
+        "kernels_formats",
+    ),
+    _mutant(
+        "every group has the scale of its panel's neighbour",
+        "product.inc",
+        "(group + c / 2 * run->stride) + c % 2 * LANES",
+        "(group + c / 2 * run->stride)",
+        "kernels_formats",
+    ),
+    _mutant(
+        "a group forgets those before it",
+        "product.inc",
+        "(run->first && k == 0 ? (VEC){0} : *total)",
+        "(k == 0 ? (VEC){0} : *total)",
+        "kernels_formats",
+    ),
+    _mutant(
         "int8 sums of large rows overflow",
         "rows.inc",
-        "if (kind != WEIGHTS_INT8) return 1;",
+        "if (linear->format != FORMAT_INT8 && linear->format != FORMAT_INT4) return 1;",
         "return 1;",
         "kernels_linear",
     ),
     _mutant(
         "int8 rows are lowered and not lifted again",
         "product.inc",
-        "1 / NAME(lowering)(linear->kind, linear->cols)",
+        "1 / NAME(lowering)(linear)",
         "1",
         "kernels_linear",
     ),

@@ -15,6 +15,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from tests.mutation.boundary_mutants import BOUNDARY_MUTANTS
+from tests.mutation.deep_mutants import DEEP_MUTANTS
 from tests.mutation.judge import CHECKS, CLAIM, judge
 from tests.mutation.mutants import MUTANTS, PROBE_DIFFERS, Mutant
 from tests.mutation.native_mutants import NATIVE_MUTANTS
@@ -22,7 +23,7 @@ from tests.mutation.native_mutants import NATIVE_MUTANTS
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "outrider"
 JUDGE = Path(__file__).parent / "judge.py"
-PLANTED = (*MUTANTS, *BOUNDARY_MUTANTS)
+PLANTED = (*MUTANTS, *BOUNDARY_MUTANTS, *DEEP_MUTANTS)
 KILLED = [m for m in PLANTED if m.killer]
 #: A line to break.
 _FALLBACK = next(m.old for m in MUTANTS if m.killer == "empty_residual")

@@ -20,10 +20,10 @@ from typing import Any
 from outrider.cache.lease import KVLease
 from outrider.cli.main import main
 from outrider.engine.verification import Verification
-from outrider.propose.draft_model import DraftModelProposer
-from outrider.server.answers import CompletionAnswer
-from outrider.server.jobs import Job, JobMaker
-from outrider.server.schemas import Asked
+from outrider.propose.methods.draft_model import DraftModelProposer
+from outrider.server.api.answers import CompletionAnswer
+from outrider.server.api.jobs import Job, JobMaker
+from outrider.server.api.schemas import CommonRequest
 from outrider.server.service import Service
 
 _due: list[int] = []
@@ -87,14 +87,14 @@ def plant_defect(name: str) -> None:
         make, over = JobMaker.make, threading.Event()
         signal.signal(signal.SIGHUP, lambda number, frame: over.set())
 
-        def wait(maker: JobMaker, asked: Asked, namespace: str | None) -> Job:
+        def wait(maker: JobMaker, asked: CommonRequest, namespace: str | None) -> Job:
             if namespace == "flood":
                 over.wait()
             return make(maker, asked, namespace)
 
         JobMaker.make = wait  # type: ignore[method-assign]
     elif name == "the newest comes first":
-        from outrider.engine.scheduler import Scheduler
+        from outrider.engine.scheduling.scheduler import Scheduler
 
         add = Scheduler.add
 

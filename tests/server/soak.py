@@ -80,7 +80,7 @@ class Task:
 
 
 @dataclass
-class Asked:
+class CommonRequest:
     """What became of a request; times in seconds since the beginning.
 
     Attributes:
@@ -112,7 +112,7 @@ class Findings:
     """
 
     load: Load
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[CommonRequest] = field(default_factory=list)
     seen: list[dict[str, float]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     before: dict[str, float] = field(default_factory=dict)
@@ -224,7 +224,7 @@ class Crowd:
         chance = random.Random(f"{self.found.load.seed} {number}")
         while self._now < self.found.load.seconds:
             task, method = chance.choice(self._tasks), chance.choice(METHODS)
-            asked = Asked(method or "draft_model", kind, self._now)
+            asked = CommonRequest(method or "draft_model", kind, self._now)
             self.found.asked.append(asked)
             try:
                 await self._ask(task, method, asked, chance)
@@ -232,7 +232,7 @@ class Crowd:
                 self.found.wrong.append(f"{task.fields} with {method}: {error!r}")
             asked.ended = self._now
 
-    async def _ask(self, task: Task, method: str | None, asked: Asked, chance: random.Random) -> None:
+    async def _ask(self, task: Task, method: str | None, asked: CommonRequest, chance: random.Random) -> None:
         more = {"stream": True, "speculation": method, "return_token_ids": True, "stream_options": {"include_usage": True}}
         body = json.dumps({**task.fields, **more}).encode()
         patience = chance.randint(0, len(task.token_ids)) if asked.kind == "leaving" else None

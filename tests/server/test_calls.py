@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from transformers import AutoTokenizer
 
 from outrider.embedded import default_model
-from outrider.server.tools import MAX_CALLS, ToolForm, ToolListener, calls_grammar
+from outrider.server.api.tools import MAX_CALLS, ToolForm, ToolListener, calls_grammar
 from tests.server.running import TEMPLATE, Server, running
 
 NAME = "outrider-embedded"
@@ -61,12 +61,16 @@ def called(client: openai.OpenAI, **fields: Any) -> list[tuple[str, Any]]:
     whole = client.chat.completions.create(**asked).choices[0]
     assert (whole.message.content, whole.finish_reason) == (None, "tool_calls")
     found = [(call.function.name, json.loads(call.function.arguments)) for call in whole.message.tool_calls or []]
-    streamed = []
+    names, arguments = list[str](), list[str]()
     for chunk in client.chat.completions.create(**asked, stream=True):
         assert not chunk.choices[0].delta.content
         for call in chunk.choices[0].delta.tool_calls or []:
-            streamed.append((call.function.name, json.loads(call.function.arguments)))
-    assert streamed == found
+            if call.id is not None:
+                assert call.index == len(names)
+                names.append(call.function.name)
+                arguments.append("")
+            arguments[call.index] += call.function.arguments
+    assert list(zip(names, map(json.loads, arguments), strict=True)) == found
     return found
 
 
@@ -166,13 +170,35 @@ def test_a_call_that_is_cut_off_is_not_told(client: openai.OpenAI, stream: bool)
     if stream:
         chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
         assert not any(chunk.delta.content for chunk in chunks)
-        calls, end = sum(len(chunk.delta.tool_calls or []) for chunk in chunks), chunks[-1].finish_reason
+        told = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+        calls, end = sum(call.id is not None for call in told), chunks[-1].finish_reason
     else:
         choice = client.chat.completions.create(**asked).choices[0]
         assert choice.message.content is None
         calls, end = len(choice.message.tool_calls or []), choice.finish_reason
     assert end == "length"
     assert 1 <= calls < MAX_CALLS
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_arguments_are_told_while_they_are_written(client: openai.OpenAI, choice: str) -> None:
+    arguments = {"text": 'a b "c} ' * 20}
+    call = json.dumps({"name": "f", "arguments": arguments})
+    schema = {"type": "object", "properties": {"text": {"const": arguments["text"]}}, "required": ["text"]}
+    schema |= {"additionalProperties": False}
+    asked: Any = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "tools": [tool("f", schema)]}
+    asked |= {"tool_choice": choice, "max_tokens": 400, "temperature": 0, "stream": True}
+    if choice == "auto":
+        asked["extra_body"] = {"guided_choice": [f"<tool_call>{call}</tool_call>"]}
+    else:
+        asked["parallel_tool_calls"] = False
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked)]
+    parts = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert [part.id is None for part in parts] == [False, *[True] * (len(parts) - 1)]
+    assert {part.index for part in parts} == {0}
+    assert len(parts) > 3, "and not one with all of them"
+    assert json.loads("".join(part.function.arguments for part in parts)) == arguments
+    assert chunks[-1].finish_reason == "tool_calls"
 
 
 # -- prompts that come back --------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from outrider.errors import EngineDiedError
-from outrider.server.replicas.parcels import Opening, Parcel
+from outrider.errors import EngineDiedError, OtherEngineError
+from outrider.server.replicas.messages import Opening, Parcel
 
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed; it comes with outrider[ray]", allow_module_level=True)
@@ -23,19 +23,22 @@ if find_spec("ray") is None:
 from ray.exceptions import RayActorError
 
 from outrider.cli import serve as serve_command
-from outrider.server.keys import ApiKeys
 from outrider.server.replicas.ingress import Ingress
 from outrider.server.service import Service
 from outrider.server.settings import ServerSettings
+from outrider.server.tenancy.keys import ApiKeys
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, of pydantic
     from outrider.server.replicas.engine import EngineReplica
+    from outrider.server.replicas.run import cluster
 
 EVENTS = Opening(200, ((b"content-type", b"text/event-stream; charset=utf-8"),), b"data: 1\n\n")
 FILE = Opening(200, ((b"content-type", b"text/javascript"), (b"content-length", b"6")), b"abc")
 LOST = RayActorError()
-SETTINGS = ServerSettings(model_name="m", max_body_bytes=1000, max_body_values=100)
+SETTINGS = ServerSettings(
+    model_name="m", hosts=("10.0.0.1",), origins=("http://friend",), max_body_bytes=1000, max_body_values=100
+)
 
 
 @pytest.fixture(autouse=True)
@@ -90,9 +93,12 @@ class Parts:
         self._engine.num_cancelled += 1
 
 
-def asked(engine: Engine, path: str = "/v1/completions", body: bytes = b'{"prompt": "x"}') -> tuple[int, bytes]:
+def asked(
+    engine: Engine, path: str = "/v1/completions", body: bytes = b'{"prompt": "x"}', **headers: str
+) -> tuple[int, bytes]:
     """The status and the body that a client gets."""
-    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [(b"a", b"b")]}
+    given = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": given}
     scope |= {"asgi": {"spec_version": "2.4"}}
     sent: list[Message] = []
 
@@ -159,6 +165,18 @@ def test_a_body_that_is_too_large_reaches_no_replica(body: bytes) -> None:
     assert (status, json.loads(found)["error"]["code"], engine.parcels) == (413, "body_too_large", [])
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/metrics", "/"])
+@pytest.mark.parametrize(("name", "value"), [("host", "evil.example"), ("origin", "http://evil.example")])
+def test_a_request_from_elsewhere_reaches_no_replica(path: str, name: str, value: str) -> None:
+    engine = Engine([EVENTS])
+    status, found = asked(engine, path, **{"host": "10.0.0.1:8000", name: value})
+    assert (status, json.loads(found)["error"]["code"], engine.parcels) == (403, f"{name}_not_allowed", [])
+
+
+def test_a_friend_reaches_a_replica() -> None:
+    assert asked(Engine([EVENTS]), host="10.0.0.1:8000", origin="http://friend")[0] == 200
+
+
 def test_what_an_engine_raises_is_not_asked_of_another_one() -> None:
     engine = Engine([KeyError("secret")], [EVENTS])
     status, body = asked(engine)
@@ -167,7 +185,7 @@ def test_what_an_engine_raises_is_not_asked_of_another_one() -> None:
 
 
 def test_ray_serve_learns_of_an_engine_that_has_died() -> None:
-    service = SimpleNamespace(status="ok")
+    service = SimpleNamespace(status="ok", settings=SETTINGS)
     replica = EngineReplica(lambda: cast(Any, service))
     replica.check_health()
     service.status = "stopping"
@@ -215,7 +233,25 @@ def test_what_has_not_finished_is_told_so_as_by_a_single_server(stream: bool) ->
 
 
 def _parcel(body: dict[str, Any]) -> Parcel:
-    return Parcel("POST", "/v1/completions", b"", (), json.dumps(body).encode(), ())
+    return Parcel("POST", "/v1/completions", b"", ((b"content-type", b"application/json"),), json.dumps(body).encode(), ())
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Version mismatch"), Exception("timed out"), OSError("no space"), ValueError(""), LOST]
+)
+@pytest.mark.parametrize("address", [None, "127.0.0.1:6379"])
+def test_what_ray_raises_at_the_start_is_typed(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, address: str | None
+) -> None:
+    def init(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setenv("RAY_ADDRESS", address) if address else monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(OtherEngineError, match="joined" if address else "started here") as caught, cluster():
+        pass
+    assert str(error).splitlines()[-1:] == [] or str(error).splitlines()[-1] in str(caught.value)
+    assert caught.value.__cause__ is error
 
 
 def test_metrics_do_not_wait_for_ever() -> None:

@@ -17,9 +17,9 @@ import pytest
 
 from outrider.errors import InvalidParameterError
 from outrider.server.errors import ApiError
-from outrider.server.keys import ApiKeys
-from outrider.server.limits import Meter, TenantLimits
 from outrider.server.run import listen
+from outrider.server.tenancy.keys import ApiKeys
+from outrider.server.tenancy.limits import Meter, TenantLimits
 from tests.server.running import Server, running
 
 ENDLESS = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
@@ -148,7 +148,9 @@ def test_refused_requests_give_their_places_back(server: Server) -> None:
 def test_too_much_is_refused(server: Server) -> None:
     response = server.post("/v1/completions", {"prompt": "x" * 3000}, headers=ANN)
     assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
-    chunked = httpx.post(f"{server.url}/v1/completions", content=iter([b"x" * 1000] * 3), headers=ANN)
+    chunked = httpx.post(
+        f"{server.url}/v1/completions", content=iter([b"x" * 1000] * 3), headers={**ANN, "content-type": "application/json"}
+    )
     assert chunked.status_code == 413
     assert server.post("/v1/completions", {"prompt": ["x"] * 4}, headers=ANN).status_code == 400
     huge = {**ANN, "x-request-id": "y" * 200_000}

@@ -187,14 +187,30 @@ def note(number: int, likely: dict[str, Any], coin: float | None, fallen: list[s
     return {"round": number, "facts": [each for each in facts if each is not None], "fallen": fallen or []}
 
 
+def owed(page: Any) -> list[float]:
+    """What the page draws as what the target still owed."""
+    bars = page.locator(".decisive span[data-kind=owed]")
+    found: list[float] = bars.evaluate_all("all => all.map(e => Number(e.dataset.value))")
+    return found
+
+
+def residuals(found: dict[str, Any]) -> list[float]:
+    """What a token was drawn from behind the last token that stood, where something was refused there."""
+    row = found["rows"][found["accepted"][-1] + 1 if found["accepted"] else 0]
+    return [each["residual"] for each in row["likely"][:9] if found["token_ids"] and each["residual"] is not None]
+
+
 @pytest.mark.parametrize("shape", ["chain", "3,2,1"])
 def test_rounds_are_stepped_to_the_end(page: Any, server: Server, shape: str) -> None:
     open_playground(page, server)
     page.select_option("#method", "draft_model")
     page.select_option("#shape", shape)
-    set_slider(page, "tokens", 24)
+    set_slider(page, "tokens", 32)
+    set_slider(page, "temperature", 1.2)
+    page.set_checked("#dice", False)  # with the same dice nothing is drawn from a residual
     _, fast = run(page)
     rounds = fast["trace"]["rounds"]
+    assert any(residuals(found) for found in rounds)
     while page.locator(BACK).is_enabled():
         page.click(BACK)
     for number, found in enumerate(rounds):
@@ -205,6 +221,8 @@ def test_rounds_are_stepped_to_the_end(page: Any, server: Server, shape: str) ->
             assert kinds == boxes(found, stage), (number, name)
             marked = page.locator(".token.marked").count()
             assert marked == len(found["accepted"]) + (found["token_id"] is not None)
+            if stage == 3:
+                assert owed(page) == residuals(found), number
             if number < len(rounds) - 1 or stage < 3:
                 page.click(NEXT)
     assert page.locator(NEXT).is_disabled()

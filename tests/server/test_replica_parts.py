@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from outrider.cli import serve
 from outrider.errors import ClosedError, ContradictionError, InvalidParameterError, MissingExtraError, ModelTooLargeError
-from outrider.model.fit import Needs
+from outrider.model.loading.fit import Needs
 from outrider.profile import Profile
-from outrider.server.replicas.inside import Inside
+from outrider.server.replicas.asgi_client import Inside
+from outrider.server.replicas.capacity import Machine, Share, check_cluster, share, threads_of
+from outrider.server.replicas.messages import Opening, Parcel
 from outrider.server.replicas.metrics import merged
-from outrider.server.replicas.parcels import Opening, Parcel
 from outrider.server.replicas.prefixes import PIECE_BYTES, PrefixIndex, beginnings
-from outrider.server.replicas.room import Machine, Share, check_cluster, share, threads_of
 from outrider.server.replicas.watch import watched
 
 PIECE = "a" * PIECE_BYTES

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +20,7 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.server.pages.files import BUILT
 from tests.server.browser import Watch, browsing
-from tests.server.replicas import engine_pids, kill_all, kill_one, replicas
+from tests.server.replicas import engine_pids, kill_all, kill_one, listening_at, replicas
 from tests.server.running import Server, running
 from tests.server.test_faults import Told, disturb
 from tests.server.test_pages import open_playground, run
@@ -67,6 +69,21 @@ def test_texts_are_those_of_the_offline_api(server: Server, texts: list[tuple[di
         assert answer.json()["choices"][0]["text"] == text
     assert len(replicas(server)) == 2
     assert all(server.metric("vllm:generation_tokens_total", f'replica="{name}"') > 0 for name in replicas(server))
+
+
+def test_nothing_listens_beyond_the_loopback(server: Server) -> None:
+    """Ray's processes run what they are sent, and all of them are on this machine."""
+    found = listening_at(server)
+    assert found.keys() == {"127.0.0.1"}, found
+    names = " ".join(found["127.0.0.1"])
+    assert all(part in names for part in ("ServeReplica:outrider:engine", "ServeReplica:outrider:ingress", "gcs_server"))
+
+
+def test_who_may_ask_is_checked_before_any_replica(server: Server) -> None:
+    for headers, code in (({"host": "evil.example"}, "host"), ({"origin": "http://evil.example"}, "origin")):
+        for path in ("/v1/models", "/metrics", "/"):
+            found = server.get(path, headers=headers)
+            assert (found.status_code, found.json()["error"]["code"]) == (403, f"{code}_not_allowed")
 
 
 def test_answers_have_one_id_and_errors_their_usual_form(server: Server) -> None:
@@ -215,6 +232,19 @@ def test_sigterm_lets_requests_finish_and_refuses_new_ones() -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
         assert server.process.wait(60) == 0
     assert [line["books"] for line in server.lines if line["event"] == "ended"] == [["agree"]]
+
+
+def test_a_cluster_that_cannot_be_started_is_told_in_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 100)  # too long for the path of a socket
+    folder.mkdir()
+    command = [sys.executable, "-m", "outrider", "serve", "--replicas", "1", "--method", "off", "--port", "0"]
+    surroundings = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=surroundings)
+    assert done.returncode == 1
+    assert "Ray: no cluster can be started here" in done.stderr
+    assert "TMPDIR" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "unexpected" not in done.stderr
 
 
 def test_too_many_replicas_are_refused_before_anything_starts() -> None:

@@ -25,6 +25,7 @@ GREEDY = {"temperature": 0, "max_tokens": 24}
 SEEDED = {"seed": 11, "max_tokens": 24}
 ENDLESS = {"max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 NAME = "outrider-embedded"
+JSON = {"content-type": "application/json"}
 _FILTERED = {"seed": 4, "temperature": 1.0, "top_p": 0.9, "top_k": 20, "min_p": 0.05}
 
 
@@ -327,9 +328,10 @@ def test_tools_are_called(server: Server, client: openai.OpenAI) -> None:
         content += chunk.choices[0].delta.content or ""
         streamed += chunk.choices[0].delta.tool_calls or []
     assert content == "ok"
-    assert [(c.index, c.function.name, c.function.arguments) for c in streamed if c.function] == [
-        (0, "add", call.function.arguments)
-    ]
+    functions = [part.function for part in streamed if part.function]
+    assert {part.index for part in streamed} == {0}
+    assert [function.name for function in functions] == ["add", *[None] * (len(functions) - 1)]
+    assert "".join(function.arguments or "" for function in functions) == call.function.arguments
     back = [*asked["messages"], whole.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
     again = client.chat.completions.create(model=NAME, messages=back, tools=asked["tools"], max_tokens=3)
     assert again.choices[0].message.tool_calls is None
@@ -341,7 +343,7 @@ def test_tools_are_called(server: Server, client: openai.OpenAI) -> None:
 def test_curl(server: Server) -> None:
     body = json.dumps({"prompt": PROMPTS[0], **GREEDY})
     done = subprocess.run(
-        ["curl", "-sS", f"{server.url}/v1/completions", "-d", body], capture_output=True, text=True, check=True
+        ["curl", "-sS", f"{server.url}/v1/completions", "--json", body], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout)["choices"] == complete(server, **GREEDY)["choices"]
 
@@ -448,7 +450,7 @@ MALFORMED = [
 
 @pytest.mark.parametrize("body", MALFORMED, ids=range(len(MALFORMED)))
 def test_malformed_bodies(server: Server, body: bytes) -> None:
-    response = httpx.post(f"{server.url}/v1/completions", content=body, timeout=60)
+    response = httpx.post(f"{server.url}/v1/completions", content=body, headers=JSON, timeout=60)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
 

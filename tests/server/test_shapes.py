@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -22,16 +23,16 @@ from outrider.errors import (
 )
 from outrider.params import Logprob, SamplingParams, StructuredOutputs
 from outrider.propose.speculation import PLAIN, SpeculationConfig
-from outrider.server.allowed import AllowedMethods
-from outrider.server.conversation import blamed_tool, conversation
+from outrider.server.api.allowed import AllowedMethods
+from outrider.server.api.conversation import blamed_tool, conversation, encode
+from outrider.server.api.jobs import JobMaker
+from outrider.server.api.logprobs import CompletionLogprobs, chat_logprobs
+from outrider.server.api.refusals import IN_CHATS, IN_COMPLETIONS, Refusal
+from outrider.server.api.schemas import ChatRequest, CompletionRequest
+from outrider.server.api.tools import Heard, ToolForm, ToolListener, tool_form
+from outrider.server.api.translate import field_names, sampling
 from outrider.server.errors import ApiError, api_error
-from outrider.server.jobs import JobMaker
-from outrider.server.logprobs import CompletionLogprobs, chat_logprobs
-from outrider.server.refusals import IN_CHATS, IN_COMPLETIONS, Refusal
-from outrider.server.schemas import ChatRequest, CompletionRequest
 from outrider.server.settings import ServerSettings
-from outrider.server.tools import ToolForm, ToolListener, tool_form
-from outrider.server.translate import field_names, sampling
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"a": 1}}'
@@ -99,6 +100,57 @@ def test_how_a_text_is_cut_changes_nothing(parts: list[str], data: st.DataObject
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert heard("hermes", *pieces)[1] == heard("hermes", text)[1]
     assert "".join(heard("hermes", *pieces)[0].split()) == "".join(heard("hermes", text)[0].split())
+
+
+def heard_in_parts(form: ToolForm, *pieces: str, only_calls: bool) -> tuple[str, list[tuple[str, Any]]]:
+    """The same of a listener that tells arguments in parts, put together again."""
+    listener = ToolListener(form, only_calls=only_calls, in_parts=True)
+    found, calls = [*(listener.hear(piece) for piece in pieces), listener.finish()], list[tuple[str, str]]()
+    for part in (part for each in found for part in each.calls):
+        function = part["function"]
+        if "id" in part:
+            assert part["index"] == len(calls)
+            calls.append((function["name"], function["arguments"]))
+        else:
+            assert part.keys() == {"index", "function"}
+            name, before = calls[part["index"]]
+            calls[part["index"]] = (name, before + function["arguments"])
+    return "".join(each.content for each in found), [(name, json.loads(written)) for name, written in calls]
+
+
+_ODD = {"a": '} "\\" {', "b": [{"c": "\\"}, "</x>", []], "": {"d": {}}}
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama"])
+@given(st.lists(st.sampled_from([{}, {"a": 1}, _ODD]), min_size=1, max_size=3), st.sampled_from([None, 0, 2]), st.data())
+def test_arguments_in_parts_are_those_of_whole_calls(
+    form: ToolForm, given_: list[Any], indent: int | None, data: st.DataObject
+) -> None:
+    key = "arguments" if form == "hermes" else "parameters"
+    calls = [json.dumps({"name": f'f"{place}', key: value}, indent=indent) for place, value in enumerate(given_)]
+    text = "\n".join(f"<tool_call>{call}</tool_call>" for call in calls) if form == "hermes" else "; ".join(calls)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    want = [(f'f"{place}', value) for place, value in enumerate(given_)]
+    assert heard_in_parts(form, *pieces, only_calls=True) == ("", want)
+    assert heard_in_parts(form, *text, only_calls=True) == ("", want), "character by character"
+
+
+def test_parts_come_before_the_call_is_whole() -> None:
+    listener = ToolListener("hermes", in_parts=True)
+    assert listener.hear('I add. <tool_call>{"name": "add", "argu') == Heard("I add. ")
+    (begun,) = listener.hear('ments": {"a"').calls
+    assert (begun["function"], begun["type"]) == ({"name": "add", "arguments": '{"a"'}, "function")
+    assert listener.hear(": 1") == Heard("", ({"index": 0, "function": {"arguments": ": 1"}},))
+    assert listener.hear("}}\n</tool").calls == ({"index": 0, "function": {"arguments": "}"}},)
+    assert listener.hear("_call> Done.") == Heard(" Done.")
+    assert listener.finish() == Heard()
+
+
+@pytest.mark.parametrize("text", ["<tool_call>no JSON</tool_call> x", '<tool_call>{"name": "\\q", "arguments": {', "{"])
+def test_what_is_no_call_stays_text_in_parts(text: str) -> None:
+    assert heard_in_parts("hermes", *text, only_calls=False) == (text, [])
+    assert heard_in_parts("llama", *text, only_calls=False) == (text, [])
 
 
 def test_the_chat_template_tells_the_form() -> None:
@@ -172,7 +224,6 @@ def refusal(kind: type[CompletionRequest] | type[ChatRequest], **fields: Any) ->
         (CompletionRequest, "request_id", "x", "x-request-id"),
         (ChatRequest, "include_reasoning", False, "Leave it out."),
         (ChatRequest, "chat_template", "x", "--chat-template FILE"),
-        (ChatRequest, "reasoning_effort", "low", "Use chat_template_kwargs."),
         (ChatRequest, "continue_final_message", True, "Use /v1/completions"),
         (ChatRequest, "prompt", "x", "Use messages"),
         (CompletionRequest, "messages", [], "Use /v1/chat/completions."),
@@ -189,6 +240,21 @@ def test_a_field_of_another_server_is_refused_with_what_to_do_instead(
     assert error.field == name
     assert remedy in error.remedy
     assert "no such setting" not in str(error)
+
+
+def test_the_effort_of_reasoning_goes_to_the_template() -> None:
+    class Prompts:
+        tokenizer = SimpleNamespace(chat_template="x", apply_chat_template=lambda conversation, tools=None: None)
+
+        def encode_conversation(self, messages: Any, **settings: Any) -> tuple[None, tuple[str, ...]]:
+            return None, (settings.get("reasoning_effort", "none"),)
+
+    def told(**fields: Any) -> Any:
+        return encode(ChatRequest.read(json.dumps({"messages": [_USER], **fields}).encode()), cast(Any, Prompts()))[0]
+
+    assert (told(), told(reasoning_effort=None), told(reasoning_effort="high")) == ("none", "none", "high")
+    both = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}
+    assert told(**both) == "high", "what is said to the template itself comes first"
 
 
 @pytest.mark.parametrize(("kind", "refusals"), [(CompletionRequest, IN_COMPLETIONS), (ChatRequest, IN_CHATS)])
@@ -352,6 +418,6 @@ def test_tools_that_are_refused_together_are_told_by_their_names() -> None:
 )
 def test_too_many_texts_are_counted_in_words(prompts: Any, samples: int, said: str) -> None:
     nothing: Any = None
-    maker = JobMaker(nothing, SamplingParams(), 100, nothing, ServerSettings(model_name="m"))
+    maker = JobMaker(nothing, SamplingParams(), 100, nothing, ServerSettings(model_name="m"), 10)
     with pytest.raises(InvalidParameterError, match=said):
         maker.check_size(CompletionRequest(prompt=prompts, n=samples))

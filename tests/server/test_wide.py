@@ -25,7 +25,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         raise Stop
 
     monkeypatch.setattr(command, "_load", load)
-    monkeypatch.setattr("outrider.bench.widen.wide_target", lambda dtype: f"wide-{dtype}")
+    monkeypatch.setattr("outrider.measure.widen.wide_target", lambda dtype: f"wide-{dtype}")
     monkeypatch.setattr("outrider.server.run.listen", lambda host, port, stalled_seconds: None)
     monkeypatch.setattr("outrider.server.logs.write_json", lambda: None)
     return found

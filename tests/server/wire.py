@@ -47,7 +47,8 @@ class Connection:
 
     async def ask(self, path: str, body: bytes | None = None, *, size: int | None = None, **headers: str) -> Answer:
         """Send a request; returns when the head of the answer is there. `size` is what it says of its body's."""
-        lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", "host: x"]
+        lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", f"host: {self._address[0]}"]
+        lines += [] if body is None or "content_type" in headers else ["content-type: application/json"]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         lines += [] if body is None else [f"content-length: {len(body) if size is None else size}"]
         self._writer.write("\r\n".join([*lines, "", ""]).encode("latin-1") + (body or b""))

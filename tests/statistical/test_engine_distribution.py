@@ -6,16 +6,19 @@ import pytest
 import torch
 
 from outrider.draft import Draft, Law
-from outrider.engine import drafting, engine, verification
-from outrider.engine.drafting import StepDraft
-from outrider.propose import growth
+from outrider.engine import engine, verification
+from outrider.engine.proposing import drafting
+from outrider.engine.proposing.drafting import StepDraft
 from outrider.propose.base import DraftNoise
-from outrider.propose.suffix import SuffixProposer
+from outrider.propose.methods.suffix import SuffixProposer
+from outrider.propose.trees import growth
 from outrider.prove.engine_distribution import BOUND, EngineProof
 from outrider.prove.settings import CROSSED_SETTINGS, PARAMETER_SETTINGS, SETTINGS, STRUCTURE_SETTINGS
 from outrider.prove.tiny import CROSSED_PIECES, save_tiny_llama
 from outrider.verify import verifier
 
+#: Whether there is a guess depends on the drawn tokens, and the rule must not.
+GUESS_BEHIND = "two drawn tokens, then a lookup that sometimes finds nothing behind them"
 BY_NAME = {setting.name: setting for setting in (*SETTINGS, *PARAMETER_SETTINGS)}
 CROSSED = {setting.name: setting for setting in CROSSED_SETTINGS}
 STRUCTURED = {setting.name: setting for setting in STRUCTURE_SETTINGS}
@@ -80,7 +83,7 @@ def test_joint_distribution_of_generate(proof, name):
     assert finding.measured <= BOUND
 
 
-@pytest.mark.parametrize("name", ["plain", "block", "ngram", "greedy drafts"])
+@pytest.mark.parametrize("name", ["plain", "block", "ngram", "greedy drafts", GUESS_BEHIND])
 def test_joint_distribution_of_four_tokens(proof, name):
     assert proof.prove(BY_NAME[name], 4).measured <= BOUND
 
@@ -99,6 +102,15 @@ def test_settings_without_a_model_draft_and_accept(proof, name):
     before = proof.llm.stats.finished.num_accepted_tokens
     proof.prove(BY_NAME[name], 3)
     assert proof.llm.stats.finished.num_accepted_tokens > before
+
+
+@pytest.mark.parametrize("name", ["stop behind a token of low confidence", "the same in a tree"])
+def test_low_confidence_ends_some_drafts_and_not_all(proof, name):
+    """Otherwise the setting would prove nothing of it."""
+    proof.llm.stats.reset()
+    proof.prove(BY_NAME[name], 4)
+    first, second = proof.llm.stats.finished.drafted_per_position[:2]
+    assert 0.05 * first < second < 0.95 * first
 
 
 def test_control_wrong_residual(proof, monkeypatch):
@@ -201,6 +213,7 @@ def test_what_the_engine_chooses_depends_on_what_stood(proof):
     """Otherwise the proof would not be about a choice."""
     proof.llm.stats.reset()
     proof.prove(BY_NAME["the engine chooses"])
+    proof.prove(BY_NAME["the engine chooses, a lookup first"])
     chosen = proof.llm.stats.chosen
     assert chosen["none", 0]
     assert chosen["draft_model", 1]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.propose import growth
-from outrider.propose.row_heads import RowHeadsProposer
+from outrider.propose.methods.row_heads import RowHeadsProposer
+from outrider.propose.trees import growth
 from outrider.prove.engine_distribution import BOUND, EngineProof
 from outrider.prove.settings import HEADS_SETTINGS, SHARED_TARGET_LAYERS
 from outrider.prove.tiny import save_tiny_llama

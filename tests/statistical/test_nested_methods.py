@@ -16,13 +16,14 @@ import torch
 from outrider.draft import EMPTY, Draft, Law
 from outrider.errors import ContradictionError, InvalidParameterError, StepAbortedError
 from outrider.params import SamplingParams
-from outrider.propose import methods
+from outrider.propose import registry
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
-from outrider.propose.draft_model import DraftModel, DraftModelProposer
 from outrider.propose.method import Method, ProposerContext
+from outrider.propose.methods.draft_model import DraftModel, DraftModelProposer
 from outrider.propose.speculation import Member, Members, SpeculationConfig
-from outrider.propose.tree import CHAIN
+from outrider.propose.trees.tree import CHAIN
 from outrider.prove.engine_distribution import EngineProof
+from outrider.prove.one_method import method_settings
 from outrider.prove.settings import DRAFT, Setting
 from outrider.prove.tiny import raise_norms, save_tiny_llama
 from outrider.verify.logits import target_probs
@@ -144,10 +145,10 @@ class Staged(Method):
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
     for kind in (Chained, Staged):
-        methods.register(kind)
+        registry.register(kind)
     yield
     for kind in (Chained, Staged):
-        del methods._registered[kind.name]
+        del registry._registered[kind.name]
 
 
 @pytest.fixture(scope="module")
@@ -232,3 +233,18 @@ def test_nested_settings_are_checked_whole() -> None:
         SpeculationConfig.of({**CHAINED, "members": 5})
     config = SpeculationConfig.of(CHAINED)
     assert SpeculationConfig.of(config.as_mapping()) == config
+
+
+NESTED: dict[str, Any] = {
+    "method": "merge",
+    "methods": ["ngram", {"method": "then", "methods": [{"method": "suffix", "min_match": 1}, "draft_model"]}],
+}
+
+
+def test_any_nesting_has_settings_to_prove(proof: EngineProof) -> None:
+    settings = {setting.name: setting for setting in method_settings(NESTED)}
+    before = proof.llm.stats.finished.num_accepted_tokens
+    for name in ("as it is", "token rule"):
+        finding = proof.prove(settings[name], 3)
+        assert finding.passed, finding
+    assert proof.llm.stats.finished.num_accepted_tokens > before

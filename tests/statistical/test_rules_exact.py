@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.prove import reference, rules_distribution, tree_distribution, tree_reference, written
+from outrider.prove import recorded_rounds, reference, rules_distribution, tree_distribution, tree_reference
 from outrider.prove.reference import ReferenceRule
 from outrider.prove.tree_reference import TreeRule
 from outrider.verify import rules, verifier
@@ -92,7 +92,11 @@ def test_a_residual_that_is_the_target_itself_shows(monkeypatch):
 
 
 def test_stopping_at_the_first_block_coin_shows(monkeypatch):
-    monkeypatch.setattr(written, "rule_for", lambda d, n, coupled: verifier.Rule.TOKEN if len(d) else verifier.Rule.WALK)
+    monkeypatch.setattr(
+        recorded_rounds,
+        "rule_for",
+        lambda d, n, coupled: verifier.Rule.TOKEN if len(d) else verifier.Rule.WALK,
+    )
     monkeypatch.setattr(verifier, "token_acceptance", lambda p, q, x: rules.block_acceptance(p, q, x)[0])
     assert _red(ReferenceRule.BLOCK)
 
@@ -114,7 +118,7 @@ def test_a_ratio_test_on_coupled_drafts_shows(monkeypatch):
     """Guesses share the noise of the target. Under u * q < p, a recovered token with the same noise is biased."""
     real = verifier.rule_for
     rule = verifier.Rule.TOKEN
-    monkeypatch.setattr(written, "rule_for", lambda d, n, coupled: rule if len(d) else real(d, n, coupled=coupled))
+    monkeypatch.setattr(recorded_rounds, "rule_for", lambda d, n, coupled: rule if len(d) else real(d, n, coupled=coupled))
     key = verifier.CandidateKeys.next
     monkeypatch.setattr(verifier.CandidateKeys, "next", lambda keys, depth, owed: key(keys, depth, owed=False))
     assert _red(ReferenceRule.COUPLED)

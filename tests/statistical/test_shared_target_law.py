@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.model import resumed
-from outrider.model.begun import Begun
-from outrider.propose.shared_layers import SharedLayersProposer
+from outrider.model import resumed_forward
+from outrider.model.partial_rows import PartialChain
+from outrider.propose.methods.shared_layers import SharedLayersProposer
 from outrider.prove.engine_distribution import BOUND, EngineProof
 from outrider.prove.settings import SHARED_TARGET_LAYERS, SHARED_TARGET_SETTINGS
 from outrider.prove.tiny import save_tiny_llama
@@ -47,25 +47,25 @@ def test_every_setting_has_a_name_of_its_own() -> None:
 def test_control_a_pass_that_resumes_wrongly_is_seen(
     proof: EngineProof, monkeypatch: pytest.MonkeyPatch, error: str
 ) -> None:
-    stock, stock_part = resumed.resumed, resumed.PartialPass
-    monkeypatch.setattr(resumed.TargetPass, "_is_exact", lambda self, depth: True)  # the probe would see it too
+    stock, stock_part = resumed_forward.resumed, resumed_forward.PartialPass
+    monkeypatch.setattr(resumed_forward.TargetPass, "_is_exact", lambda self, depth: True)  # the probe would see it too
 
     def late(layers: tuple[int, ...], hidden: Any = None) -> Any:
         return stock_part(layers if hidden is None else layers[1:], hidden)
 
-    def changed(rows: Begun | None) -> Begun | None:
+    def changed(rows: PartialChain | None) -> PartialChain | None:
         if rows is None:
             return None
         hidden = rows.hidden * 1.001 if error == "other hidden states" else rows.hidden.flip(0)
-        return Begun(rows.depth, rows.start, rows.token_ids, rows.block_table, rows.long_rope, hidden)
+        return PartialChain(rows.depth, rows.start, rows.token_ids, rows.block_table, rows.long_rope, hidden)
 
     def spoilt(runner: Any, segments: Any, known: Any, *args: Any) -> Any:
         return stock(runner, segments, [changed(rows) for rows in known], *args)
 
     if error == "one layer late":
-        monkeypatch.setattr(resumed, "PartialPass", late)
+        monkeypatch.setattr(resumed_forward, "PartialPass", late)
     else:
-        monkeypatch.setattr(resumed, "resumed", spoilt)
+        monkeypatch.setattr(resumed_forward, "resumed", spoilt)
     assert proof.prove(BY_NAME["early exit, block"], 3).measured > 1e-6
 
 

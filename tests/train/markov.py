@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from outrider.model.hf import without_bars
+from outrider.model.loading.exclusive import exclusive_transformers
 from outrider.train.manifest import DataSettings, Manifest, TargetFacts
 from outrider.train.records import Record, write_shard
 
@@ -49,7 +49,7 @@ def save_markov_target(folder: Path, *, sharpness: float = 8.0) -> str:
             layer.mlp.down_proj.weight.mul_(1e-3)
         for token, follower in FOLLOWS.items():
             model.lm_head.weight[follower] = rows[token] * sharpness / WIDTH**0.5
-    with without_bars():
+    with exclusive_transformers():
         model.save_pretrained(folder)
     return str(folder)
 

@@ -88,6 +88,15 @@ def test_figures_come_as_json(target: str, data: Path, tmp_path: Path) -> None:
     assert json.loads(found.stdout)["steps"] == 6
 
 
+def test_a_command_leaves_the_precision_to_the_processor(
+    target: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    run("distill", "--target", target, "--data", data, "--out", tmp_path / "out", "--shape", "1x16:16", "--steps", "1",
+        "--engine-prompts", "0", "--dtype", "float32")  # fmt: skip
+    assert json.loads((tmp_path / "out" / "training.json").read_text())["settings"]["precision"] == "fp32"
+
+
 def test_sizes_are_compared(target: str, data: Path, tmp_path: Path) -> None:
     found = train("distill", target, data, tmp_path / "out", "--sizes", "1x16:16,1x32:32,1x16:16", "-k", "2", "--json")
     assert sorted(size["shape"] for size in json.loads(found.stdout)) == ["1x16:16", "1x32:32"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from outrider.train import checkpoint, curves, models
 from outrider.train.batches import Batch, Batches
 from outrider.train.checkpoint import Checkpoints, Progress
 from outrider.train.distill import DistillSettings, write_on
+from outrider.train.files import write_tensors
 from outrider.train.losses import LOSSES, divergence, overlap
 from outrider.train.models import Shape, draft_to_begin_with, parse_shape, pruned
 from outrider.train.run import Job, train_draft
@@ -123,6 +125,29 @@ def test_a_training_goes_on_to_the_bit(job: Job, learning: DistillSettings, chan
     ]
 
 
+@pytest.mark.parametrize("moment", [1, 3])
+def test_a_training_that_ends_before_its_first_step_is_kept_goes_on(job: Job, moment: int) -> None:
+    whole = replace(job, out=job.out.with_name("whole"))
+    with pytest.raises(Killed):
+        train_draft(job, DistillSettings(), shape=SHAPE, watcher=KillAt(moment))
+    assert kept(job) == ["step-00000000"]
+    for each in (job, whole):
+        train_draft(each, DistillSettings(), shape=SHAPE)
+    assert_same(job.out, whole.out)
+
+
+def test_what_is_measured_is_kept(job: Job) -> None:
+    """A training of 60 steps would else be lost whole with the usual 100 steps between checkpoints."""
+    job = replace(job, settings=job.settings.replace(save_every=100, evaluate_every=5))
+    with pytest.raises(Killed):
+        train_draft(job, DistillSettings(), shape=SHAPE, watcher=KillAt(12))
+    assert kept(job) == ["step-00000005", "step-00000010"]
+
+
+def kept(job: Job) -> list[str]:
+    return [place.name for place in Checkpoints(job.out / "checkpoints")._whole()]
+
+
 def test_another_seed_comes_to_other_weights(job: Job) -> None:
     """Else the test above could not fail."""
     other = replace(job, out=job.out.with_name("other"), settings=job.settings.replace(seed=1))
@@ -172,6 +197,22 @@ def test_a_damaged_checkpoint_is_refused(job: Job) -> None:
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(InvalidParameterError, match=r"cannot be read.*goes on from the one before"):
         train_draft(job, DistillSettings(), shape=SHAPE)
+    shutil.rmtree(file.parent)
+    train_draft(job, DistillSettings(), shape=SHAPE)
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimisers.safetensors", "state.json"])
+def test_the_remedy_for_the_only_checkpoint_names_none_before_it(job: Job, name: str) -> None:
+    with pytest.raises(Killed):
+        train_draft(job, DistillSettings(), shape=SHAPE, watcher=KillAt(3))
+    place = job.out / "checkpoints" / "step-00000000"
+    (place / name).write_bytes(b"{")
+    with pytest.raises(InvalidParameterError, match=r"cannot be read.*there is none before it.*begins anew") as caught:
+        train_draft(job, DistillSettings(), shape=SHAPE)
+    assert "goes on from" not in str(caught.value)
+    assert place.name in str(caught.value)
+    shutil.rmtree(place)  # as it says
+    train_draft(job, DistillSettings(), shape=SHAPE)
 
 
 def test_best_weights_that_are_damaged_are_noticed_before_the_training_goes_on(job: Job) -> None:
@@ -204,7 +245,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(job: Job, monkeypatch: pytest.
         patch.setattr(checkpoint, "write_tensors", full)
         with pytest.raises(StorageError, match="No space left"):
             train_draft(job, DistillSettings(), shape=SHAPE)
-    assert [place.name for place in Checkpoints(job.out / "checkpoints")._whole()] == ["step-00000000", "step-00000005"]
+    assert kept(job) == ["step-00000000", "step-00000005"]
     for each in (job, whole):
         train_draft(each, DistillSettings(), shape=SHAPE)
     assert_same(job.out, whole.out)
@@ -243,6 +284,23 @@ def test_nothing_loads_before_the_weights_are_there(target: str, tmp_path: Path,
     with pytest.raises(StorageError, match=r"model\.safetensors.*No space left"):
         models.save_model(FrozenTarget(target, "float32").model, None, tmp_path / "out", torch.float32)
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_file_without_tensors_can_be_read(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    write_tensors(tmp_path / "none.safetensors", {})
+    assert load_file(tmp_path / "none.safetensors") == {}
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_products_are_in_bf16_where_the_processor_has_them(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast, "amx_bf16": False})
+    settings = TrainSettings()
+    assert settings.precision == ("bf16" if fast else "fp32")
+    assert json.loads(settings.model_dump_json())["precision"] == settings.precision  # the folder keeps what was taken
+    assert TrainSettings(precision="bf16").precision == "bf16"
 
 
 def test_a_folder_takes_one_training(job: Job, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from outrider.params import SamplingParams
 from outrider.propose.base import Proposer
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.speculation import PLAIN, SpeculationConfig
+from outrider.request_options import RequestOptions
 
 _ids = count()
 
@@ -63,8 +64,8 @@ def make_request(
     memory = BlockManager(64, 4) if blocks is None else blocks
     sampling = SamplingParams(**params)
     seed = 1 if sampling.seed is None else sampling.seed
-    whose: dict[str, Any] = {"namespace": namespace, "priority": priority}
-    request = Request(next(_ids), None, tuple(tokens), sampling, speculation, seed, eos, **whose)
+    options = RequestOptions(namespace=namespace, priority=priority)
+    request = Request(next(_ids), None, tuple(tokens), sampling, speculation, seed, eos, options=options)
     for index in range(sampling.n):
         kv = KVLease(memory, namespace, long_rope_after)
         text = TextStream(None, ())

@@ -75,6 +75,8 @@ class World:
         ends: Tokens of a text by its index, where texts end and others take their places.
         calibrated: What a calibration found of passes, where that is not what they cost.
         costs_at: What passes cost by step, where that changes.
+        dearer: By which factor drafts, and rows beyond one for each text, cost more than that for so many texts.
+        seconds_a_pass: Of a plain pass of one text; all times are in such passes.
     """
 
     methods: Mapping[str, Method]
@@ -85,6 +87,8 @@ class World:
     ends: Callable[[int], int] = lambda text: 10**9
     calibrated: Mapping[int, float] | None = None
     costs_at: Callable[[int], Mapping[int, float]] | None = None
+    dearer: Callable[[int], float] = lambda texts: 1.0
+    seconds_a_pass: float = 0.05
 
     def luck(self, *key: object) -> float:
         digest = blake2b(repr((self.seed, *key)).encode(), digest_size=8).digest()
@@ -119,12 +123,14 @@ class World:
 
     def table(self) -> CostTable:
         """What a calibration would find."""
+        unit = self.seconds_a_pass
         drafts = {
-            name: {size: self.read_seconds(name, size) for size in (1, 8, 16, 32)}
+            name: {size: unit * self.read_seconds(name, size) for size in (1, 8, 16, 32)}
             for name, method in self.methods.items()
             if not method.lookup
         }
-        return CostTable(dict(self.calibrated or self.passes), 0.0, drafts)
+        passes = {size: unit * seconds for size, seconds in (self.calibrated or self.passes).items()}
+        return CostTable(passes, 0.0, drafts)
 
 
 @dataclass
@@ -140,6 +146,8 @@ class Log:
         positions: By step, where the first text stood before it.
         shadow_seconds: Spent on scoring idle methods.
         reasons: That were given.
+        clock, written: By step, seconds and tokens up to its end.
+        true, plain: By step, seconds that it takes on average, and those that its tokens would take plainly.
     """
 
     seconds: float = 0.0
@@ -150,6 +158,10 @@ class Log:
     positions: list[int] = field(default_factory=list)
     shadow_seconds: float = 0.0
     reasons: set[str] = field(default_factory=set)
+    clock: list[float] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+    true: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
 
     @property
     def pace(self) -> float:
@@ -233,14 +245,20 @@ def _step(world: World, policy: Policy, texts: list[TextState], log: Log, step: 
             levels[name] = max(levels.get(name, 0), asked)
             lag = text.lags.get(name, 0)
             if not world.methods[name].lookup and lag > 17:
-                late += lag
-                propose += world.read_seconds(name, lag)
+                late += min(lag, READ_AT_ONCE)
+                propose += world.read_seconds(name, min(lag, READ_AT_ONCE))
         rows += offered
         fates[text.index] = (offered, stood)
-    factor = world.drift(step) * max(0.5, rng.gauss(1.0, world.noise))
-    propose = factor * (propose + sum(world.propose_seconds(name, drafted[name], levels[name]) for name in drafted))
-    times = StepTimes(propose, factor * world.seconds(rows, step), factor * 0.02)
-    work = StepWork(rows, len(texts), 0, tuple(DraftWork(n, drafted[n], levels[n], late) for n in drafted))
+    factor = world.seconds_a_pass * world.drift(step) * max(0.3, rng.gauss(1.0, world.noise))
+    propose += sum(world.propose_seconds(name, drafted[name], levels[name]) for name in drafted)
+    plain, dearer = world.seconds(len(texts), step), world.dearer(len(texts))
+    forward = plain + dearer * (world.seconds(rows, step) - plain)
+    times = StepTimes(factor * dearer * propose, factor * forward, factor * 0.02)
+    unit = world.seconds_a_pass * world.drift(step)
+    log.true.append(unit * (dearer * propose + forward + 0.02))
+    log.plain.append(unit * (plain + 0.02) * (1.0 + sum(stood for _, stood in fates.values()) / len(texts)))
+    context = sum(text.position for text in texts)
+    work = StepWork(rows, len(texts), context, tuple(DraftWork(n, drafted[n], levels[n], late) for n in drafted))
     log.seconds += times.total
     log.on.append(sum(d.method is not None for d in decisions.values()) / len(texts))
     log.methods.append(decisions[texts[0].index].method)
@@ -260,6 +278,8 @@ def _step(world: World, policy: Policy, texts: list[TextState], log: Log, step: 
     if isinstance(policy, Governor):
         policy.observe_step(work, times)
         _shadow(world, policy, texts, log, factor)
+    log.clock.append(log.seconds)
+    log.written.append(log.tokens)
 
 
 def _shadow(world: World, governor: Governor, texts: list[TextState], log: Log, factor: float) -> None:
@@ -282,6 +302,7 @@ def _shadow(world: World, governor: Governor, texts: list[TextState], log: Log, 
         governor.observe_shadow_seconds(shadow.method, 1, seconds)
         log.seconds += seconds
         log.shadow_seconds += seconds
+        log.true[-1] += seconds
 
 
 def governor_of(world: World) -> Governor:

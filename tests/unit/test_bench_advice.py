@@ -13,13 +13,14 @@ from rich.console import Console
 import outrider
 from outrider.bench import report
 from outrider.bench.advice import advise
-from outrider.bench.figures import Spread
 from outrider.bench.plan import Cell
 from outrider.bench.results import Advice, CellResult, Outcome, Results, WayResult
-from outrider.bench.ways import parse_ways
 from outrider.cli.options import method_settings
 from outrider.embedded import default_model
-from outrider.propose.draft_model import DraftModel
+from outrider.measure.decoding_config import parse_ways
+from outrider.measure.figures import Spread
+from outrider.propose.defaults import SpeculationDefaults
+from outrider.propose.methods.draft_model import DraftModel
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 
 #: What a line of Python that is pasted may name beside LLM.
@@ -90,6 +91,17 @@ def test_a_range_that_holds_1_is_no_gain() -> None:
     assert "draft_model k=4, is 1.06 times" in found.text
     assert "its range holds 1 (0.91 to 1.20 over 3 rounds)" in found.text
     assert "--num-prompts 16" in found.text
+
+
+def test_what_was_disturbed_is_no_headline() -> None:
+    disturbed = way("draft_model k=4").model_copy(update={"disturbed": True, "tau": 2.0})
+    found = only(cell(disturbed))
+    assert found.outcome is Outcome.DISTURBED
+    assert found.text.startswith("No advice: other work disturbed the measurement.")
+    assert found.python is None
+    beside = only(cell(disturbed, way("ngram k=3", 1.3, 1.2, 1.4)))
+    assert beside.way == "ngram k=3"
+    assert "Not believed, since other work disturbed it: draft_model k=4." in beside.text
 
 
 def test_a_single_round_proves_nothing() -> None:
@@ -203,6 +215,20 @@ def test_the_page_the_terminal_and_the_numbers_say_the_same() -> None:
             assert said in page
             assert said in shown
     assert Results.model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.parametrize("draft_model", [default_model("draft"), "/d", None])
+def test_the_way_auto_is_what_an_llm_chooses_from_by_itself(draft_model: str | None) -> None:
+    way = parse_ways(["auto"], draft_model)[-1]
+    embedded = default_model("draft") if draft_model == default_model("draft") else None
+    given = None if embedded is not None else draft_model
+    assert way.config == SpeculationDefaults.of(None, given, embedded).config
+    assert way.name == "auto"
+    for model, named in (("embedded", None), ("wide", "DRAFT")) if embedded else (("m", draft_model),):
+        recipe = way.recipe(model, "bfloat16", greedy=False)
+        assert (f'draft_model="{named}"' in recipe.python) is (named is not None)
+        assert (f"--draft-model {named}" in recipe.command) is (named is not None)
+        assert default_model("draft") not in recipe.python + recipe.command
 
 
 @pytest.mark.parametrize("name", ["plain", *NAMES, "draft_model:2,1", "draft_model:best_first:6"])

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from outrider.bench.figures import (
+from outrider.measure.figures import (
     Spread,
     conditional_acceptance,
     expected_tokens,

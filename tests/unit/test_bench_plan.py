@@ -11,12 +11,12 @@ import pytest
 
 from outrider.bench.plan import Cell, Plan
 from outrider.bench.settings import BenchSettings
-from outrider.bench.tasks import LONG_WORKLOADS, WORKLOADS
-from outrider.bench.ways import parse_ways
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
-from outrider.propose.draft_model import DraftModel
-from outrider.propose.medusa import Medusa
-from outrider.propose.suffix import Suffix
+from outrider.measure.decoding_config import parse_ways
+from outrider.measure.tasks import LONG_WORKLOADS, WORKLOADS
+from outrider.propose.methods.draft_model import DraftModel
+from outrider.propose.methods.medusa import Medusa
+from outrider.propose.methods.suffix import Suffix
 
 
 def plan(draft_model: str | None = "draft", **settings: Any) -> Plan:
@@ -38,6 +38,15 @@ def test_the_usual_run_touches_everything_in_small() -> None:
 def test_what_is_asked_for_is_crossed_and_nothing_else_is_measured() -> None:
     found = plan(workloads=("json", "free_text"), batches=(1, 2), samplings=("greedy",)).cells("float32")
     assert loads(found) == {(w, "greedy", b) for w in ("json", "free_text") for b in (1, 2)}
+
+
+def test_a_quick_run_is_one_load_of_short_texts() -> None:
+    (cell,) = plan(quick=True).cells("float32")
+    assert (cell.workload, cell.sampling, cell.batch) == (WORKLOADS[0], "T=1", 1)
+    assert (cell.num_prompts, cell.max_tokens) == (2, 16)
+    asked = plan(quick=True, workloads=("json",), batches=(1, 4), max_tokens=9).cells("float32")
+    assert loads(asked) == {("json", "T=1", 1), ("json", "T=1", 4)}
+    assert {cell.max_tokens for cell in asked} == {9}
 
 
 def test_a_full_run_is_the_whole_matrix(tmp_path: Path) -> None:

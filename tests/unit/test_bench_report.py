@@ -12,14 +12,15 @@ import pytest
 from rich.console import Console
 
 from outrider.bench import plots, report
-from outrider.bench.contestants import Contestant, interleave
-from outrider.bench.figures import Spread
 from outrider.bench.plan import Cell
 from outrider.bench.results import CellResult, ModelResult, PrefillResult, Results, WayResult
-from outrider.bench.run import EncodedTask, Run
 from outrider.bench.store import Store
-from outrider.bench.summary import summarise
+from outrider.bench.summary import reads_too_fast, summarise
 from outrider.errors import EngineAnswerError, InvalidParameterError
+from outrider.measure import machine
+from outrider.measure.contestants import Contestant, interleave
+from outrider.measure.figures import Spread
+from outrider.measure.run import EncodedTask, Run
 from outrider.stats import RequestStats
 
 MACHINE = {
@@ -35,10 +36,12 @@ MODEL = ModelResult(
 TASKS = [[EncodedTask(f"t{i}", (1, 2), 8)] for i in range(3)]
 
 
-def run(speed: float, *, drafts: RequestStats | None = None, tokens: Sequence[int] = range(21)) -> Run:
+def run(
+    speed: float, *, drafts: RequestStats | None = None, tokens: Sequence[int] = range(21), per_pass: float = 4.0
+) -> Run:
     """A text of 21 tokens, 20 of them decoded at `speed` after a second of prompt."""
-    seconds = 20 / speed
-    return Run((tuple(tokens),), 1 + seconds, (1.0,), 20, seconds, (seconds / 20,) * 20, 21, drafts, {"forward": 1.0})
+    seconds, passes = 20 / speed, 1 + round(20 / per_pass)
+    return Run((tuple(tokens),), 1 + seconds, (1.0,), 20, seconds, (seconds / 20,) * 20, passes, drafts, {"forward": 1.0})
 
 
 def cell(**changes: Any) -> Cell:
@@ -67,9 +70,87 @@ def test_turns_alternate() -> None:
 
     turns: list[str] = []
     runs = interleave(TASKS, [writer("A"), writer("B")], lambda contestant: turns.append(contestant.name))
-    assert order == ["At0", "Bt0", "At1", "Bt1", "At2", "Bt2"]
-    assert turns == ["A", "B"] * 3
+    assert order == ["At0", "Bt0", "Bt1", "At1", "At2", "Bt2"]  # who is always last would be hurt by a slowing machine
+    assert turns == ["A", "B", "B", "A", "A", "B"]
     assert {name: len(found) for name, found in runs.items()} == {"A": 3, "B": 3}
+
+
+def speeds(plain: Sequence[float], drafted: Sequence[float], *, per_pass: float) -> tuple[dict[str, list[Run]], int]:
+    """The runs of two ways with these speeds, turn by turn, and how many turns they took."""
+    left = {"plain": list(plain), "b": list(drafted)}
+    turns: list[str] = []
+
+    def writer(name: str) -> Contestant:
+        gained = 1.0 if name == "plain" else per_pass
+        return Contestant(name, lambda _: run(left[name].pop(0), per_pass=gained), plain=name == "plain")
+
+    found = interleave(TASKS, [writer("plain"), writer("b")], lambda contestant: turns.append(contestant.name))
+    return found, len(turns) // 2
+
+
+def test_a_round_that_cannot_be_true_is_measured_again() -> None:
+    """1.96 tokens a pass make nothing 2.48 times as fast."""
+    runs, rounds = speeds([10, 4, 10, 10], [15, 10, 16, 17], per_pass=2.0)
+    assert rounds == 4
+    contestants = [Contestant("plain", lambda _: run(1), plain=True), Contestant("b", lambda _: run(1))]
+    found = summarise(contestants, runs, 1, MODEL, None, 30)[1]
+    assert found.speedup == Spread(median=1.6, low=1.5, high=1.7)
+    assert not found.disturbed
+
+
+def test_rounds_that_stay_impossible_are_not_believed() -> None:
+    runs, rounds = speeds([4] * 9, [10] * 9, per_pass=2.0)
+    assert rounds == 9  # each three times
+    contestants = [Contestant("plain", lambda _: run(1), plain=True), Contestant("b", lambda _: run(1))]
+    found = summarise(contestants, runs, 1, MODEL, None, 30)[1]
+    assert found.disturbed
+    assert found.speedup is None
+    assert found.whole_speedup is None
+    assert report.speed_row(CellResult(cell=cell(), ways=[found]), found)[2] == "disturbed"
+
+
+@pytest.mark.parametrize(("most", "times"), [(2.0, 3), (2.05, 3), (2.2, 9)])
+def test_a_speedup_may_reach_the_tokens_of_a_pass(most: float, times: int) -> None:
+    assert speeds([10] * 9, [10 * most] * 9, per_pass=2.0)[1] == times
+
+
+def test_a_peer_may_be_faster_than_its_tokens_a_pass() -> None:
+    """It is measured against our plain decoding, and not against its own."""
+    runs = {"plain": [run(10, per_pass=1.0)], "rival: x": [run(100, per_pass=1.0)]}
+    contestants = [Contestant("plain", lambda _: run(1), plain=True), Contestant("rival: x", lambda _: run(1), "rival")]
+    found = summarise(contestants, runs, 1, MODEL, None, 30)[1]
+    assert found.speedup is not None
+    assert found.speedup.median == 10
+
+
+def test_weights_are_not_read_faster_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, contestants = {"plain": [run(100)]}, [Contestant("plain", lambda _: run(1), plain=True)]
+    monkeypatch.setattr(machine, "_largest_cache", lambda: 499)
+    slow, fast = 100 * 500 / 2.41, 100 * 500 / 0.9
+    assert summarise(contestants, runs, 1, MODEL, slow, 30)[0].bandwidth_share is None
+    assert summarise(contestants, runs, 1, MODEL, fast, 30)[0].bandwidth_share == pytest.approx(0.9)
+    assert reads_too_fast(runs, 1, MODEL, slow)
+    assert not reads_too_fast(runs, 1, MODEL, fast)
+    assert not reads_too_fast(runs, 2, MODEL, slow)
+    monkeypatch.setattr(machine, "_largest_cache", lambda: 500)  # where they stay
+    assert not reads_too_fast(runs, 1, MODEL, slow)
+
+
+def test_what_was_disturbed_is_not_kept(tmp_path: Path) -> None:
+    found = results()
+    name, kept = next(iter(found.models.items()))
+    (key, first), *_ = found.cells.items()
+    doubtful = first.model_copy(update={"ways": [*first.ways, way("b", disturbed=True)]})
+    found.cells["doubtful"] = doubtful
+    found.models["other"] = kept.model_copy(update={"doubt": "16 rows seemed to cost no more than one"})
+    Store(tmp_path).save(found)
+    again = Store(tmp_path).open(MACHINE)
+    assert "doubtful" not in again.cells
+    assert key in again.cells
+    assert "other" not in again.models
+    assert again.models[name] == kept
+    assert any("b seemed faster than can be" in said for said in found.remarks)
+    assert any("passes of other were disturbed: 16 rows" in said for said in found.remarks)
 
 
 def test_a_peer_that_fails_drops_out_and_the_others_go_on() -> None:

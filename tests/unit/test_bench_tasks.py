@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.long_prompts import LEAST, MOST, long_tasks, num_tokens
-from outrider.bench.replay import copy_tasks
-from outrider.bench.tasks import LONG_WORKLOADS, WORKLOADS, Task, built_in, read_prompts, read_replay, read_spec_bench
 from outrider.errors import InvalidParameterError
+from outrider.measure.long_prompts import LEAST, MOST, long_tasks, num_tokens
+from outrider.measure.replay import copy_tasks
+from outrider.measure.tasks import LONG_WORKLOADS, WORKLOADS, Task, built_in, read_prompts, read_replay, read_spec_bench
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)

@@ -398,11 +398,12 @@ def test_chat_goes_on_after_a_question_that_cannot_be_served(tmp_path: Path) -> 
     settings = json.loads((model / "tokenizer_config.json").read_text("utf-8"))
     settings["chat_template"] = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
     (model / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
-    questions = f"hello\n{'word ' * 3000}\n/reset\nhello\n/exit\n"
+    questions = f"hello\n{'word ' * 3000}\n/reset\nhello\n/help\n/quit\nnever asked\n"
     result = outrider("chat", str(model), "--max-tokens", "4", "-t", "0", "--quantization", "int8", stdin=questions)
     assert result.returncode == 0
     assert result.stderr.count("tokens/s, cut off at 4 tokens (--max-tokens)") == 2
     assert result.stderr.count("outrider: ") == 1
+    assert result.stderr.count("/quit or Ctrl-D leaves") == 2, "at the start, and on /help"
     answers = [answer for answer in map(str.strip, result.stdout.split("> ")) if answer]
     assert len(answers) == 2
     assert answers[0] == answers[1]  # /reset forgot the first

@@ -65,7 +65,7 @@ def test_the_extra_for_tests_brings_what_they_would_skip_without() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     for name in ("gguf", "playwright", "axe-playwright-python"):
         assert any(requirement.startswith(name) for requirement in extras["dev"])
-    assert "outrider[bench,grammar,ray,serve,train]" in extras["dev"]
+    assert "outrider[bench,grammar,ray,release,serve,train]" in extras["dev"]
 
 
 def test_what_is_slow_is_left_out_and_what_is_all_is_all(venv: Path) -> None:

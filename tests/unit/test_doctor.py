@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from outrider.doctor.examination import MethodReport, Report
+from outrider.cli.doctor import _show
+from outrider.doctor import examination
+from outrider.doctor.examination import Examination, MethodReport, Report, Sample
 from outrider.doctor.facts import ModelFacts
 from outrider.doctor.findings import Finding, Level
-from outrider.doctor.measure import count_shifts, undisturbed
+from outrider.doctor.measure import Writing, count_shifts, undisturbed
 from outrider.doctor.verdict import Acceptance, Situation, Terms, judge_acceptance, judge_speed, limit
+from outrider.propose.speculation import PLAIN, SpeculationConfig
 from outrider.trace import RoundTrace
 
-TARGET = ModelFacts("target", "bfloat16", "cpu", "fused", "avx512bf16", 1_000, 512, 4096, None, {512: 8})
+TARGET = ModelFacts("target", "bfloat16", "cpu", "fused", "avx512bf16", True, 1_000, 512, 4096, None, {512: 8})
 
 
 def accepted(tau: float, first: float, num_drafts: int = 100, shifts: Mapping[int, float] | None = None) -> Acceptance:
@@ -109,11 +115,66 @@ def _round(position: int, token_ids: Sequence[int]) -> RoundTrace:
         texts=(None,) * size,
         rows=(),
         at=0.0,
+        draws=(),
     )
 
 
 def test_a_pass_takes_no_longer_than_one_of_more_rows() -> None:
     assert undisturbed({1: 4.0, 2: 9.0, 4: 3.0, 8: 5.0}) == {1: 3.0, 2: 3.0, 4: 3.0, 8: 5.0}
+
+
+def _writing(speed: float, per_pass: float) -> Writing:
+    """A text of 100 tokens."""
+    steps = round(100 / per_pass)
+    return Writing(num_steps=steps, num_tokens=100, num_texts=steps, seconds=100 / speed)
+
+
+def _pairs(
+    monkeypatch: pytest.MonkeyPatch, plain: Sequence[float], drafted: Sequence[float], per_pass: float
+) -> tuple[list[bool], tuple[float, ...], list[str]]:
+    """Two rounds with these speeds, turn by turn: who wrote, the speedups that are believed, and the doubts."""
+    left, order = {False: list(plain), True: list(drafted)}, []
+
+    def write(engine: Any, tasks: Any, config: SpeculationConfig, temperature: float) -> Writing:
+        drafts = config.method is not None
+        order.append(drafts)
+        return _writing(left[drafts].pop(0), per_pass if drafts else 1.0)
+
+    monkeypatch.setattr(examination, "write", write)
+    llm: Any = SimpleNamespace(engine=None)
+    found = Examination(llm, PLAIN, Sample([[]], "", 1.0))
+    config = SpeculationConfig.of("ngram")
+    pairs = [found._pair([], config, turn) for turn in range(2)]
+    return order, found._believed("ngram", pairs), found._doubts
+
+
+def test_pairs_alternate_and_one_that_cannot_be_true_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, speedups, doubts = _pairs(monkeypatch, [4.0, 10.0, 10.0], [10.0, 15.0, 17.0], 2.0)
+    assert order == [False, True, True, False, True, False]
+    assert speedups == pytest.approx((1.5, 1.7))
+    assert doubts == []
+
+
+@pytest.mark.parametrize("doubted", [True, False])
+def test_ratios_of_passes_that_were_disturbed_are_not_told(doubted: bool) -> None:
+    report = Report(TARGET, {1: 0.01, 16: 0.01}, 100.0, 1, (), "busy", ("16 rows cost nothing",) * doubted, doubted)
+    with (paper := Console(width=100, file=io.StringIO())).capture() as shown:
+        _show(report, paper)
+    row = next(line for line in shown.get().splitlines() if line.startswith("C(n)"))
+    assert ("1.00" in row) is not doubted
+    assert ("?" in row) is doubted
+    assert ("16 rows cost nothing" in shown.get()) is doubted
+    assert report.as_json()["row_cost_ratio"] == (None if doubted else {1: 1.0, 16: 1.0})
+
+
+def test_a_speed_that_stays_impossible_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, speedups, doubts = _pairs(monkeypatch, [4.0] * 6, [10.0] * 6, 2.0)
+    assert len(order) == 12
+    assert speedups == ()
+    assert "more than its tokens a pass" in doubts[0]
+    judged = judge_speed(None, terms(), situation(), acceptance=Level.OK)
+    assert judged.level is Level.NOTE
+    assert "its speed is not known" in judged.text
 
 
 LIMITS: list[tuple[Terms, Situation, str, str]] = [
@@ -165,12 +226,13 @@ def test_speed_that_gains_nothing_is_useless(measured: float, acceptance: Level,
 )
 def test_who_is_healthy(levels: list[Level], healthy: bool) -> None:
     methods = tuple(MethodReport("m", 4, (Finding("speed", Level.OK, "a"), Finding("x", each, "b"))) for each in levels)
-    assert Report(TARGET, {1: 0.01, 2: 0.012}, 100.0, 1, methods).healthy is healthy
+    assert Report(TARGET, {1: 0.01, 2: 0.012}, 100.0, 1, methods, "calm").healthy is healthy
+    assert not Report(TARGET, {1: 0.01, 2: 0.012}, 100.0, 1, methods, "busy", ("rows cost nothing",)).healthy
 
 
 def test_the_report_is_plain_data_with_its_ratios() -> None:
     method = MethodReport("m", 4, (), terms=terms(tokens=2.5, verify=1.0, propose=0.15, host=0.1), measured=1.9)
-    found = Report(TARGET, {1: 0.01, 2: 0.012}, 100.0, 1, (method,)).as_json()
+    found = Report(TARGET, {1: 0.01, 2: 0.012}, 100.0, 1, (method,), "calm").as_json()
     assert found["row_cost_ratio"] == pytest.approx({1: 1.0, 2: 1.2})
     assert found["methods"][0]["predicted"] == pytest.approx(2.0)
     assert found["methods"][0]["level"] == "ok"

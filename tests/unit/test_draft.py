@@ -172,6 +172,11 @@ def test_nothing_to_go_on_with_or_from_changes_nothing() -> None:
     assert (before.parents, before.scratch.parents) == ((-1, 0), (-1,))
 
 
+def distinct(draft: Draft) -> Draft:
+    """The draft with one node for siblings of equal token."""
+    return EMPTY.joined(draft, -1)[0]
+
+
 def _labels(draft: Draft) -> list[tuple[int, ...]]:
     """Tokens from the root to each row."""
     labels: list[tuple[int, ...]] = []
@@ -181,12 +186,12 @@ def _labels(draft: Draft) -> list[tuple[int, ...]]:
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(trees(), trees(), st.booleans(), st.booleans())
+@given(trees().map(distinct), trees().map(distinct), st.booleans(), st.booleans())
 def test_every_row_of_both_parts_keeps_its_path(head: Draft, tail: Draft, head_probs: bool, tail_probs: bool) -> None:
     if head_probs:
-        head = dataclasses.replace(head, draft_probs=torch.rand(len(head), 3))
+        head = dataclasses.replace(head, draft_probs=torch.rand(head.num_draws, 3))
     if tail_probs:
-        tail = dataclasses.replace(tail, draft_probs=torch.rand(len(tail), 3, dtype=torch.float64))
+        tail = dataclasses.replace(tail, draft_probs=torch.rand(tail.num_draws, 3, dtype=torch.float64))
     joined = head.extended(tail)
     size, both = len(head), len(head) + len(tail)
     root = _labels(head)[head.deepest] if size else ()
@@ -204,12 +209,12 @@ def test_every_row_of_both_parts_keeps_its_path(head: Draft, tail: Draft, head_p
     if not (head_probs or tail_probs):
         assert joined.draft_probs is None
         return
-    zeros = [torch.zeros(len(draft), 3) for draft in (head, tail)]
+    zeros = [torch.zeros(draft.num_draws, 3) for draft in (head, tail)]
     parts = [
         zero if draft.draft_probs is None else draft.draft_probs for draft, zero in zip((head, tail), zeros, strict=True)
     ]
     assert joined.draft_probs is not None
-    assert joined.draft_probs.shape == (both, 3)
+    assert joined.draft_probs.shape == (joined.num_draws, 3)
     assert torch.allclose(joined.draft_probs, torch.cat([part.to(joined.draft_probs) for part in parts]))
 
 
@@ -226,7 +231,7 @@ def test_going_on_rounds_nobodys_probabilities(head: torch.dtype, tail: torch.dt
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(trees(), trees(), trees())
+@given(trees().map(distinct), trees().map(distinct), trees().map(distinct))
 def test_going_on_twice_is_going_on_with_both(one: Draft, two: Draft, three: Draft) -> None:
     joined = one.extended(two).extended(three)
     assert joined.row_token_ids[: len(joined)] == one.token_ids + two.token_ids + three.token_ids
@@ -237,3 +242,45 @@ def test_going_on_twice_is_going_on_with_both(one: Draft, two: Draft, three: Dra
 def test_drafts_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         TREE.token_ids = ()  # type: ignore[misc]
+
+
+# -- beside another draft ----------------------------------------------------------------------------------------------
+
+
+def test_nodes_that_two_members_propose_are_shared() -> None:
+    one = Draft((1, 2), (-1, 0), (Law.SAMPLED,) * 2, torch.full((2, 4), 0.25), scratch=ScratchRows((3,), (1,)))
+    other = Draft((1, 3, 2), (-1, 0, -1), (Law.OPAQUE,) * 3, scratch=ScratchRows((0, 0), (2, 3)))
+    both, places = one.joined(other, -1)
+    assert (both.token_ids, both.parents) == ((1, 2, 3, 2), (-1, 0, 0, -1))
+    assert places == (0, 2, 3)
+    assert both.nodes == (0, 1, 0, 2, 3), "node 0 has two draws"
+    assert both.members == (0, 0, 1, 1, 1)
+    assert both.laws == (Law.SAMPLED,) * 2 + (Law.OPAQUE,) * 3
+    assert both.draft_probs is not None
+    assert both.draft_probs[:, 0].tolist() == [0.25, 0.25, 0.0, 0.0, 0.0]
+    assert both.scratch == ScratchRows((3, 0, 0), (1, 3, 5))
+    first = both.first(3)
+    assert (first.nodes, first.members) == ((0, 1, 0, 2), (0, 0, 1, 1))
+    third, places = both.joined(Draft((2,), (-1,), (Law.COUPLED,)), 0)
+    assert (len(third), places, third.nodes[-1], third.members[-1]) == (4, (1,), 1, 2), (
+        "below a node that is not the deepest"
+    )
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(trees(), trees(), st.data())
+def test_a_joined_draft_holds_the_paths_of_both_once(one: Draft, other: Draft, data: st.DataObject) -> None:
+    one = distinct(one)
+    node = data.draw(st.integers(-1, len(one) - 1))
+    both, places = one.joined(other, node)
+    root = _labels(one)[node] if node >= 0 else ()
+    labels = _labels(both)[: len(both)]
+    assert len(set(labels)) == len(labels)
+    assert set(labels) == {*_labels(one)[: len(one)], *((*root, *label) for label in _labels(other)[: len(other)])}
+    assert [labels[place] for place in places] == [(*root, *label) for label in _labels(other)[: len(other)] if places]
+    assert both.num_draws == one.num_draws + other.num_draws
+    drawn = sorted((labels[n], m >= one.num_members) for n, m in zip(both.nodes, both.members, strict=True))
+    mine = [(_labels(one)[n], False) for n in one.nodes] if other.num_rows else []
+    theirs = [((*root, *_labels(other)[n]), True) for n in other.nodes]
+    if other.num_rows:
+        assert drawn == sorted([*mine, *theirs])

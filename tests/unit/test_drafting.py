@@ -15,14 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.draft import EMPTY, Draft, Law, ScratchRows, depths_of
-from outrider.engine.drafter import Drafter
-from outrider.engine.drafting import Part, StepDraft, propose_all, sound_prefix
-from outrider.engine.scheduler import ScheduledSequence, Turn
+from outrider.engine.proposing.drafter import Drafter
+from outrider.engine.proposing.drafting import StepDraft, propose_all
+from outrider.engine.proposing.tree_builders import TreeBuilders
+from outrider.engine.scheduling.scheduler import ScheduledSequence, Turn
 from outrider.engine.sequence import Sequence as EngineSequence
-from outrider.engine.tree_builders import TreeBuilders
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.propose.pace import FixedPace
-from outrider.propose.tree import CHAIN, StaticTree
+from outrider.propose.inspection import sound_prefix
+from outrider.propose.trees.pace import FixedPace
+from outrider.propose.trees.tree import CHAIN, StaticTree
 from outrider.verify.noise import KeyedNoise
 from outrider.verify.verifier import rule_for
 from tests.unit.builders import Planted, make_sequence
@@ -79,16 +80,39 @@ def test_random_trees_with_honest_laws_pass(size: int, data: st.DataObject) -> N
     drawn = [(p, t) for p, t, law in zip(parents, tokens, laws, strict=True) if law is Law.SAMPLED]
     found, problem = sound_prefix(draft, 6, 9, VOCAB)
     if len(set(drawn)) == len(drawn):
-        assert (found, problem) == (draft, None)
+        assert problem is None
+        assert (set(found.paths), found.laws) == (set(draft.paths), draft.laws)
+        assert len(set(found.paths)) == len(found), "siblings of equal token are one node"
     else:  # a token cannot be drawn twice from one law without replacement
-        assert found == draft.opaque()
+        assert len(found) < len(draft)
         assert problem is not None
+        assert sound_prefix(found, 6, 9, VOCAB) == (found, None)
 
 
-def test_siblings_of_unlike_laws_are_believed_no_law() -> None:
+def test_siblings_of_one_member_have_one_law() -> None:
     probs = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.25, 0.25]])
-    found, problem = sound_prefix(Draft((0, 1), (-1, -1), (Law.SAMPLED,) * 2, probs), 6, 9, 3)
-    assert set(found.laws) == {Law.OPAQUE}
+    draft = Draft((0, 1), (-1, -1), (Law.SAMPLED,) * 2, probs)
+    found, problem = sound_prefix(draft, 6, 9, 3)
+    assert (found.token_ids, found.laws) == ((0,), (Law.SAMPLED,)), "what was drawn before is believed"
+    assert problem == "node 1: its probabilities are not those its elder sibling 0 was drawn from"
+    two = dataclasses.replace(draft, members=(0, 1))
+    assert sound_prefix(two, 6, 9, 3) == (two, None), "those of two members may differ"
+
+
+def test_a_token_that_two_members_drew_is_one_node_with_two_draws() -> None:
+    probs = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.25, 0.25], [0.0, 0.0, 1.0]])
+    twice = Draft((0, 0, 2), (-1, -1, 1), (Law.SAMPLED,) * 3, probs, members=(0, 1, 1))
+    found, problem = sound_prefix(twice, 6, 9, 3)
+    assert problem is None
+    assert (found.token_ids, found.parents) == ((0, 2), (-1, 0))
+    assert (found.nodes, found.members) == ((0, 0, 1), (0, 1, 1))
+    assert sound_prefix(dataclasses.replace(twice, members=(0, 0, 0)), 6, 9, 3)[0].token_ids == (0,)
+
+
+@pytest.mark.parametrize("nodes", [(0, 1, 3), (0, 1, 1), (0, -1, 2), (0, 1), ("0", 1, 2)])
+def test_draws_that_leave_out_a_node_are_nonsense(nodes: tuple[Any, ...]) -> None:
+    found, problem = sound_prefix(dataclasses.replace(sampled(), nodes=nodes), 6, 9, VOCAB)
+    assert found is EMPTY
     assert problem is not None
 
 
@@ -256,16 +280,13 @@ def test_scratch_rows_of_two_lengths_are_none() -> None:
     assert problem
 
 
-@pytest.mark.parametrize(
-    "scratch", [ScratchRows((VOCAB,), (-1,)), ScratchRows((1,), (7,)), ScratchRows((1, 1, 1, 1), (-1,) * 4)]
-)
-def test_scratch_rows_beside_misdrawn_siblings_are_looked_at_too(scratch: ScratchRows) -> None:
-    draft = Draft((0, 0), (-1, -1), (Law.SAMPLED,) * 2, torch.full((2, VOCAB), 1 / VOCAB), scratch=scratch)
+def test_misdrawn_siblings_cost_the_scratch_rows_too() -> None:
+    probs = torch.full((2, VOCAB), 1 / VOCAB)
+    draft = Draft((0, 0), (-1, -1), (Law.SAMPLED,) * 2, probs, scratch=ScratchRows((1,), (1,)))
     found, problem = sound_prefix(draft, 5, 9, VOCAB)
-    assert set(found.laws) == {Law.OPAQUE}
-    assert problem is not None
-    again, further = sound_prefix(found, 5, 9, VOCAB)
-    assert (again, further) == (found, None), "what is left is sound"
+    assert problem == "node 1: token 0 was drawn before among its siblings"
+    assert (found.token_ids, len(found.scratch)) == ((0,), 0)
+    assert sound_prefix(found, 5, 9, VOCAB) == (found, None), "what is left is sound"
 
 
 # -- lists in the place of tuples --------------------------------------------------------------------------------------
@@ -369,6 +390,11 @@ def turn(budget: int = 5, max_depth: int | None = None, **how: Any) -> Turn:
     return Turn(how.get("method", Planted()), how.get("tree", ()), how.get("greedy", False), budget, depth)
 
 
+def in_line(*turns: Turn) -> tuple[Turn, ...]:
+    """Each turn behind all before it."""
+    return tuple(dataclasses.replace(each, behind=tuple(range(place))) for place, each in enumerate(turns))
+
+
 @dataclass
 class Asked:
     """A scheduled sequence and who drafts for it in each turn."""
@@ -385,7 +411,7 @@ def scheduled(*proposers: Proposer | None, budget: int = 5) -> Asked:
             seq.drafters.append(Drafter(index, Planted(tag=index), proposer))
     known = iter(seq.drafters)
     who = [None if proposer is None else next(known) for proposer in proposers]
-    return Asked(ScheduledSequence(seq, 1, tuple(turn(budget) for _ in proposers)), who)
+    return Asked(ScheduledSequence(seq, 1, in_line(*(turn(budget) for _ in proposers))), who)
 
 
 def steps(*asked: Asked) -> list[StepDraft]:
@@ -509,11 +535,9 @@ def test_each_turn_goes_on_behind_the_deepest_token_of_the_one_before() -> None:
     assert step.draft.token_ids == (1, 2, 3, 1, 2, 1, 2)
     assert step.draft.parents == (-1, 0, -1, 1, 3, 4, 5)
     assert step.draft.scratch == ScratchRows((0, 3), (-1, 4))
-    assert step.parts == [
-        Part(asked.drafters[0], CHAIN, (0, 3), (0, 1)),  # type: ignore[arg-type]
-        Part(asked.drafters[1], CHAIN, (3, 5), (1, 2)),  # type: ignore[arg-type]
-        Part(asked.drafters[2], CHAIN, (5, 7), (2, 2)),  # type: ignore[arg-type]
-    ]
+    assert [part.drafter for part in step.parts] == list(asked.drafters)
+    assert [(part.root, part.nodes) for part in step.parts] == [(-1, (0, 1, 2)), (1, (3, 4)), (4, (5, 6))]
+    assert [(part.draws, part.scratch) for part in step.parts] == [((0, 3), (0, 1)), ((3, 5), (1, 2)), ((5, 7), (2, 2))]
     (request,) = seen
     assert (request.path, request.length, request.last_token_id, request.drafter) == ((1, 2), 5, 2, 1)
 
@@ -527,7 +551,7 @@ def test_a_request_says_what_its_turn_says() -> None:
 
     asked = scheduled(Stub(answer), Stub(answer))
     asked.item.rule = "coupled"
-    asked.item.turns = (turn(4, 3, tree=(2, 1), greedy=True), turn(2, 1))
+    asked.item.turns = in_line(turn(4, 3, tree=(2, 1), greedy=True), turn(2, 1))
     steps(asked)
     first, second = seen
     assert (first.budget, first.max_depth, first.builder, first.greedy, first.drafter) == (4, 3, BUSHY, True, 0)
@@ -542,7 +566,8 @@ def test_a_turn_that_drafts_nothing_has_no_part_and_moves_nobody() -> None:
     asked = scheduled(None, Stub(lambda requests: [EMPTY]), Stub(lambda requests: [GOOD]))
     (step,) = steps(asked)
     assert step.draft == GOOD
-    assert step.parts == [Part(asked.drafters[2], CHAIN, (0, 2), (0, 0))]  # type: ignore[arg-type]
+    (part,) = step.parts
+    assert (part.drafter, part.root, part.nodes) == (asked.drafters[2], -1, (0, 1))
 
 
 def test_a_fault_costs_its_own_turn_and_demotes_its_own_drafter() -> None:
@@ -578,14 +603,60 @@ def test_budgets_hold_for_each_turn_whatever_is_answered(data: st.DataObject) ->
         scratch = ScratchRows(tokens[size:], parents[size:])
         answers.append(Draft(tokens[:size], parents[:size], (Law.OPAQUE,) * size, scratch=scratch))
     asked = scheduled(*(Stub(lambda requests, answer=answer: [answer]) for answer in answers))
-    asked.item.turns = tuple(turn(budget) for budget in budgets)
+    asked.item.turns = in_line(*(turn(budget) for budget in budgets))
     (step,) = steps(asked)
     assert step.draft.num_rows <= sum(budgets)
     assert max(depths_of(step.draft.row_parents), default=0) <= sum(budgets)
     assert all(0 <= token < VOCAB for token in step.draft.row_token_ids)
     place = row = 0
     for part in step.parts:
-        assert (part.nodes[0], part.scratch[0]) == (place, row), "parts follow one another"
-        place, row = part.nodes[1], part.scratch[1]
-        assert (part.nodes[1] - part.nodes[0]) + (part.scratch[1] - part.scratch[0]) <= budgets[part.drafter.index]
-    assert (place, row) == (len(step.draft), len(step.draft.scratch))
+        assert (part.draws[0], part.scratch[0]) == (place, row), "parts follow one another"
+        place, row = part.draws[1], part.scratch[1]
+        assert len(set(part.nodes)) + (part.scratch[1] - part.scratch[0]) <= budgets[part.drafter.index]
+    assert (place, row) == (step.draft.num_draws, len(step.draft.scratch))
+
+
+# -- compositions ------------------------------------------------------------------------------------------------------
+
+
+def pooled(budget: int, max_depth: int = 5, behind: tuple[int, ...] = ()) -> Turn:
+    return dataclasses.replace(turn(budget, max_depth), behind=behind, pooled=True)
+
+
+def test_members_begin_where_their_turns_say_and_share_nodes() -> None:
+    one, other = (Stub(lambda requests, answer=answer: [answer]) for answer in (GOOD, sampled((1, 3))))
+    third = Stub(lambda requests: [Draft.chain([0], Law.OPAQUE)])
+    asked = scheduled(one, other, third)
+    asked.item.turns = (pooled(2), pooled(2), pooled(1, behind=(0, 1)))
+    (step,) = steps(asked)
+    assert (step.draft.token_ids, step.draft.parents) == ((1, 2, 3, 0), (-1, 0, 0, 1)), "behind the first of the deepest"
+    assert step.draft.nodes == (0, 1, 0, 2, 3)
+    assert [part.root for part in step.parts] == [-1, -1, 1]
+    assert [part.outcome([0, 2]) for part in step.parts] == [(2, 1), (2, 2), (0, 0)]
+    assert [sorted(part.accepted([0, 2])) for part in step.parts] == [[0], [0, 1], []]
+
+
+def test_rows_that_a_lookup_leaves_over_are_the_others() -> None:
+    seen: list[int] = []
+
+    def answer(requests: Sequence[ProposeRequest]) -> list[Draft]:
+        seen.append(requests[0].budget)
+        return [sampled((1,))]
+
+    asked = scheduled(Stub(lambda requests: [Draft.chain([2], Law.OPAQUE)]), None, Stub(answer), Stub(answer), Stub(answer))
+    asked.item.turns = (pooled(3), pooled(1), pooled(1), pooled(1), pooled(0))
+    (step,) = steps(asked)
+    assert seen == [4, 1], "what drawn tokens leave over is nobody's, and without a row nobody is asked"
+    assert len(step.draft) == 2
+    assert step.draft.num_draws == 3
+
+
+def test_a_bad_member_costs_its_own_draws_alone() -> None:
+    bad = Stub(lambda requests: [_replace_token(1, 99)])
+    asked = scheduled(Stub(lambda requests: [sampled((1, 2))]), bad)
+    asked.item.turns = (pooled(3), pooled(3))
+    (step,) = steps(asked)
+    assert step.draft.laws == (Law.SAMPLED,) * 3, "two of the good member, and the first of the bad one"
+    assert [d.demoted for d in asked.item.seq.drafters] == [False, True]
+    (step,) = steps(asked)
+    assert step.draft.laws == (Law.SAMPLED, Law.SAMPLED, Law.OPAQUE)

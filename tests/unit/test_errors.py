@@ -29,7 +29,7 @@ from outrider.errors import (
     OutriderError,
     RequestError,
 )
-from outrider.verify.grammar import GrammarError
+from outrider.structured.grammar import GrammarError
 
 
 def _drawn() -> dict[str, str]:

@@ -13,10 +13,11 @@ from torch.nn.functional import linear, silu
 
 from outrider.kernels.decoder import DecoderKernel, DecoderLayer, DecoderShape, Norm, PassRows
 from outrider.kernels.experts import ExpertsShape, PackedExperts, pack_gated, unpack_gated
+from outrider.kernels.formats.registry import FORMATS, plain
+from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.layout import NormKind
 from outrider.kernels.library import KernelLibrary, available_sets, kernels_for
 from outrider.kernels.packed import PackedWeights
-from outrider.kernels.weights import StoredWeight
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 EPSILON = 1e-5
@@ -88,8 +89,8 @@ class Experts:
 def stored(weight: Tensor, dtype: torch.dtype) -> StoredWeight:
     """A weight as the kernels take it. int8 has scales of a power of two, so that nothing is rounded."""
     if dtype is not torch.int8:
-        return StoredWeight(weight.to(dtype), None)
-    return StoredWeight((weight * 64).to(torch.int8), torch.full((len(weight),), 1 / 64))
+        return plain(weight.to(dtype))
+    return StoredWeight(FORMATS["int8"], torch.float32, (weight * 64).to(torch.int8), torch.full((len(weight),), 1 / 64))
 
 
 class Layer:
@@ -112,8 +113,8 @@ class Layer:
             PackedWeights(library, stored(weight, dtype), None if biases[3] is None else biases[3][expert])
             for expert, weight in enumerate(experts.down)
         ]
-        nothing = PackedWeights(library, StoredWeight(torch.zeros(hidden, 8, dtype=kept), None))
-        router = PackedWeights(library, StoredWeight(experts.router.to(kept), None), biases[0])
+        nothing = PackedWeights(library, plain(torch.zeros(hidden, 8, dtype=kept)))
+        router = PackedWeights(library, plain(experts.router.to(kept)), biases[0])
         norm = Norm(NormKind.RMS, EPSILON, torch.ones(hidden))
         layer = DecoderLayer(
             attention_norm=norm,
@@ -123,7 +124,7 @@ class Layer:
             query_norm=None,
             key_norm=None,
             whole_norms=False,
-            qkv=PackedWeights(library, StoredWeight(torch.zeros(24, hidden, dtype=kept), None)),
+            qkv=PackedWeights(library, plain(torch.zeros(24, hidden, dtype=kept))),
             out=nothing,
             gate=None,
             up=None,
@@ -138,7 +139,7 @@ class Layer:
             chunk=0,
         )
         shape = DecoderShape(hidden, 0, num_heads=1, num_kv_heads=1, head_dim=8, activation="silu")
-        head = PackedWeights(library, StoredWeight(torch.zeros(1, hidden, dtype=kept), None))
+        head = PackedWeights(library, plain(torch.zeros(1, hidden, dtype=kept)))
         self.kernel = DecoderKernel(library, shape, [layer], None, None, None, head, kept)
         self.pool = (torch.zeros(1024, 1, 8, dtype=kept), torch.zeros(1024, 1, 8, dtype=kept))
         self.kernel.use_memory([self.pool])
@@ -263,7 +264,8 @@ def test_what_is_not_a_number_stays_in_its_row(library: KernelLibrary) -> None:
 def test_packed_gates_are_unpacked(library: KernelLibrary, dtype: torch.dtype) -> None:
     gate, up = (torch.randint(-64, 64, (45, 7)).to(dtype) for _ in range(2))
     scale = torch.rand(45) if dtype is torch.int8 else None
-    packed = pack_gated(library, StoredWeight(gate, scale), StoredWeight(up, scale), None)
+    both = (plain(w) if scale is None else StoredWeight(FORMATS["int8"], torch.float32, w, scale) for w in (gate, up))
+    packed = pack_gated(library, *both, None)
     for back, given in zip(unpack_gated(library, packed, 45), (gate, up), strict=True):
         assert torch.equal(back.data, given)
         assert scale is None or (back.scale is not None and torch.equal(back.scale, scale))

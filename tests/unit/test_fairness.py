@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.scheduler import Scheduler
+from outrider.engine.scheduling.scheduler import Scheduler
+from outrider.engine.scheduling.tenants import Tenants
+from outrider.engine.scheduling.waiting import WaitingLine
 from outrider.engine.sequence import Sequence, Status
-from outrider.engine.tenants import Tenants
-from outrider.engine.waiting import WaitingLine
 from tests.unit.builders import make_sequence as build
 from tests.unit.test_scheduler import compute, scheduler
 
@@ -35,7 +35,7 @@ class Traffic:
     def step(self) -> None:
         before = list(self.s.running)
         plan = self.s.schedule()
-        self.seats = Counter(seq.request.namespace for seq in self.s.running)
+        self.seats = Counter(seq.request.options.namespace for seq in self.s.running)
         self.order += [seq for seq in self.s.running if seq not in before and not seq.stats.num_preemptions]
         for item in plan.items:
             length = item.seq.num_output_tokens
@@ -54,7 +54,7 @@ class Traffic:
         raise AssertionError("it is starved")
 
     def tenants(self) -> str:
-        return "".join(str(seq.request.namespace) for seq in self.order)
+        return "".join(str(seq.request.options.namespace) for seq in self.order)
 
 
 def test_with_one_seat_tenants_take_turns() -> None:
@@ -131,9 +131,13 @@ def test_tokens_are_shared_by_weight(weight: float) -> None:
         traffic.step()
     assert traffic.s.waiting.tenants == {"a", "b"}, "both want more than they get"
     computed = {
-        tenant: sum(seq.kv.num_computed for seq in traffic.order if seq.request.namespace == tenant) for tenant in "ab"
+        tenant: sum(seq.kv.num_computed for seq in traffic.order if seq.request.options.namespace == tenant)
+        for tenant in "ab"
     }
-    ended = {tenant: sum(len(seq.token_ids) for seq in traffic.ended if seq.request.namespace == tenant) for tenant in "ab"}
+    ended = {
+        tenant: sum(len(seq.token_ids) for seq in traffic.ended if seq.request.options.namespace == tenant)
+        for tenant in "ab"
+    }
     had = {tenant: computed[tenant] + ended[tenant] for tenant in "ab"}
     assert abs(had["a"] / weight - had["b"]) <= 4 * (23 + 4), "what all seats can bring until their texts end"
 
@@ -142,7 +146,7 @@ def test_nobody_saves_up_turns_while_he_is_away() -> None:
     tenants, line = Tenants(), []
     first, second = (build(1, namespace=name) for name in "ab")
     for seq in (first, second):
-        tenants.welcome(seq, {other.request.namespace for other in line})
+        tenants.welcome(seq, {other.request.options.namespace for other in line})
         line.append(seq)
     tenants.charge(first, 100)
     tenants.charge(second, 30)
@@ -173,7 +177,7 @@ def test_lower_numbers_go_first_within_a_tenant_and_not_before_others() -> None:
     for seq in seqs:
         line.add(seq)
     assert list(line)[-1:] == [seqs[3]] or list(line)[:1] == [seqs[3]]
-    assert [seq for seq in line if seq.request.namespace == "a"] == [seqs[2], seqs[1], seqs[4], seqs[0]]
+    assert [seq for seq in line if seq.request.options.namespace == "a"] == [seqs[2], seqs[1], seqs[4], seqs[0]]
     assert len(line) == 5
     line._tenants.charge(seqs[0], 1)
     assert line.first is seqs[3], "his own numbers bring a tenant no turn"
@@ -200,7 +204,7 @@ def test_whatever_others_ask_for_the_first_token_comes_soon(data: st.DataObject)
         traffic.ask(tenant, size, max_tokens=length)
         if data.draw(st.booleans()):
             traffic.step()
-    present = len(traffic.s.waiting.tenants | {seq.request.namespace for seq in traffic.s.running})
+    present = len(traffic.s.waiting.tenants | {seq.request.options.namespace for seq in traffic.s.running})
     (quiet,) = traffic.ask("quiet", 3, max_tokens=3)
     if present < seats:
         assert traffic.steps_until(quiet) <= 2 + present

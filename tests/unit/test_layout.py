@@ -15,10 +15,11 @@ from outrider.kernels.library import available_sets, kernel_library
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 
 
-class OtherKinds(IntEnum):
+class OtherFormats(IntEnum):
     REAL = 0
     BF16 = 2
     INT8 = 1
+    INT4 = 3
 
 
 class OtherNorms(IntEnum):
@@ -46,7 +47,7 @@ class WiderDraw(ctypes.Structure):
 
 
 PLANTED = {
-    "weight kind BF16": ("WeightKind", OtherKinds),
+    "weight format BF16": ("FormatCode", OtherFormats),
     "activation gelu_tanh": ("ACTIVATIONS", {**layout.ACTIVATIONS, "gelu_tanh": 2}),
     "activation mish": ("ACTIVATIONS", {**layout.ACTIVATIONS, "mish": 6}),
     "activation silu": ("ACTIVATIONS", {k: v for k, v in layout.ACTIVATIONS.items() if k != "silu"}),

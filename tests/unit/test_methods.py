@@ -12,12 +12,12 @@ import pytest
 
 from outrider import DraftModel, Lookahead, Ngram, Suffix, TokenRecycling
 from outrider.errors import InvalidParameterError, ProposerError, VocabularyMismatchError
-from outrider.propose import methods
+from outrider.propose import registry as methods
 from outrider.propose.base import Proposer
 from outrider.propose.method import Method, ProposerContext
-from outrider.propose.ngram import NgramProposer
+from outrider.propose.methods.ngram import NgramProposer
+from outrider.propose.methods.suffix import SuffixProposer
 from outrider.propose.speculation import SpeculationConfig
-from outrider.propose.suffix import SuffixProposer
 
 
 class NoRunner:
@@ -120,7 +120,7 @@ def test_a_draft_model_is_loaded_as_its_settings_say() -> None:
     method = DraftModel(model="m", dtype="float32", revision="r", trust_remote_code=True)
     with pytest.raises(VocabularyMismatchError):
         context(runner).build(method)
-    assert runner.asked == [("m", {"dtype": "float32", "revision": "r", "trust_remote_code": True})]
+    assert runner.asked == [("m", {"dtype": "float32", "quantization": None, "revision": "r", "trust_remote_code": True})]
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_and_the_known_ones() -> None:
@@ -241,7 +241,7 @@ def test_an_address_imports_a_method_and_makes_it_known() -> None:
     assert found.name == "mine"
     assert methods.find("mine") is found
     assert context().build(found(size=5)).size == 5  # type: ignore[attr-defined]
-    assert methods.load("outrider.propose.ngram:Ngram") is Ngram
+    assert methods.load("outrider.propose.methods.ngram:Ngram") is Ngram
 
 
 @pytest.mark.usefixtures("plugin")
@@ -342,8 +342,8 @@ def test_a_registration_in_this_process_comes_before_a_plugin() -> None:
 
 def test_methods_are_imported_only_when_they_are_found() -> None:
     code = (
-        "import sys; from outrider.propose import methods; methods.names();"
-        "print([m for m in ('outrider.propose.draft_model', 'outrider.propose.ngram') if m in sys.modules])"
+        "import sys; from outrider.propose import registry; registry.names();"
+        "print([m for m in ('outrider.propose.methods.draft_model', 'outrider.propose.methods.ngram') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

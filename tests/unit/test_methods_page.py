@@ -11,7 +11,7 @@ import pytest
 
 from outrider.cli import options
 from outrider.engine.stats import EngineStats
-from outrider.propose import methods
+from outrider.propose import registry as methods
 from outrider.stats import RequestStats
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels import library
+from outrider.kernels.formats.registry import FORMATS, plain
+from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.library import available_sets, kernel_library
 from outrider.kernels.linear import PackedLinear, PackedTransposed, use_packed_linear, use_stock_linear
 from outrider.kernels.packed import PackedWeights
-from outrider.kernels.weights import StoredWeight, quantise_linears, stored_weight
+from outrider.kernels.weights import quantise_linears, stored_weight
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 SHAPES = [(1, 1), (16, 8), (33, 48), (64, 65), (200, 31)]
@@ -77,7 +79,7 @@ def of_kind(kind: torch.dtype, rows: int, cols: int) -> tuple[nn.Linear, torch.d
     """A packed layer with weights of this dtype, and the dtype of the rows that enter it."""
     stock = layer(rows, cols, torch.float32 if kind == torch.int8 else kind)
     if kind == torch.int8:
-        quantise_linears(stock)
+        quantise_linears(stock, FORMATS["int8"])
     return packed(stock), stock.weight.dtype
 
 
@@ -130,7 +132,8 @@ def test_weights_come_back_as_they_went(instruction_set: str, shape: tuple[int, 
     found = kernel_library()
     assert found is not None
     scale = torch.rand(shape[0]) if dtype == torch.int8 else None
-    back = PackedWeights(found, StoredWeight(data, scale)).unpacked()
+    given = plain(data) if scale is None else StoredWeight(FORMATS["int8"], torch.float32, data, scale)
+    back = PackedWeights(found, given).unpacked()
     assert torch.equal(back.data, data)
     assert scale is None or torch.equal(back.scale, scale)  # type: ignore[arg-type]
 
@@ -149,7 +152,7 @@ def test_undoing_restores_the_layer(instruction_set: str) -> None:
 def test_int8_is_the_nearest_and_its_product_exact(instruction_set: str, dtype: torch.dtype) -> None:
     stock = layer(50, 64, dtype)
     quantised = copy.deepcopy(stock)
-    quantise_linears(quantised)
+    quantise_linears(quantised, FORMATS["int8"])
     stored = stored_weight(quantised)
     assert stored.data.dtype == torch.int8
     assert stored.scale is not None
@@ -163,7 +166,7 @@ def test_int8_is_the_nearest_and_its_product_exact(instruction_set: str, dtype: 
 def quantised(rows: int, cols: int, dtype: torch.dtype) -> tuple[nn.Linear, Tensor]:
     """An int8 layer, and its weights as float64 [rows, cols]."""
     stock = layer(rows, cols, dtype)
-    quantise_linears(stock)
+    quantise_linears(stock, FORMATS["int8"])
     if dtype == torch.float64:  # computed in its own precision, with the rounded weights
         return stock, stock.weight
     stored = stored_weight(stock)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.bench.peers import openvino
 from outrider.bench.peers.base import (
     TOKEN_SECONDS,
     Peer,
@@ -243,3 +244,19 @@ def test_converted_files_have_another_name_when_the_checkpoint_changes(tmp_path)
     assert first.name.startswith("model-")
     (source / "weights").write_text("12")
     assert converted_path(kept, str(source), "float32.gguf") != first
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capabilities", "kv"),
+    [
+        ("bfloat16", ("BF16", "FP32", "INT8"), "f16"),
+        ("bfloat16", ("FP32", "INT8"), "f32"),
+        ("int8", ("FP32", "INT8"), "f32"),
+        ("float32", ("BF16", "FP32"), "f32"),
+    ],
+)
+def test_openvino_keeps_float32_where_the_processor_has_no_bfloat16(
+    dtype: str, capabilities: tuple[str, ...], kv: str
+) -> None:
+    models = PeerModels("target", None, dtype, 2, Path("unused"))
+    assert openvino._properties(models, capabilities)["KV_CACHE_PRECISION"] == kv

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from outrider.params import SamplingParams
-from outrider.verify.processing import Processing
+from outrider.verify.processing import NothingAllowedError, Processing
 
 VOCAB = 11
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
@@ -26,7 +26,7 @@ def applied(
     params: SamplingParams, prompt: list[int], output: list[int], paths: list[tuple[int, ...]], **more: object
 ) -> Tensor:
     processing = Processing(params, [*prompt, *output], len(prompt), **more)
-    return processing.apply(scores(len(paths)), paths)[0]
+    return processing.apply(scores(len(paths)), paths).logits
 
 
 @FEW
@@ -45,7 +45,7 @@ def test_a_draft_row_is_what_the_committed_row_would_be(
     drafted = applied(params, prompt, output, paths, bad_words=params.bad_words_ids)
     for row, path in enumerate(paths):
         processing = Processing(params, [*prompt, *output, *path], len(prompt), bad_words=params.bad_words_ids)
-        assert torch.equal(drafted[row], processing.apply(scores(len(paths))[row : row + 1], [()])[0][0])
+        assert torch.equal(drafted[row], processing.apply(scores(len(paths))[row : row + 1], [()]).logits[0])
 
 
 @FEW
@@ -89,17 +89,17 @@ def test_the_order_is_bias_penalty_processor_mask() -> None:
 
 def test_ends_are_forbidden_until_enough_is_written_on_each_path() -> None:
     processing = Processing(SamplingParams(min_tokens=2, max_tokens=9), [5, 6], 1, end_token_ids=[0])
-    found, _ = processing.apply(scores(3), [(), (1,), (1, 2)])
+    found = processing.apply(scores(3), [(), (1,), (1, 2)]).logits
     assert found[:, 0].isfinite().tolist() == [False, True, True]
 
 
 def test_a_row_without_any_token_left_is_told_and_returned_as_it_was() -> None:
     params = SamplingParams(allowed_token_ids=[3], bad_words_ids=[[1, 3]])
     processing = Processing(params, [1], 1, bad_words=[(1, 3)])
-    found, stuck = processing.apply(scores(2), [(), (3,)])
-    assert stuck == [True, False]
-    assert torch.equal(found[0], scores(2)[0])
-    assert found[1].isfinite().nonzero().flatten().tolist() == [3]
+    found = processing.apply(scores(2), [(), (3,)])
+    assert [type(fault) for fault in found.faults.values()] == [NothingAllowedError]
+    assert torch.equal(found.logits[0], scores(2)[0])
+    assert found.logits[1].isfinite().nonzero().flatten().tolist() == [3]
 
 
 def test_nothing_asked_is_nothing_active() -> None:
@@ -121,8 +121,9 @@ def test_nothing_asked_is_nothing_active() -> None:
 )
 def test_a_processor_that_answers_nonsense_is_refused(answer: object) -> None:
     params = SamplingParams(logits_processors=[lambda ids, s: answer(s)])
-    with pytest.raises(ValueError, match="returned"):
-        Processing(params, [1], 1).apply(scores(1), [()])
+    faults = Processing(params, [1], 1).apply(scores(1), [()]).faults
+    assert "returned" in str(faults[0])
+    assert isinstance(faults[0], ValueError)
 
 
 def test_a_processor_cannot_spoil_the_row_it_is_shown() -> None:

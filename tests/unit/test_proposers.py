@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import Ngram, Suffix
-from outrider.engine.proposers import MAX_IDLE, ProposerSet
+from outrider.engine.proposing.proposers import MAX_IDLE, ProposerSet
 from outrider.errors import ProposerError
 from outrider.propose.base import Proposer
 from outrider.propose.method import Method, ProposerContext

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.kernels.formats.registry import FORMATS
 from outrider.kernels.library import available_sets
 from outrider.kernels.rounding import parts, rounded, unrounded
 from outrider.kernels.weights import quantise_linears
@@ -81,5 +82,20 @@ def test_a_layer_multiplies_with_all_parts_of_its_weight(monkeypatch: pytest.Mon
     assert len(parts(layer.weight)) == 5
     stored = rounded(layer.weight.data)
     want = torch.nn.functional.linear(rows := torch.randn(3, 2, 64), unrounded(*stored, torch.float32), layer.bias)
-    quantise_linears(layer)
+    quantise_linears(layer, FORMATS["int8"])
     torch.testing.assert_close(layer(rows), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    """transformers changes it for the whole process while it builds a model."""
+    weight = weights(33, 700, dtype)
+    data, scale = rounded(weight)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        data_then, scale_then = rounded(weight)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert scale_then.dtype == torch.float32
+    assert torch.equal(data, data_then)
+    assert torch.equal(scale, scale_then)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.cache.blocks import BlockManager
 from outrider.config import SchedulerConfig
-from outrider.engine.scheduler import Schedule, ScheduledSequence, Scheduler, Turn
+from outrider.engine.scheduling.scheduler import Schedule, ScheduledSequence, Scheduler, Turn
 from outrider.engine.sequence import Request, Sequence, Status
 from outrider.params import TokenOrigin
 from outrider.propose.speculation import PLAIN, SpeculationConfig
@@ -448,8 +448,8 @@ def test_turns_say_what_their_settings_say() -> None:
     planned(s, chain(1, 4, draft_sampling="greedy"), shaped(2, 2, 1), chain(3, 2))
     assert turns_of(s, seq) == (
         Turn(Planted(tag=1), (), True, 4, 4),
-        Turn(Planted(tag=2), (2, 1), False, 4, 2),
-        Turn(Planted(tag=3), (), False, 2, 126 - 4 - 2),
+        Turn(Planted(tag=2), (2, 1), False, 4, 2, (0,)),
+        Turn(Planted(tag=3), (), False, 2, 126 - 4 - 2, (0, 1)),
     )
 
 
@@ -678,7 +678,7 @@ class Simulation:
         return seq.kv.block_table[position // self.size] * self.size + position % self.size
 
     def content(self, seq: Sequence, tokens: list[int]) -> tuple[object, ...]:
-        return (seq.request.namespace, seq.kv.long_rope, *tokens)
+        return (seq.request.options.namespace, seq.kv.long_rope, *tokens)
 
     def step(self) -> int:
         s = self.s

@@ -21,14 +21,16 @@ from outrider import (
     LayerSkip,
     Lookahead,
     Medusa,
+    Merge,
     Ngram,
     Prediction,
     Suffix,
+    Then,
     TokenRecycling,
 )
 from outrider.config import DTypeName
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ProposerError
-from outrider.propose import methods
+from outrider.propose import registry as methods
 from outrider.propose.base import Proposer
 from outrider.propose.method import RESERVED, Method, ProposerContext
 from outrider.propose.speculation import PLAIN, Member, Members, SpeculationConfig, tree_size
@@ -45,9 +47,11 @@ BUILT_IN: tuple[type[Method], ...] = (
     LayerSkip,
     Lookahead,
     Medusa,
+    Merge,
     Ngram,
     Prediction,
     Suffix,
+    Then,
     TokenRecycling,
 )
 
@@ -360,10 +364,14 @@ loaded: dict[str, st.SearchStrategy[Any]] = {
 }
 METHOD_CLASSES = {method.name: method for method in BUILT_IN}
 own_heads: dict[str, st.SearchStrategy[Any]] = {"model": texts, "min_confidence": st.floats(0, 1)}
+#: Of methods that are made of others.
+_members = st.sampled_from([("ngram", "suffix"), ({"method": "suffix", "num_draft_tokens": 9}, "ngram", "token_recycling")])
 METHODS: dict[str, st.SearchStrategy[Method]] = {
     "auto": st.builds(
         Auto, methods=st.sampled_from([(), ("ngram",), ({"method": "suffix", "num_draft_tokens": 9}, "ngram")])
     ),
+    "merge": st.builds(Merge, methods=_members),
+    "then": st.builds(Then, methods=_members),
     "blockwise": st.builds(Blockwise, **own_heads),
     "exit": st.builds(ExitHead, **own_heads),
     "medusa": st.builds(Medusa, **own_heads),

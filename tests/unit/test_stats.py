@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +25,15 @@ def test_nothing_drafted_is_all_zero() -> None:
     assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (0, 0, 0)
     assert counts.acceptance_histogram == counts.drafted_per_position == []
     assert (counts.acceptance_rate, counts.mean_acceptance_length) == (0.0, 1.0)
+
+
+def test_counts_are_written_as_json() -> None:
+    counts = observed((3, 3, 3), (3, 3, 1), (2, 2, 0))
+    written = json.loads(json.dumps(counts.as_mapping()))
+    assert (written["num_drafts"], written["acceptance_histogram"]) == (3, [1, 1, 0, 1])
+    assert (written["acceptance_rate"], written["mean_acceptance_length"]) == (4 / 8, 1 + 4 / 3)
+    del written["acceptance_rate"], written["mean_acceptance_length"]
+    assert RequestStats(**written) == counts
 
 
 def test_a_worked_example() -> None:

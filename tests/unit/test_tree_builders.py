@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from outrider.draft import Confidence, Draft, Law
-from outrider.propose.acceptance import AcceptanceRates, tried
 from outrider.propose.base import DraftNoise, ProposeRequest
-from outrider.propose.best_first import BestFirstTree
-from outrider.propose.growth import Growth, add_level
-from outrider.propose.pace import FixedPace, Pace
-from outrider.propose.sequoia import AcceptanceProfile, SequoiaTree, best_tree
-from outrider.propose.tree import CHAIN, StaticTree, TreeBuilder, cut
+from outrider.propose.trees.acceptance import AcceptanceRates, tried
+from outrider.propose.trees.best_first import BestFirstTree
+from outrider.propose.trees.growth import Growth, add_level
+from outrider.propose.trees.pace import FixedPace, Pace
+from outrider.propose.trees.sequoia import AcceptanceProfile, SequoiaTree, best_tree
+from outrider.propose.trees.tree import CHAIN, StaticTree, TreeBuilder, cut
 from outrider.verify.noise import KeyedNoise
 from tests.unit.builders import make_sequence
 

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from outrider.embedded import default_model
 from outrider.errors import ClosedError, TrialError
-from outrider.verify import trials
-from outrider.verify.structures import Vocabulary, Written
-from outrider.verify.trials import TOO_MUCH_WORK, Trials
+from outrider.structured import trials
+from outrider.structured.structures import Vocabulary, Written
+from outrider.structured.trials import TOO_MUCH_WORK, Trials
 
 pytest.importorskip("llguidance")
 
@@ -169,8 +169,8 @@ _ORPHAN = """
 import sys, threading, time
 from transformers import AutoTokenizer
 from outrider.embedded import default_model
-from outrider.verify.structures import Vocabulary, Written
-from outrider.verify.trials import Trials
+from outrider.structured.structures import Vocabulary, Written
+from outrider.structured.trials import Trials
 tokenizer = AutoTokenizer.from_pretrained(default_model("target"))
 tried, found = Trials(), Vocabulary.of(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
 assert tried.verdict(Written("regex", "a"), lambda: found) is None

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from outrider.bench.figures import Spread
 from outrider.cli.tune import _show
 from outrider.errors import InvalidParameterError
 from outrider.govern.costs import CostTable
+from outrider.measure.figures import Spread
 from outrider.prompts import PromptEncoder
 from outrider.tuning.prediction import predict
 from outrider.tuning.results import Row, TuningResults, best, recommend

@@ -1,0 +1,161 @@
+"""Folders and files that are no checkpoint of a causal decoder: the error says what they are, and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider import LLM
+from outrider.errors import OutriderError
+from outrider.model.loading import hub
+from tests.model import checkpoints
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(checkpoints.save("llama", tmp_path_factory.mktemp("kinds"), layers=1))
+
+
+@pytest.fixture
+def folder(sound: Path, tmp_path: Path) -> Path:
+    shutil.copytree(sound, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def configured(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def empty(folder: Path) -> Path:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return folder
+
+
+def adapter(folder: Path) -> Path:
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "meta/base"}')
+    return folder
+
+
+def gguf(folder: Path) -> Path:
+    empty(folder)
+    (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    return folder
+
+
+def gguf_file(folder: Path) -> Path:
+    return gguf(folder) / "model-Q4_K_M.gguf"
+
+
+def other_file(folder: Path) -> Path:
+    return folder / "model.safetensors"
+
+
+def no_config(folder: Path) -> Path:
+    (folder / "config.json").unlink()
+    return folder
+
+
+def quantised(method: str) -> Callable[[Path], Path]:
+    def change(folder: Path) -> Path:
+        configured(folder, quantization_config={"quant_method": method, "bits": 4, "group_size": 128, "load_in_4bit": True})
+        return folder
+
+    return change
+
+
+def own_code(folder: Path) -> Path:
+    configured(
+        folder, model_type="unheard_of", auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    )
+    (folder / "code.py").write_text("raise RuntimeError('it ran')\n")
+    return folder
+
+
+def other_shape(folder: Path) -> Path:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(7)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def encoder(folder: Path) -> Path:
+    from transformers import BertConfig, BertModel
+
+    shutil.rmtree(folder)
+    BertModel(BertConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "remedy"),
+    [
+        (empty, "the folder is empty", "config.json"),
+        (no_config, "it holds no config.json", "config.json"),
+        (adapter, "it is an adapter of meta/base", "merge_and_unload"),
+        (gguf, "it holds GGUF files", "safetensors"),
+        (gguf_file, "it is a GGUF file", "safetensors"),
+        (other_file, "it is a file, not a folder", "config.json"),
+        (quantised("awq"), "quantised by awq", 'quantization="int8"'),
+        (quantised("gptq"), "quantised by gptq", 'quantization="int8"'),
+        (quantised("bitsandbytes"), "quantised by bitsandbytes", 'quantization="int8"'),
+        (own_code, "trust_remote_code", "trust_remote_code=True"),
+        (other_shape, "model.norm.weight has shape [7]", "config.json"),
+        (encoder, "it is a BertModel without an output layer", "ForCausalLM"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_is_given_is_named(folder: Path, change: Callable[[Path], Path], problem: str, remedy: str) -> None:
+    with pytest.raises(OutriderError) as caught:
+        LLM(change(folder), speculation="none")
+    assert problem in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+def test_a_draft_model_is_named_in_the_same_way(sound: Path, tmp_path: Path) -> None:
+    (tmp_path / "draft").mkdir()
+    with pytest.raises(OutriderError, match="the folder is empty") as caught:
+        LLM(sound, draft_model=tmp_path / "draft")
+    assert getattr(caught.value, "field", None) == "draft_model"
+
+
+def test_a_name_that_nobody_answers_for_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    asked = []
+
+    class Unreachable:
+        def model_info(self, model: str, **how: object) -> None:
+            asked.append(model)
+            raise ConnectionError
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Unreachable)
+    start = perf_counter()
+    with pytest.raises(OutriderError, match="no folder of that name here"):
+        LLM("owner/mistyped", speculation="none")
+    assert perf_counter() - start < 10, "there are no retries"
+    assert asked
+
+
+def test_a_name_that_the_hub_does_not_know_is_no_question_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+    class Hub:
+        def model_info(self, model: str, **how: object) -> None:
+            response = httpx.Response(404, request=httpx.Request("GET", "http://localhost"))
+            raise RepositoryNotFoundError("404", response=response)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    with pytest.raises(OutriderError, match="no such model on the hub"):
+        hub.hub_options("owner/mistyped", None)

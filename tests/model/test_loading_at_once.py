@@ -1,0 +1,221 @@
+"""Models are loaded at once, and loads are interrupted: the process stays as it was, and ends when it is asked to."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel, core_model_loading
+
+import outrider
+from outrider import LLM, AsyncLLM, SamplingParams
+from outrider.config import ModelConfig
+from outrider.embedded import default_model
+from outrider.engine.hosting.thread import EngineThread
+from outrider.errors import ModelLoadError
+from outrider.model.loading import exclusive
+from outrider.model.loading.loader import load_model
+
+PARAMS = SamplingParams(temperature=0, max_tokens=8)
+STOCK = (PreTrainedModel.tie_weights, PreTrainedModel.init_weights, nn.init.normal_, torch.linspace)
+
+
+def swapped() -> tuple[Any, ...]:
+    """What transformers swaps while it loads, as it is now."""
+    return PreTrainedModel.tie_weights, PreTrainedModel.init_weights, nn.init.normal_, torch.linspace
+
+
+@pytest.fixture(autouse=True)
+def process_is_as_before() -> Any:
+    yield
+    assert torch.get_default_dtype() == torch.float32
+    assert swapped() == STOCK
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Every weight takes a while, as in large models; set once the first is being read."""
+    begun = threading.Event()
+    real = core_model_loading.WeightRenaming.convert
+
+    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        time.sleep(0.1)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(core_model_loading.WeightRenaming, "convert", convert)
+    return begun
+
+
+def test_threads_load_at_once() -> None:
+    """Four real loads begin together, ten times."""
+    begin = threading.Barrier(4)
+
+    def load(part: str) -> torch.dtype:
+        begin.wait()
+        return load_model(ModelConfig(model=default_model(part))).dtype
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(10):
+            assert list(pool.map(load, ("target", "draft") * 2)) == [torch.bfloat16] * 4
+
+
+def test_coroutines_load_at_once() -> None:
+    async def load() -> list[tuple[int, ...]]:
+        models = await asyncio.gather(*(asyncio.to_thread(AsyncLLM, kv_cache_tokens=256) for _ in range(2)))
+        outputs = await asyncio.gather(*(model.generate("def f(", PARAMS) for model in models))
+        for model in models:
+            await model.close()
+        return [output.token_ids for output in outputs]
+
+    first, second = asyncio.run(load())
+    assert first == second == LLM(kv_cache_tokens=256).generate("def f(", PARAMS)[0].token_ids
+
+
+def test_others_that_load_at_once_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's own thread has transformers load a model, and so no weights are tied in ours."""
+    monkeypatch.setattr(PreTrainedModel, "tie_weights", lambda *_, **__: None)
+    with pytest.raises(ModelLoadError, match=r"not tied \(lm_head.weight\): other code of this process") as caught:
+        load_model(ModelConfig(model=default_model("draft")))
+    assert "exclusive_transformers()" in caught.value.remedy
+
+
+def test_what_an_interrupt_left_swapped_is_put_back() -> None:
+    @exclusive.exclusive_transformers()
+    def broken_off() -> None:
+        torch.set_default_dtype(torch.float16)
+        PreTrainedModel.tie_weights = nn.init.normal_ = torch.linspace = None  # type: ignore[assignment,method-assign]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        broken_off()
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, begun: threading.Event) -> None:
+    """A constructor that is interrupted as soon as its load has begun."""
+
+    def wait(self: EngineThread, function: Any) -> Any:
+        outcome = self.post(function)
+        begun.wait(60)
+        assert not outcome.done()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineThread, "call", wait)
+        with pytest.raises(KeyboardInterrupt):
+            LLM(default_model("draft"), speculation="none")
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "outrider-engine"]
+
+
+def test_an_interrupted_load_ends_at_its_next_weight(monkeypatch: pytest.MonkeyPatch, slow: threading.Event) -> None:
+    before = set(engine_threads())
+    interrupted(monkeypatch, slow)
+    start = time.monotonic()
+    for thread in set(engine_threads()) - before:
+        thread.join(60)
+    assert time.monotonic() - start < 1, "its 20 weights and more take two seconds"
+    assert LLM(default_model("draft"), speculation="none").generate("x", PARAMS)
+
+
+def test_a_load_that_waits_for_its_turn_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+    before = set(engine_threads())
+    with exclusive.exclusive_transformers():
+        threading.Timer(0.5, begun.set).start()  # by then it waits
+        interrupted(monkeypatch, begun)
+        for thread in set(engine_threads()) - before:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+SLOW = """
+import sys, time, transformers.modeling_utils
+from transformers import core_model_loading
+real = core_model_loading.WeightRenaming.convert
+def convert(*args, **kwargs):
+    print("loading", file=sys.stderr, flush=True)
+    time.sleep({seconds})
+    return real(*args, **kwargs)
+core_model_loading.WeightRenaming.convert = convert
+"""
+LIBRARY = "from outrider import LLM; LLM()"
+COMMAND = "from outrider.cli import main; sys.argv[1:] = ['generate', '-p', 'x']; main.main()"
+
+
+def begun(code: str) -> subprocess.Popen[str]:
+    """A process that loads, interrupted a first time."""
+    hear = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear
+    )
+    assert process.stderr is not None
+    while process.stderr.readline() != "loading\n":
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds"),
+    [
+        pytest.param(LIBRARY, 0.2, id="library, many weights"),
+        pytest.param(LIBRARY, 60.0, id="library, one weight", marks=pytest.mark.slow),
+        pytest.param(COMMAND, 0.2, id="command, many weights", marks=pytest.mark.slow),
+        pytest.param(COMMAND, 60.0, id="command, one weight"),
+    ],
+)
+def test_one_interrupt_ends_a_process_that_loads(code: str, seconds: float) -> None:
+    """Also where a single weight takes a minute."""
+    with begun(SLOW.format(seconds=seconds) + code) as process:
+        start = time.monotonic()
+        _, said = process.communicate(timeout=50)
+        assert time.monotonic() - start < 6
+    lines = [line for line in said.splitlines() if line != "loading"]
+    if code is COMMAND:
+        assert (process.returncode, lines) == (130, [])
+    else:
+        assert (process.returncode, lines[-1]) == (-signal.SIGINT, "KeyboardInterrupt")
+
+
+def test_a_second_interrupt_ends_it_at_once_and_does_not_abort() -> None:
+    with begun(SLOW.format(seconds=60.0) + LIBRARY) as process:
+        assert process.stderr is not None
+        while process.stderr.readline() != "KeyboardInterrupt\n":  # the end of the traceback
+            assert process.poll() is None
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        _, said = process.communicate(timeout=50)
+        assert time.monotonic() - start < 1.5, "it does not wait for the stage"
+    assert (process.returncode, said) == (-signal.SIGINT, "")
+
+
+PACKAGE = Path(outrider.__file__).parent
+
+
+def untaken(path: Path) -> list[int]:
+    """The lines of a module where transformers loads a model and no turn was taken."""
+    tree = ast.parse(path.read_text("utf-8"))
+    turns = [node for node in ast.walk(tree) if isinstance(node, ast.With) and "exclusive_transformers" in ast.dump(node)]
+    taken = {id(inner) for turn in turns for inner in ast.walk(turn)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node) not in taken]
+    return [call.lineno for call in calls if ast.unparse(call.func) == "AutoModelForCausalLM.from_pretrained"]
+
+
+def test_whoever_has_transformers_load_takes_his_turn() -> None:
+    here = [path for path in PACKAGE.rglob("*.py") if "peers" not in path.parts]  # peers run in processes of their own
+    assert {path: lines for path in here if (lines := untaken(path))} == {}

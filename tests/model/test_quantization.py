@@ -1,0 +1,118 @@
+"""Rounded weights: the rounded model is the target, and speculation is lossless against it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig, Suffix
+from outrider.embedded import default_model
+from outrider.errors import InvalidParameterError, UnsupportedModelError
+from outrider.model.batch import Segment
+from tests.model import checkpoints
+
+TEXT = [(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(23)]
+
+
+def logits(llm: LLM) -> torch.Tensor:
+    runner = llm.engine.runner
+    return runner.forward([Segment(TEXT, 0, runner.blocks.allocate(8))]).logits
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_neox", "mixtral", "gpt_oss"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return checkpoints.save(request.param, tmp_path_factory.mktemp("int8") / request.param, seed=2)
+
+
+@pytest.fixture(scope="module")
+def grouped(path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same with a feed-forward whose inputs are whole groups."""
+    name = Path(path).name
+    return checkpoints.save(name, tmp_path_factory.mktemp("grouped") / name, seed=2, intermediate_size=64)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int8-g32", "int4-g32", "int4-g32-asym"])
+def test_kernels_compute_the_rounded_model(grouped: str, quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"dtype": "float32", "quantization": quantization}
+    fast = logits(LLM(grouped, **settings))
+    monkeypatch.setenv("OUTRIDER_KERNELS", "off")
+    torch.testing.assert_close(fast, logits(LLM(grouped, **settings)), rtol=1e-4, atol=1e-4)
+    whole = logits(LLM(grouped, dtype="float32"))
+    assert 1e-4 < _distance(fast, whole) < (0.1 if "int8" in quantization else 0.5), "rounded, and not by much"
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float64", 1e-4), ("bfloat16", 0.1)])  # rounded once, or twice
+def test_other_types_hold_the_rounded_weights(path: str, dtype: Any, most: float) -> None:
+    rounded, near = (logits(LLM(path, dtype=d, quantization="int8")) for d in (dtype, "float32"))
+    assert _distance(rounded, near) < most
+
+
+def _distance(logits: torch.Tensor, others: torch.Tensor) -> float:
+    """Of most rows. Where a router is nearly undecided, what is rounded may send a row to another expert."""
+    return float((logits - others).abs().amax(-1).median() / others.abs().max())
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4-g32"])
+def test_speculation_writes_what_the_rounded_model_writes(quantization: Any) -> None:
+    llm = LLM(
+        quantization=quantization,
+        draft_quantization="int4-g32-asym",
+        dtype="bfloat16",
+        batch_invariant=True,
+        max_num_seqs=4,
+    )
+    prompts = ["class Reader:\n    def ", "import os\n\n\ndef ", "for i in range(10):\n"]
+    params = [SamplingParams(seed=seed, max_tokens=24, temperature=seed % 2) for seed in range(3)]
+    want = [o.token_ids for o in llm.generate(prompts, params, speculation="none")]
+    for way in (
+        SpeculationConfig(method=DraftModel(model=default_model("draft")), num_draft_tokens=4),
+        SpeculationConfig(method=Suffix(min_match=1)),
+    ):
+        assert [o.token_ids for o in llm.generate(prompts, params, speculation=way)] == want
+
+
+def test_an_unknown_rounding_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameterError, match="quantization"):
+        LLM(quantization="int3")  # type: ignore[arg-type]
+
+
+def test_draft_models_are_rounded_as_the_llm_or_their_settings_say() -> None:
+    draft = DraftModel(model=default_model("draft"))
+    for settings, chosen, bits in (({}, draft, None), ({"draft_quantization": "int8"}, draft, 8)):
+        assert _bits_of_draft(LLM(speculation=SpeculationConfig(method=chosen), **settings)) == bits
+    own = draft.replace(quantization="int4-g32")
+    assert _bits_of_draft(LLM(speculation=SpeculationConfig(method=own), draft_quantization="int8")) == 4
+
+
+def _bits_of_draft(llm: LLM) -> int | None:
+    proposer: Any = llm.engine.proposers.get(llm.speculation.method)  # type: ignore[arg-type]
+    fmt = proposer.runner.backend._kernel.head.format
+    return fmt.bits if fmt.quantised else None
+
+
+def test_a_checkpoint_that_is_quantised_already_is_refused(path: str, tmp_path: Path) -> None:
+    shutil.copytree(path, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"quantised already \(gptq\), and quantization='int8'"):
+        LLM(str(tmp_path / "model"), quantization="int8")
+
+
+def test_groups_that_do_not_divide_are_refused_by_the_tensor(path: str) -> None:
+    with pytest.raises(InvalidParameterError, match=r"quantization='int4-g128': .*weight has \d+ inputs") as caught:
+        LLM(path, quantization="int4")
+    assert caught.value.remedy == "Use int8."
+
+
+def test_a_weight_that_is_not_finite_is_refused_by_name(grouped: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(grouped)
+    model.get_output_embeddings().weight.data[3, 5] = float("nan")
+    with pytest.raises(UnsupportedModelError, match=r"weight holds weights that are not finite"):
+        LLM(model, quantization="int4-g32")

@@ -1,0 +1,70 @@
+"""Texts of every method and rule, as they were recorded: what drafts and verifies may be rebuilt, and no text may change.
+
+`python -m tests.model.test_recorded_texts` records them anew, where a change of texts is meant.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider.embedded import default_model
+from outrider.propose.trees.pace import FixedPace
+from outrider.prove.tiny_heads import save_random_heads
+from tests.model.test_mixed_methods import PREDICTION, WAYS
+
+RECORDED = Path(__file__).with_suffix(".json")
+PROMPTS = ("def main(", "x = [1, 2, 3, 1, 2, 3,")
+#: Of texts without a seed, in the place of one from the operating system.
+FIXED_SEED = 77
+#: The engine's choice follows the clock, so its texts without a seed are recorded nowhere.
+METHODS = [way for way in WAYS if way["method"] not in ("auto", "cross_vocabulary", "merge", "then")]
+RULES: list[dict[str, Any]] = [
+    {"method": "draft_model", "num_draft_tokens": 4, "rule": rule, **tree}
+    for rule in ("token", "block", "walk", "coupled")
+    for tree in ({}, {"tree": [2, 2, 1]})
+]
+PARAMS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=16),
+    "seeded": SamplingParams(seed=5, max_tokens=16),
+    "unseeded": SamplingParams(max_tokens=16, top_p=0.95, frequency_penalty=0.2),
+}
+
+
+def write(folder: Path) -> dict[str, list[Any]]:
+    """Every text with the number of draft tokens that stood in it, by method and parameters."""
+    llm = LLM(dtype="float64", block_size=8, kv_cache_tokens=2000)
+    llm.engine.builders.use_pace(FixedPace({1: 1.0, 2: 1.0, 3: 1.02, 4: 1.1, 8: 1.6}))  # trees that adapt follow no clock
+    heads = {name: save_random_heads(folder / name, default_model("target"), name, scale=0.05) for name in _HEADS}
+    found: dict[str, list[Any]] = {}
+    for way in (*METHODS, *RULES):
+        model = {"model": heads[way["method"]]} if way["method"] in heads else {}
+        config = SpeculationConfig.of({**way, **model})
+        for name, params in PARAMS.items():
+            if params.seed is not None and config.rule in ("token", "block"):
+                continue  # a seed promises that texts do not depend on drafts
+            outputs = llm.generate(list(PROMPTS), params, speculation=config, prediction=PREDICTION)
+            key = f"{json.dumps(way)} {name}"
+            found[key] = [[list(output.token_ids), output.stats.num_accepted_tokens] for output in outputs]
+    return found
+
+
+_HEADS = ("medusa", "blockwise", "exit")
+
+
+def test_texts_are_as_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "randbits", lambda bits: FIXED_SEED)
+    assert write(tmp_path) == json.loads(RECORDED.read_text("utf-8"))
+
+
+if __name__ == "__main__":
+    secrets.randbits = lambda bits: FIXED_SEED  # type: ignore[assignment]
+    texts = write(Path(tempfile.mkdtemp()))
+    lines = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in texts.items())
+    RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")

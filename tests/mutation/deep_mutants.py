@@ -1,0 +1,140 @@
+"""Bugs that begin at some place of a path: each kind in the variants "from depth d on"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.mutation.mutants import Mutant
+
+#: The third place first, since `make test` plants the first variant of each kind alone.
+DEPTHS = (3, 1, 2, 4, 5, 6)
+
+
+def _from_depth(
+    name: str, pitfall: int, path: str, old: str, new: Callable[[int], str], killer: str, depths: tuple[int, ...] = DEPTHS
+) -> list[Mutant]:
+    """The variants of one bug; `new` takes the depth from which it acts."""
+    return [Mutant(f"{name}, from depth {d} on", pitfall, path, old, new(d), killer) for d in depths]
+
+
+_DRAFT = "        if not self.nodes:\n            return EMPTY\n"
+
+DEEP_MUTANTS = (
+    *_from_depth(
+        "a doubted token is dropped from the draft",
+        2,
+        "propose/trees/growth.py",
+        _DRAFT,
+        lambda d: (
+            f"        while self.nodes and self.nodes[-1].depth >= {d} and (\n"
+            "            self.confidence(len(self.nodes) - 1).token < self.min_confidence\n"
+            "        ):\n"
+            f"            self.nodes.pop()\n{_DRAFT}"
+        ),
+        "deep_low_confidence",
+    ),
+    *_from_depth(
+        "bad words lose the oldest committed tokens",
+        11,
+        "verify/processing.py",
+        "        before = (*self._token_ids[max(0, len(self._token_ids) - self._lengths[-1]) :], *path)\n",
+        lambda d: (
+            f"        kept = self._lengths[-1] if len(path) < {d} else 2\n"
+            "        before = (*self._token_ids[max(0, len(self._token_ids) - kept) :], *path)\n"
+        ),
+        "deep_bad_words",
+    ),
+    *_from_depth(
+        "penalties count the last two tokens of a path alone",
+        11,
+        "verify/processing.py",
+        "            for token in path:\n                output[row, token] += 1\n",
+        lambda d: (
+            f"            for token in path if len(path) < {d} else path[-2:]:\n                output[row, token] += 1\n"
+        ),
+        "deep_penalties",
+        (3, 4, 5, 6),  # shorter paths are counted whole
+    ),
+    *_from_depth(
+        "the bonus row is taken one too early after longer chains",
+        8,
+        "verify/verifier.py",
+        "        owed = residual(p[lane, accepted], q_next, weights[lane, accepted])\n",
+        lambda d: (
+            f"        early = accepted - (accepted == length).long() * (length > {d})\n"
+            "        owed = residual(p[lane, early], q_next, weights[lane, accepted])\n"
+        ),
+        "deep_chains",
+    ),
+    *_from_depth(
+        "a best-first tree leaves out an unlikely last row",
+        2,
+        "propose/trees/growth.py",
+        _DRAFT,
+        lambda d: (
+            "        if self.request.builder.learns and self.nodes and (\n"
+            f"            self.nodes[-1].depth >= {d} and self.confidence(len(self.nodes) - 1).token < 0.5\n"
+            "        ):\n"
+            f"            self.nodes.pop()\n{_DRAFT}"
+        ),
+        "deep_best_first",
+    ),
+    *_from_depth(
+        "a residual of the token rule under the block rule",
+        4,
+        "verify/verifier.py",
+        "        owed = residual(p[lane, accepted], q_next, weights[lane, accepted])\n",
+        lambda d: (
+            f"        scale = torch.where(accepted >= {d}, 1.0, weights[lane, accepted])\n"
+            "        owed = residual(p[lane, accepted], q_next, scale)\n"
+        ),
+        "deep_residuals",
+        (3, 1, 2, 4, 5),  # the drafts have six places
+    ),
+    *_from_depth(
+        "a token counts as accepted behind one that was refused",
+        7,
+        "verify/verifier.py",
+        "            accepted = coins.long().cumprod(1).sum(1)\n",
+        lambda d: (
+            f"            accepted = coins[:, :{d}].long().cumprod(1).sum(1)\n"
+            f"            accepted = accepted + (accepted == {d}) * coins[:, {d}:].long().sum(1)\n"
+        ),
+        "deep_tokens",
+    ),
+    *_from_depth(
+        "a draft token stands where the target draws another one",
+        6,
+        "verify/verifier.py",
+        "                child = draft.child(node, token)\n",
+        lambda d: (
+            "                child = draft.child(node, token)\n"
+            f"                if child is None and len(paths[i]) >= {d} - 1 and draft.children(node):\n"
+            "                    child = draft.children(node)[0]\n"
+        ),
+        "deep_walks",
+    ),
+    *_from_depth(
+        "a refusal leaves what the target owes as it was",
+        4,
+        "verify/trees.py",
+        "            wanted, owed = _residual(wanted, proposal, wanted.new_ones(())), True\n",
+        lambda d: (
+            f"            if len(path) + 1 < {d}:\n"
+            "                wanted = _residual(wanted, proposal, wanted.new_ones(()))\n"
+            "            owed = True\n"
+        ),
+        "deep_recursion",
+    ),
+    *_from_depth(
+        "what a parent owes is forgotten where a leaf was refused",
+        4,
+        "verify/trees.py",
+        "        wanted[parent] = _residual(wanted[parent], proposal, weight[parent])\n",
+        lambda d: (
+            f"        if len(tree.path_to(node)) < {d}:\n"
+            "            wanted[parent] = _residual(wanted[parent], proposal, weight[parent])\n"
+        ),
+        "deep_traversal",
+    ),
+)

@@ -1,0 +1,71 @@
+"""A wheel of a release runs where there is no compiler, with its kernels, and its tag is true."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from outrider.kernels.library import available_sets
+
+for needed in ("ziglang", "auditwheel", "build"):
+    pytest.importorskip(needed, reason="the extra `release` is not installed")
+
+ROOT = Path(__file__).parents[2]
+PLATFORM = "manylinux_2_28_x86_64"
+#: Writes a text with the kernels, and says which instruction sets they have.
+WRITE = """
+import outrider
+from outrider import LLM, SamplingParams
+from outrider.kernels.library import available_sets
+(output,) = LLM(speculation="suffix").generate("def add(a, b):", SamplingParams(max_tokens=8, temperature=0))
+print(outrider.__file__, len(output.outputs[0].token_ids), *available_sets())
+"""
+
+
+@pytest.fixture(scope="module")
+def release() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("wheels", ROOT / "release" / "wheels.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def wheel(release: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found: Path = release.build_wheel(PLATFORM, tmp_path_factory.mktemp("dist"))
+    return found
+
+
+def test_a_wheel_writes_with_its_kernels_where_there_is_no_compiler(wheel: Path, tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    python = venv / "bin" / "python"
+    # Its own package comes from the wheel; what that needs is here already.
+    (site,) = (venv / "lib").glob("python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    bare = {"PATH": str(venv / "bin"), "HOME": str(tmp_path), "OUTRIDER_COSTS": "off"}
+    done = subprocess.run([python, "-c", WRITE], env=bare, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(site / "outrider" / "__init__.py"), "8", *available_sets()]
+
+
+@pytest.mark.slow
+def test_two_builds_of_one_commit_are_equal(release: ModuleType, wheel: Path, tmp_path: Path) -> None:
+    again = release.build_wheel(PLATFORM, tmp_path)
+    assert again.read_bytes() == wheel.read_bytes()
+
+
+def test_a_wheel_that_needs_a_newer_system_is_refused(release: ModuleType, wheel: Path) -> None:
+    with pytest.raises(SystemExit, match="needs more than its tag says"):
+        release.check_tag(wheel, "manylinux_2_28_aarch64")

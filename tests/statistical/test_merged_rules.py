@@ -1,0 +1,76 @@
+"""Enumerates drafts of several members: in fractions, through the production Verifier, and with planted pitfalls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outrider.prove import merged_distribution
+from outrider.prove.merged_distribution import prove_merged_reference, prove_merged_verifier
+from outrider.prove.tree_reference import TreeRule
+from outrider.verify import trees, verifier
+
+RULES = [TreeRule.RECURSIVE, TreeRule.TRAVERSAL]
+CHAINS = ((1, 1), (1, 1))
+TREES = ((2,), (2,))
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["unlike", "equal"])
+@pytest.mark.parametrize("shape", [CHAINS, TREES, ((2, 1), (1,)), ((1,), (1,), (1,))], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_several_members_are_exact_in_fractions(rule: TreeRule, shape: Any, alike: bool) -> None:
+    assert prove_merged_reference(rule, shape, 8, 3, alike=alike, guesses=shape == CHAINS).measured == 0.0
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["unlike", "equal"])
+@pytest.mark.parametrize(
+    ("shape", "count", "length", "guesses"),
+    [(CHAINS, 8, 3, False), (TREES, 8, 2, True), (((1,), (1,)), 16, 3, True), (((1,), (1,), (1,)), 8, 2, False)],
+    ids=str,
+)
+@pytest.mark.parametrize("rule", RULES)
+def test_several_members_through_the_verifier(
+    rule: TreeRule, shape: Any, count: int, length: int, guesses: bool, alike: bool
+) -> None:
+    finding = prove_merged_verifier(rule, shape, count, length, alike=alike, guesses=guesses)
+    assert finding.passed, finding
+
+
+# -- negative controls -------------------------------------------------------------------------------------------------
+
+
+def _red(rule: TreeRule) -> float:
+    return prove_merged_verifier(rule, ((1,), (1,)), 16, 2).measured
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_control_one_test_for_a_token_that_two_members_drew(rule: TreeRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = trees.Tree.of
+
+    def once(draft: Any) -> Any:
+        tree = stock(draft)
+        drawn = {
+            node: [draw for place, draw in enumerate(draws) if tree.token(draw) not in map(tree.token, draws[:place])]
+            for node, draws in tree.drawn.items()
+        }
+        return trees.Tree(tree.token_ids, tree.parents, tree.nodes, tree.members, drawn, tree.walked)
+
+    monkeypatch.setattr(verifier.Tree, "of", once)
+    assert _red(rule) > 0.01
+
+
+def test_control_opaque_where_two_members_collide(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = merged_distribution._draw
+
+    def collided(*args: Any) -> Any:
+        draft = stock(*args)
+        return draft.opaque() if draft.num_draws > len(draft) else draft
+
+    monkeypatch.setattr(merged_distribution, "_draw", collided)
+    assert _red(TreeRule.RECURSIVE) > 0.01
+
+
+def test_control_a_second_member_tested_against_the_whole_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "_residual", lambda wanted, proposal, weight: wanted)
+    assert _red(TreeRule.RECURSIVE) > 0.01

@@ -1,0 +1,131 @@
+"""Compositions of methods: their settings, their turns, and how their members share rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outrider.engine.scheduling.row_shares import RowShares
+from outrider.errors import ContradictionError, InputError, InvalidParameterError
+from outrider.propose.compositions import MAX_DEPTH, turns_of
+from outrider.propose.defaults import SpeculationDefaults
+from outrider.propose.methods.draft_model import DraftModel
+from outrider.propose.methods.ngram import Ngram
+from outrider.propose.speculation import SpeculationConfig
+
+DRAFT: dict[str, Any] = {"method": "draft_model", "model": "m", "num_draft_tokens": 4}
+
+
+def merge(*methods: Any, **more: Any) -> dict[str, Any]:
+    return {"method": "merge", "methods": list(methods), **more}
+
+
+def then(*methods: Any, **more: Any) -> dict[str, Any]:
+    return {"method": "then", "methods": list(methods), **more}
+
+
+def turns(asked: Any) -> list[tuple[str, tuple[int, ...]]]:
+    return [(turn.config.name, turn.behind) for turn in turns_of([SpeculationConfig.of(asked)])]
+
+
+def test_a_method_alone_is_one_turn() -> None:
+    assert turns("ngram") == [("ngram", ())]
+    assert turns("none") == []
+
+
+def test_members_of_a_merge_begin_together_and_lookups_first() -> None:
+    assert turns(merge(DRAFT, "ngram")) == [("ngram", ()), ("draft_model", ())]
+
+
+def test_each_member_of_then_goes_on_behind_all_before_it() -> None:
+    assert turns(then("ngram", DRAFT, "suffix")) == [("ngram", ()), ("draft_model", (0,)), ("suffix", (0, 1))]
+
+
+def test_compositions_inside_each_other() -> None:
+    asked = then(merge(DRAFT, "ngram"), merge(then("suffix", {**DRAFT, "min_confidence": 0.5}), "lookahead"))
+    assert turns(asked) == [
+        ("ngram", ()),
+        ("draft_model", ()),
+        ("lookahead", (0, 1)),
+        ("suffix", (0, 1)),
+        ("draft_model", (0, 1, 3)),
+    ]
+
+
+def test_settings_come_back_from_their_mapping() -> None:
+    config = SpeculationConfig.of(merge(DRAFT, then("ngram", "suffix"), num_draft_tokens=7))
+    assert SpeculationConfig.of(config.as_mapping()) == config
+
+
+def _deep(depth: int) -> Any:
+    return "suffix" if not depth else then("ngram" if depth % 2 else DRAFT, _deep(depth - 1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "field"),
+    [
+        (merge("ngram"), InvalidParameterError, "methods"),
+        (merge("ngram", "ngram"), ContradictionError, "methods.1"),
+        (merge("ngram", {"method": "ngram", "min_match": 0}), InvalidParameterError, "methods.1.min_match"),
+        (merge("ngram", then("suffix", {**DRAFT, "model": 5})), InvalidParameterError, "methods.1.methods.1.model"),
+        (merge("ngram", "none"), InvalidParameterError, "methods.1.method"),
+        (merge("ngram", "auto"), InvalidParameterError, "methods.1.method"),
+        (merge("ngram", {**DRAFT, "rule": "token"}), ContradictionError, "methods.1.rule"),
+        (merge("ngram", "sufix"), InvalidParameterError, "methods.1.method"),
+        ({"method": "merge", "methods": "ngram"}, InvalidParameterError, "methods"),
+        (merge("ngram", DRAFT, tree=[2]), ContradictionError, "tree"),
+        (_deep(MAX_DEPTH + 1), InvalidParameterError, None),
+        (merge(*({"method": "ngram", "max_match": n} for n in range(5, 15))), InvalidParameterError, "methods"),
+        ({"method": "auto", "methods": [merge("ngram", "suffix")]}, InvalidParameterError, "methods.0.method"),
+    ],
+)
+def test_settings_that_cannot_be_name_their_place(asked: Any, error: type[InputError], field: str | None) -> None:
+    with pytest.raises(error) as raised:
+        SpeculationConfig.of(asked)
+    if field is not None:
+        assert raised.value.field == field
+
+
+def test_members_are_completed_as_settings_at_the_top_are() -> None:
+    defaults = SpeculationDefaults.of(DRAFT, None, None)
+    config = defaults.complete(merge("ngram", then("suffix", "draft_model")))
+    assert [turn.config.method for turn in turns_of([config])][-1] == DraftModel(model="m")
+    with pytest.raises(InvalidParameterError) as raised:
+        SpeculationDefaults().complete(merge("ngram", then("suffix", "draft_model")))
+    assert raised.value.field == "methods.1.methods.1.draft_model"
+    asked = SpeculationDefaults.of(merge("ngram", "draft_model"), "given", None)
+    assert asked.draft == DraftModel(model="given")
+
+
+def test_without_members_a_merge_takes_the_usual_methods() -> None:
+    names = [turn.config.name for turn in turns_of([SpeculationDefaults.of(DRAFT, None, None).complete("merge")])]
+    assert names == ["suffix", "draft_model"]
+    assert [t.config.name for t in turns_of([SpeculationDefaults().complete("then")])] == ["token_recycling", "suffix"]
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_go_where_tokens_stand() -> None:
+    shares = RowShares()
+    config = SpeculationConfig.of(merge({**DRAFT, "num_draft_tokens": 8}, {"method": "ngram", "num_draft_tokens": 8}))
+    assert sum(shares.of(config, 8)) == 8
+    assert shares.of(config, 40) == [8, 8], "no member gets more than it may use"
+    for _ in range(100):
+        shares.observe(Ngram(), 1, 0)
+        shares.observe(DraftModel(model="m"), 4, 4)
+    assert shares.of(config, 8) == [0, 8]
+    for _ in range(200):
+        shares.observe(Ngram(), 4, 3)
+        shares.observe(DraftModel(model="m"), 2, 1)
+    lookup, model = shares.of(config, 8)
+    assert lookup > model > 0
+    shares.forget()
+    assert shares.of(config, 8) == [4, 4]
+
+
+def test_members_of_then_fill_up_in_order() -> None:
+    config = SpeculationConfig.of(then({"method": "ngram", "num_draft_tokens": 6}, DRAFT))
+    assert RowShares().of(config, 8) == [6, 2]
+    assert RowShares().of(config, 4) == [4, 0], "and what the first one leaves over is the other's"

@@ -1,0 +1,168 @@
+"""The promise of `auto` by true costs: never below .98 of plain decoding in any 10 s, over worlds that are drawn.
+
+The calibration errs by up to 30% at every number of rows, and the clock by 30% in every step. What counts is what steps
+truly cost on average, and what their tokens would have cost plainly. Where a plain step is longer than .1 s, the stretch is
+a hundred plain steps.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+
+import pytest
+
+from outrider.govern import purse
+from outrider.govern.costs import CostModel
+from outrider.govern.purse import Purse
+from tests.unit.governor_world import Log, Method, World, always, governor_of, run
+from tests.unit.test_governor_worlds import at_random
+
+PROMISE = 0.98
+SEEDS = range(100, 112)
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+#: How much longer a row makes a pass, in passes of one row.
+SLOPES: dict[str, Callable[[random.Random], float]] = {
+    "flat": lambda rng: rng.uniform(0.0, 0.03),
+    "steep": lambda rng: rng.uniform(0.1, 0.9),
+    "stairs": lambda rng: rng.choice([0.0, 0.0, 1.0]) * rng.uniform(0.2, 0.8),
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A world, and how many texts are written in it in each quarter of the steps."""
+
+    world: World
+    loads: tuple[int, ...]
+    num_steps: int
+
+    @property
+    def stretch(self) -> float:
+        """Seconds over which the promise is given."""
+        plain = self.world.seconds_a_pass * (0.02 + max(self.world.seconds(texts) for texts in self.loads))
+        return max(10.0, 100.0 * plain)
+
+    def run(self) -> Log:
+        each = self.num_steps // 4
+        return run(
+            self.world, governor_of(self.world), steps=self.num_steps, load=lambda step: self.loads[min(step // each, 3)]
+        )
+
+
+def drawn(seed: int) -> Drawn:
+    rng = random.Random(seed)
+    slope, passes, seconds = SLOPES[rng.choice(["flat", "steep", "stairs"])], {1: 1.0}, 1.0
+    for fewer, more in pairwise(SIZES):
+        seconds += slope(rng) * (more - fewer) if more <= 64 else seconds * (more / fewer - 1.0)
+        passes[more] = seconds
+    calibrated = {rows: taken * rng.uniform(0.7, 1.3) for rows, taken in passes.items()}
+    chance = rng.choice([0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85])
+    stands = rng.choice([always(chance), at_random(f"draft {seed}", 80, (0.0, 0.4, 0.9))])
+    methods = {"draft": Method(rng.uniform(0.02, 0.3), stands)}
+    if rng.random() < 0.5:
+        says = always(rng.choice([0.2, 0.6, 1.0]))
+        methods["suffix"] = Method(0.01, at_random(f"suffix {seed}", 60, (0.0, 0.5, 0.95)), says, lookup=True)
+    loads = tuple(rng.choice([1, 2, 4, 8, 16]) for _ in range(4))
+    length, seconds_a_pass = rng.choice([64, 200, 10**9]), rng.choice([0.005, 0.02, 0.05, 0.1])
+    world = World(
+        methods,
+        passes,
+        noise=0.3,
+        seed=seed,
+        ends=lambda text: length,
+        calibrated=calibrated,
+        seconds_a_pass=seconds_a_pass,
+    )
+    return Drawn(world, loads, min(max(400, int(20.0 / seconds_a_pass)), 2500))
+
+
+def worst(log: Log, stretch: float) -> float:
+    """The least ratio to plain decoding over all stretches of so many seconds."""
+    clock, plain = [0.0, *accumulate(log.true)], [0.0, *accumulate(log.plain)]
+    found = []
+    for first, begun in enumerate(clock):
+        last = bisect_left(clock, begun + stretch)
+        if last < len(clock):
+            found.append((plain[last] - plain[first]) / (clock[last] - begun))
+    assert found, "the run is longer than the stretch"
+    return min(found)
+
+
+@cache
+def ran(seed: int) -> Log:
+    return drawn(seed).run()
+
+
+def keeps_its_promise(seed: int, log: Log) -> bool:
+    return worst(log, drawn(seed).stretch) >= PROMISE
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_it_is_never_below_its_promise(seed: int) -> None:
+    assert keeps_its_promise(seed, ran(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200, 260))
+def test_it_is_never_below_its_promise_in_many_worlds(seed: int) -> None:
+    assert keeps_its_promise(seed, drawn(seed).run())
+
+
+def test_it_gains_where_there_is_something_to_gain() -> None:
+    """Whoever never drafts keeps every promise."""
+    gains = [sum(ran(seed).plain) / sum(ran(seed).true) for seed in SEEDS]
+    assert sum(gains) / len(gains) >= 1.04
+    assert max(gains) >= 1.2
+
+
+def test_a_purse_never_loses_more_than_it_promises() -> None:
+    """Whatever is asked of it."""
+    rng = random.Random(5)
+    kept, lost, clock, past = Purse(0.05), 0.0, 0.0, [(0.0, 0.0)]
+    for _ in range(3000):
+        longer, back = rng.uniform(0.0, 0.04), rng.choice([0.0, 0.0, rng.uniform(0.0, 0.1)])
+        if kept.affords(longer):
+            kept.spend(longer)
+            kept.spend(-back)
+            lost += longer - back
+        kept.end_step(0.05, 0.05)
+        clock += 0.05
+        past.append((clock, lost))
+    for first, (begun, before) in enumerate(past[::7]):
+        for ended, after in past[7 * first :: 13]:
+            assert after - before <= purse.MOST_SAVED + purse.SHARE * (ended - begun) + 1e-9
+    assert lost < 0.0
+
+
+# -- planted bugs ------------------------------------------------------------------------------------------------------
+
+
+def _no_limit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Purse, "affords", lambda self, seconds: True)
+    patch.setattr(Purse, "left", property(lambda self: 1e9))
+
+
+def _ten_times_as_much(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(purse, "SHARE", 0.1)
+
+
+def _always_certain(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CostModel, "uncertainty", lambda self, rows, texts: 0.0)
+
+
+BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "trials cost what they like": _no_limit,
+    "a tenth of the time is lost": _ten_times_as_much,
+    "costs are taken to be certain": _always_certain,
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_break_the_promise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[name](monkeypatch)
+    assert not all(keeps_its_promise(seed, drawn(seed).run()) for seed in SEEDS)

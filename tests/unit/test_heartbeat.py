@@ -1,0 +1,75 @@
+"""Long commands in pipes: they say how long they take, and a line tells now and then how far they are."""
+
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from outrider.bench.settings import BenchSettings
+from outrider.cli import heartbeat, options
+from outrider.cli.app import app
+from outrider.cli.bench import _duration
+from outrider.errors import ContradictionError
+from outrider.prove.findings import Check, Finding, Report
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_pipe_gets_lines_and_a_terminal_a_bar(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "EVERY", 0.02)
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+    with options.progress(console) as progress:
+        progress.expect("cost of passes", 7)
+        progress.advance()
+        progress.advance()
+        time.sleep(0.2)
+    assert isinstance(console.file, io.StringIO)
+    assert ("0:00 cost of passes: 2 of 7" in console.file.getvalue()) is not terminal
+
+
+def test_nothing_is_said_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "EVERY", 0.01)
+    said: list[str] = []
+    with heartbeat.Heartbeat(said.append):
+        time.sleep(0.05)
+    count = len(said)
+    time.sleep(0.05)
+    assert count == len(said) > 0
+
+
+def report(*horizons: int | None) -> Report:
+    return Report(tuple(Check(f"c{i}", Finding(0.0, 0.0, "", horizon=reach), 0.1) for i, reach in enumerate(horizons)))
+
+
+@pytest.mark.parametrize(("horizons", "said"), [
+    ((3, None, 3), "joints of 3 tokens"), ((2, 5, 3), "joints of 2 to 5 tokens"), ((None,), ""),
+])  # fmt: skip
+def test_a_result_says_how_far_it_looked(horizons: tuple[int | None, ...], said: str) -> None:
+    assert report(*horizons).horizon == said
+    assert report(*horizons).as_dict()["horizon"] == said
+
+
+def test_proofs_say_how_many_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.prove.suite.run_suite", lambda *_, **__: report(3))
+    found = CliRunner().invoke(app, ["prove"])
+    assert "checks: some ten minutes on two cores (--quick takes less than one)" in found.stderr
+    assert found.stdout.rstrip().endswith("passed: all 1 checks hold (joints of 3 tokens)")
+    quick = CliRunner().invoke(app, ["prove", "--quick", "--json"])
+    assert "ten minutes" not in quick.stderr
+    assert quick.stdout.startswith('{"passed": true')
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    (BenchSettings(), "five minutes"), (BenchSettings(peers=("all",)), "ten minutes"),
+    (BenchSettings(quick=True), "a minute"),
+])  # fmt: skip
+def test_benchmarks_say_how_long(settings: BenchSettings, said: str) -> None:
+    assert said in _duration(settings)
+
+
+def test_full_and_quick_contradict() -> None:
+    with pytest.raises(ContradictionError, match="quick"):
+        BenchSettings(full=True, quick=True)
