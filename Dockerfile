@@ -1,5 +1,7 @@
 # `outrider serve` in a container. The compiler builds the kernels. With another index of packages, such as one whose torch has
 # no CUDA: docker build --build-arg PIP_EXTRA_INDEX_URL=... .
+# Set OUTRIDER_API_KEYS, or name what clients call the server: docker run ... outrider MODEL --allowed-host llm.example.com. Without
+# either it answers to localhost and to the container's own address alone.
 FROM python:3.11-slim AS build
 ARG PIP_EXTRA_INDEX_URL
 RUN apt-get update \

@@ -1,6 +1,6 @@
 # Two commands, each from nothing on a fresh machine:
 #   make demo    environment, install, then the default pair writes code with and without speculation, and is timed in turns
-#   make test    environment, install, then lint, types and the tests, in some 22 minutes on two cores
+#   make test    environment, install, then lint, types and the tests, in some 25 minutes on two cores
 # and further ones:
 #   make playground  the pages of the server at http://127.0.0.1:8000/, on the wide target, where speculation gains
 #   make pages       builds the pages from web/ again; needs Node.js
@@ -8,6 +8,8 @@
 #   make test-all    every test, also those marked slow. Tests beside other programs skip themselves unless these are there:
 #                    .venv/bin/python -m pip install -c constraints.txt -e '.[dev,peers,harness]'
 #   make soak        200 streaming clients on a real server for 5 minutes; a table and a plot go to results/soak/
+# None of them needs PIP_FLAGS. Where pip would take a PyTorch with CUDA, it may name another index for builds for CPUs:
+#   make demo PIP_FLAGS="--extra-index-url URL"     with the address that https://pytorch.org/get-started/locally/ shows
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -15,12 +17,13 @@ STAMP  := $(VENV)/.installed
 # Two workers, a thread each: more would spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install demo playground pages browser test test-all soak lint bench clean
+.PHONY: install demo playground pages browser test test-all soak lint bench wheels clean
 
 install: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
+	@echo "The command is in $(BIN): source $(BIN)/activate, then outrider --help"
 
 playground: $(STAMP)
 	@echo "Open http://127.0.0.1:8000/ when the server listens."
@@ -57,8 +60,12 @@ bench: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/outrider/kernels/native/*.[ch] src/outrider/kernels/native/*.inc)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	touch $@
+
+# The source distribution and the wheels of a release, in dist/; docs/releasing.md says the rest.
+wheels: $(STAMP)
+	$(BIN)/python release/wheels.py
 
 clean:
 	rm -rf $(VENV)

@@ -1,0 +1,76 @@
+"""Builds a release into dist/: the source distribution, and a wheel with compiled kernels for each platform.
+
+    pip install -e '.[release]'
+    python release/wheels.py                             everything
+    python release/wheels.py manylinux_2_28_x86_64       one platform
+
+Zig's compiler builds for an old glibc on any machine, so that the wheels install where their tag says. `auditwheel` checks
+that the tag is true. Two builds of one commit are equal to the byte, because all files have the time of the commit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+#: The platforms by their tags, and what Zig calls them.
+TARGETS = {
+    "manylinux_2_28_x86_64": "x86_64-linux-gnu.2.28",
+    "manylinux_2_28_aarch64": "aarch64-linux-gnu.2.28",
+}
+
+
+def build_wheel(platform: str, folder: Path) -> Path:
+    """Build the wheel of one platform, and check that its tag is true."""
+    environment = _environment() | {
+        "CC": f"{sys.executable} -m ziglang cc -target {TARGETS[platform]} -s",
+        "OUTRIDER_WHEEL_PLATFORM": platform,
+    }
+    _build("--wheel", folder, environment)
+    (wheel,) = folder.glob(f"*{platform}.whl")
+    check_tag(wheel, platform)
+    return wheel
+
+
+def check_tag(wheel: Path, platform: str) -> None:
+    """See that the wheel runs wherever its tag says; SystemExit tells what else it needs."""
+    command = [sys.executable, "-m", "auditwheel", "show", str(wheel)]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    *_, machine = platform.partition("manylinux_2_28_")
+    found = re.search(rf"manylinux_2_(\d+)_{machine}", shown)
+    if found is None or int(found[1]) > 28:
+        sys.exit(f"{wheel.name} needs more than its tag says:\n{shown}")
+
+
+def build_sdist(folder: Path) -> None:
+    """Build the source distribution. It compiles the kernels where it is installed, or falls back to stock operators."""
+    _build("--sdist", folder, _environment())
+
+
+def _build(what: str, folder: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "build", what, "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, env=environment)
+
+
+def _environment() -> dict[str, str]:
+    time = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, check=True, capture_output=True, text=True)
+    return {**os.environ, "SOURCE_DATE_EPOCH": time.stdout.strip()}
+
+
+def main() -> None:
+    unknown = [name for name in sys.argv[1:] if name not in TARGETS]
+    if unknown:
+        sys.exit(f"There is no platform {unknown[0]!r}. Use {', '.join(TARGETS)}.")
+    folder = ROOT / "dist"
+    if not sys.argv[1:]:
+        build_sdist(folder)
+    for platform in sys.argv[1:] or TARGETS:
+        build_wheel(platform, folder)
+
+
+if __name__ == "__main__":
+    main()
