@@ -16,7 +16,7 @@ from outrider.propose.base import (
     ProposerSequence,
 )
 from outrider.propose.method import Method, ProposerContext
-from outrider.propose.methods import register
+from outrider.propose.registry import register
 from outrider.verify.processing import Processing
 
 

@@ -24,13 +24,13 @@ import numpy as np
 
 from benchmarks.blind import Blind
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.bench.machine import describe
-from outrider.bench.run import EncodedTask, Run, write
-from outrider.bench.ways import Way, parse_ways
-from outrider.bench.widen import wide_target
 from outrider.bench.widen_heads import wide_heads
 from outrider.embedded import default_model
-from outrider.propose.head_method import HeadMethod
+from outrider.measure.decoding_config import DecodingConfig, parse_ways
+from outrider.measure.machine import describe
+from outrider.measure.run import EncodedTask, Run, write
+from outrider.measure.widen import wide_target
+from outrider.propose.methods.head_method import HeadMethod
 from outrider.stats import RequestStats
 
 
@@ -55,7 +55,7 @@ class Measured:
         return found
 
 
-def parse(text: str, *, wide: bool, replay: bool) -> tuple[str, Way]:
+def parse(text: str, *, wide: bool, replay: bool) -> tuple[str, DecodingConfig]:
     """A name and a way; heads are carried over to the wide target."""
     name, _, form = text.partition("=")
     way = parse_ways([form], default_model("draft"))[-1]
@@ -78,7 +78,7 @@ def encoded(llm: LLM, lines: list[dict[str, str]], num_tokens: int, *, replay: b
     return found
 
 
-def measure(llm: LLM, ways: dict[str, Way], tasks: list[EncodedTask], rounds: int) -> dict[str, Measured]:
+def measure(llm: LLM, ways: dict[str, DecodingConfig], tasks: list[EncodedTask], rounds: int) -> dict[str, Measured]:
     """Every way on every prompt in every round."""
     found = {name: Measured() for name in ways}
     for way in ways.values():
@@ -94,7 +94,7 @@ def measure(llm: LLM, ways: dict[str, Way], tasks: list[EncodedTask], rounds: in
     return found
 
 
-def drafting(llm: LLM, way: Way, task: EncodedTask) -> float:
+def drafting(llm: LLM, way: DecodingConfig, task: EncodedTask) -> float:
     """The median time of drafting in a step, in seconds."""
     params = SamplingParams(max_tokens=task.max_tokens, ignore_eos=True)
     output = llm.generate(list(task.prompt_ids), params, speculation=way.config, trace=True)[0]
@@ -150,7 +150,7 @@ def main() -> None:
     llm = LLM(target, speculation="none", dtype=asked.dtype, prefix_caching=False)
     lines = [json.loads(line) for line in asked.prompts.read_text("utf-8").splitlines() if line.strip()]
     tasks = encoded(llm, lines, asked.tokens, replay=asked.replay)[: asked.limit]
-    plain = {"plain": Way("plain", SpeculationConfig.of("none"))}
+    plain = {"plain": DecodingConfig("plain", SpeculationConfig.of("none"))}
     ways = plain | dict(parse(text, wide=asked.wide, replay=asked.replay) for text in asked.way)
     found = {
         "machine": describe(llm.engine.runner.loaded.device),

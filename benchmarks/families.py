@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM, SamplingParams
-from outrider.bench.machine import describe, read_bandwidth, weight_bytes
+from outrider.measure.machine import describe, read_bandwidth, weight_bytes
 from outrider.model.batch import Segment
 from outrider.model.runner import ModelRunner
 

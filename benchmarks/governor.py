@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 
 from outrider import LLM, SpeculationConfig
-from outrider.bench.machine import describe
-from outrider.bench.replay import copy_tasks
-from outrider.bench.run import EncodedTask, Run, write
-from outrider.bench.tasks import Task, built_in
-from outrider.bench.ways import Way
-from outrider.bench.widen import wide_target
 from outrider.embedded import default_model
+from outrider.measure.decoding_config import DecodingConfig
+from outrider.measure.machine import describe
+from outrider.measure.replay import copy_tasks
+from outrider.measure.run import EncodedTask, Run, write
+from outrider.measure.tasks import Task, built_in
+from outrider.measure.widen import wide_target
 
 WORKLOADS = ("code_completion", "json", "replay")
-PLAIN = Way("plain", SpeculationConfig())
+PLAIN = DecodingConfig("plain", SpeculationConfig())
 
 
 def encoded(llm: LLM, tasks: list[Task], batch: int, turn: int, max_tokens: int) -> list[EncodedTask]:
@@ -52,7 +52,7 @@ def cell(llm: LLM, workload: str, batch: int, rounds: int, max_tokens: int, draf
     tasks = copy_tasks() if workload == "replay" else built_in(workload)
     members = ["suffix"] if workload == "replay" else [{"method": "draft_model", "model": draft}, "suffix"]
     longest = [{**SpeculationConfig.of(each).as_mapping(), "num_draft_tokens": 16} for each in members]
-    auto = Way("auto", SpeculationConfig.of({"method": "auto", "methods": longest}))
+    auto = DecodingConfig("auto", SpeculationConfig.of({"method": "auto", "methods": longest}))
     speeds, firsts, chosen = [], [], {}
     for turn in range(-1, rounds):  # the first round warms up
         texts = encoded(llm, tasks, batch, max(turn, 0), max_tokens)

@@ -25,19 +25,19 @@ import numpy as np
 from benchmarks.blind import Blind
 from benchmarks.governor import PLAIN, encoded, lower_bound
 from outrider import LLM, SpeculationConfig
-from outrider.bench.machine import describe
-from outrider.bench.replay import copy_tasks
-from outrider.bench.run import EncodedTask, write
-from outrider.bench.tasks import built_in
-from outrider.bench.ways import Way
-from outrider.bench.widen import wide_target
 from outrider.draft import Draft, Law
 from outrider.embedded import default_model
+from outrider.measure.decoding_config import DecodingConfig
+from outrider.measure.machine import describe
+from outrider.measure.replay import copy_tasks
+from outrider.measure.run import EncodedTask, write
+from outrider.measure.tasks import built_in
+from outrider.measure.widen import wide_target
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.propose.draft_model import DraftModel
 from outrider.propose.method import Method, ProposerContext
-from outrider.propose.methods import register
-from outrider.propose.suffix import Suffix
+from outrider.propose.methods.draft_model import DraftModel
+from outrider.propose.methods.suffix import Suffix
+from outrider.propose.registry import register
 
 _LENGTHS = (1, 2, 3, 5, 7, 9, 12)
 _LOOKUP_LENGTHS = (4, 8, 16)
@@ -63,16 +63,16 @@ class WrongProposer(Proposer):
         return [Draft.chain([0] * min(request.budget, request.max_depth), Law.OPAQUE) for request in requests]
 
 
-def fixed(draft: Method) -> list[Way]:
+def fixed(draft: Method) -> list[DecodingConfig]:
     """The settings that somebody might choose by hand."""
     pairs = [(draft, length) for length in _LENGTHS] + [(Suffix(), length) for length in _LOOKUP_LENGTHS]
     return [_way(method, length) for method, length in pairs]
 
 
-def auto(*methods: Method) -> Way:
+def auto(*methods: Method) -> DecodingConfig:
     """The engine's choice among methods."""
     members = tuple(SpeculationConfig(method=method, num_draft_tokens=_LONGEST) for method in methods)
-    return Way("auto", SpeculationConfig.of({"method": "auto", "methods": members}))
+    return DecodingConfig("auto", SpeculationConfig.of({"method": "auto", "methods": members}))
 
 
 def best(llm: LLM, draft: Method, workload: str, batch: int, rounds: int, num_tokens: int) -> dict[str, Any]:
@@ -125,12 +125,12 @@ def wrong(llm: LLM, rounds: int, num_tokens: int) -> dict[str, Any]:
     return {"over_plain": _ratios(found["auto"], found["plain"])}
 
 
-def _way(method: Method, length: int) -> Way:
+def _way(method: Method, length: int) -> DecodingConfig:
     shown = method.of.name if isinstance(method, Blind) else method.name
-    return Way(f"{shown} {length}", SpeculationConfig(method=method, num_draft_tokens=length))
+    return DecodingConfig(f"{shown} {length}", SpeculationConfig(method=method, num_draft_tokens=length))
 
 
-def _rounds(llm: LLM, ways: Sequence[Way], texts: Sequence[list[EncodedTask]]) -> dict[str, list[float]]:
+def _rounds(llm: LLM, ways: Sequence[DecodingConfig], texts: Sequence[list[EncodedTask]]) -> dict[str, list[float]]:
     """Tokens a second of every way, by round; in turns, and each begins as often as it ends."""
     found: dict[str, list[float]] = {way.name: [] for way in ways}
     for way in ways:

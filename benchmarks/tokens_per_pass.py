@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.bench.tasks import built_in
 from outrider.draft import Law
-from outrider.propose.pace import FixedPace
-from outrider.propose.sequoia import SequoiaTree
+from outrider.measure.tasks import built_in
+from outrider.propose.trees.pace import FixedPace
+from outrider.propose.trees.sequoia import SequoiaTree
 from outrider.stats import RequestStats
 
 #: Seconds of a pass of the wide target in bfloat16 with AVX-512, by rows.

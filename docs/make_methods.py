@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outrider.engine.stats import EngineStats
-from outrider.propose import methods
+from outrider.propose import registry as methods
 from outrider.propose.method import Method
 from outrider.propose.speculation import SpeculationConfig
 from outrider.stats import RequestStats
@@ -31,6 +31,8 @@ A *method* decides who drafts. Every method gives the same distribution of texts
 Ask for a method by its name or by its settings:
 
 ```python
+from outrider import LLM, SpeculationConfig, Suffix
+
 LLM(speculation="suffix")
 LLM(speculation=SpeculationConfig(method=Suffix(branches=True), num_draft_tokens=16))
 LLM(speculation={"method": "suffix", "branches": True, "num_draft_tokens": 16})
@@ -38,7 +40,8 @@ LLM(speculation={"method": "suffix", "branches": True, "num_draft_tokens": 16})
 
 On the command line it is `--method suffix`, or `--method '{"method": "suffix", "branches": true}'`. In the benchmark it is
 a way, like `--way suffix:16`. [adding_a_proposer.md](adding_a_proposer.md) says how to write a method of your own,
-[performance.md](performance.md) how fast these are, and [losslessness.md](losslessness.md) why the distribution stays."""
+[performance.md](performance.md) how fast these are, and [losslessness.md](losslessness.md) why the distribution stays.
+[usage.md](usage.md#methods-at-a-glance) has one line for each."""
 _UNBOUNDED = {"bool": "true or false", "Method or None": "settings, or a name", "str or None": "any text"}
 STATISTICS = """## Statistics
 

@@ -3,7 +3,7 @@ both write in turns, A B A B, and the median of the rounds says what the draft m
 
     python examples/demo.py            (or: make demo)
 
-The target is the *wide* copy of the embedded one (outrider.bench.widen): the same function, so the draft model guesses as
+The target is the *wide* copy of the embedded one (outrider.measure.widen): the same function, so the draft model guesses as
 well as it really does, at 25 times the weights, so a forward pass costs what it costs a model of 0.36 B parameters.
 """
 
@@ -23,14 +23,14 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider import LLM, SamplingParams, StreamPiece
-from outrider.bench.contestants import interleave, ours
-from outrider.bench.figures import Spread
-from outrider.bench.run import EncodedTask, Run
-from outrider.bench.ways import Way, parse_ways
-from outrider.bench.widen import wide_target
 from outrider.cli.render import coloured, legend
 from outrider.kernels.library import kernel_library
 from outrider.llm import default_model
+from outrider.measure.contestants import interleave, ours
+from outrider.measure.decoding_config import DecodingConfig, parse_ways
+from outrider.measure.figures import Spread
+from outrider.measure.run import EncodedTask, Run
+from outrider.measure.widen import wide_target
 from outrider.stats import RequestStats
 
 PROMPT = "class Reader:\n    def __init__(self, path):\n"
@@ -83,7 +83,7 @@ class Writer:
     """
 
     title: str
-    way: Way
+    way: DecodingConfig
     llm: LLM
 
 
