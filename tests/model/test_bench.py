@@ -22,7 +22,7 @@ from outrider.cli.app import app
 from outrider.config import ModelConfig
 from outrider.embedded import default_model
 from outrider.engine.proposing.proposers import MAX_IDLE
-from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError, ModelLoadError
+from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError
 from outrider.llm import LLM
 from outrider.measure import machine
 from outrider.measure.decoding_config import parse_ways
@@ -360,8 +360,8 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tiny: str,
         ({"max_tokens": 62}, InvalidPromptError, "in a context of 64"),
         ({"contexts": (64,)}, InvalidParameterError, "the context of the model is 64"),
         ({"device": "cuda:77"}, InvalidParameterError, "cuda:77"),
-        ({"draft_model": str(empty)}, ModelLoadError, "configuration cannot be read"),
-        ({"model": str(empty)}, ModelLoadError, "configuration cannot be read"),
+        ({"draft_model": str(empty)}, InvalidParameterError, "the folder is empty"),
+        ({"model": str(empty)}, InvalidParameterError, "the folder is empty"),
     ):
         with pytest.raises(error, match=says):
             Session(settings(tiny, tmp_path, **more))  # which is not run

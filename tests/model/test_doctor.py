@@ -104,6 +104,7 @@ def test_heads_that_were_never_trained_are_wrong(tmp_path: Path) -> None:
 
 def test_a_draft_model_that_is_no_checkpoint_is_a_finding(tmp_path: Path) -> None:
     """The target can be examined nonetheless."""
+    (tmp_path / "config.json").write_text("{}")
     code, found = examined("--draft-model", str(tmp_path))
     assert (code, found["methods"][0]["level"]) == (1, "wrong")
 

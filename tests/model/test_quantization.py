@@ -99,9 +99,9 @@ def _bits_of_draft(llm: LLM) -> int | None:
 def test_a_checkpoint_that_is_quantised_already_is_refused(path: str, tmp_path: Path) -> None:
     shutil.copytree(path, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=r"quantised already \(gptq\), and quantization='int8'"):
+    with pytest.raises(UnsupportedModelError, match=r"quantised already \(fp8\), and quantization='int8'"):
         LLM(str(tmp_path / "model"), quantization="int8")
 
 

@@ -119,8 +119,9 @@ def test_ways_by_name() -> None:
 
 def test_a_way_may_bring_its_own_folder(tmp_path: Path) -> None:
     heads, other = tmp_path / "my.heads", tmp_path / "other-draft"
-    heads.mkdir()
-    other.mkdir()
+    for folder in (heads, other):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
     names = [f"medusa={heads}:3", f"exit={heads}:2,1:3", f"draft_model={other}:4", "draft_model:4", f"draft_model={other}"]
     ways = {way.name: way.config for way in parse_ways(names, "d")}
     assert ways["medusa my.heads k=3"].method == Medusa(model=str(heads))
