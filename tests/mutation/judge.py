@@ -1,17 +1,10 @@
-"""Runs one check and says what stopped it; `python judge.py NAME`, with the package to judge and the repository's root on
-PYTHONPATH.
-
-The last line on standard error is CLAIM where an assertion of the tests failed, else the error, which may be a crash.
-"""
+"""Runs one check and says what stopped it."""
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 from tests.chance import begin_chance
 from tests.mutation import boundary_killers, killers
@@ -29,7 +22,10 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def judge(check: Callable[[], None]) -> str | None:
-    """What stopped it, in one line; None where it came through."""
+    """What stopped it, in one line: CLAIM where an assertion of the tests failed, else the error, which may be a crash.
+
+    None where it came through.
+    """
     begin_chance(check.__name__)
     try:
         check()
@@ -40,10 +36,3 @@ def judge(check: Callable[[], None]) -> str | None:
             return CLAIM
         return " ".join(f"{type(error).__name__}: {error}".split())
     return None
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    stopped = judge(CHECKS[sys.argv[1]])
-    if stopped is not None:
-        sys.exit(f"\n{stopped}")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +17,10 @@ from tests.mutation.deep_mutants import DEEP_MUTANTS
 from tests.mutation.judge import CHECKS, CLAIM, judge
 from tests.mutation.mutants import MUTANTS, PROBE_DIFFERS, Mutant
 from tests.mutation.native_mutants import NATIVE_MUTANTS
+from tests.mutation.warm import WarmProcess
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "outrider"
-JUDGE = Path(__file__).parent / "judge.py"
 PLANTED = (*MUTANTS, *BOUNDARY_MUTANTS, *DEEP_MUTANTS)
 KILLED = [m for m in PLANTED if m.killer]
 #: A line to break.
@@ -41,21 +39,13 @@ def one_of_each_kind(mutants: Sequence[Mutant]) -> list[ParameterSet]:
     return found
 
 
-def run_check(name: str, source: Path, kernels: str = "off") -> subprocess.CompletedProcess[str]:
-    """Run one check in a process of its own on the package below `source`, with stock operators or given kernels."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{source}{os.pathsep}{ROOT}",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OUTRIDER_KERNELS": kernels,
-    }
-    return subprocess.run([sys.executable, str(JUDGE), name], env=environment, capture_output=True, text=True, timeout=300)
-
-
 def plant(mutant: Mutant, folder: Path) -> Path:
-    """A copy of the package, weights linked, with the bug in it; returns what goes on PYTHONPATH."""
+    """A copy of the package, weights linked, with the bug in it; returns what goes on PYTHONPATH.
+
+    What Python has compiled comes along, as it is of no use for a file of another time or size.
+    """
     copy = folder / "outrider"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("assets", "__pycache__"))
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("assets", f"{Path(mutant.path).stem}.*.pyc"))
     (copy / "assets").symlink_to(PACKAGE / "assets")
     file = copy / mutant.path
     text = file.read_text("utf-8")
@@ -82,8 +72,8 @@ def test_the_real_engine_passes(check: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("mutant", one_of_each_kind(KILLED))
-def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path) -> None:
-    assert_caught(mutant, run_check(mutant.killer, plant(mutant, tmp_path)))
+def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path, warm: WarmProcess) -> None:
+    assert_caught(mutant, warm.run(mutant.killer, plant(mutant, tmp_path), "off"))
 
 
 @pytest.mark.parametrize("mutant", [*PLANTED, *NATIVE_MUTANTS], ids=lambda m: m.name)
@@ -102,19 +92,19 @@ def test_every_bug_still_has_its_place(mutant: Mutant) -> None:
         pytest.param("return owed /", marks=pytest.mark.slow),
     ],
 )
-def test_a_crash_is_no_catch(crash: str, tmp_path: Path) -> None:
+def test_a_crash_is_no_catch(crash: str, tmp_path: Path, warm: WarmProcess) -> None:
     broken = Mutant("a patch that does not fit", 8, "verify/rules.py", _FALLBACK, crash, "empty_residual")
-    result = run_check(broken.killer, plant(broken, tmp_path))
+    result = warm.run(broken.killer, plant(broken, tmp_path), "off")
     with pytest.raises(AssertionError, match="crashed on a patch that does not fit"):
         assert_caught(broken, result)
     with pytest.raises(AssertionError):
         assert_caught(replace(broken, refused=PROBE_DIFFERS), result)
 
 
-def test_a_bug_that_makes_no_difference_is_no_catch(tmp_path: Path) -> None:
+def test_a_bug_that_makes_no_difference_is_no_catch(tmp_path: Path, warm: WarmProcess) -> None:
     harmless = Mutant("nothing", 8, "verify/rules.py", _FALLBACK, f"{_FALLBACK}  # harmless", "empty_residual")
     with pytest.raises(AssertionError, match="nothing survives empty_residual"):
-        assert_caught(harmless, run_check(harmless.killer, plant(harmless, tmp_path)))
+        assert_caught(harmless, warm.run(harmless.killer, plant(harmless, tmp_path), "off"))
 
 
 def test_the_page_lists_every_pitfall_and_says_why_some_are_not_planted() -> None:

@@ -14,7 +14,8 @@ from outrider.kernels.library import available_sets
 from tests.mutation.judge import CHECKS, judge
 from tests.mutation.mutants import Mutant
 from tests.mutation.native_mutants import NATIVE_MUTANTS
-from tests.mutation.test_mutants import PACKAGE, assert_caught, one_of_each_kind, plant, run_check
+from tests.mutation.test_mutants import PACKAGE, assert_caught, one_of_each_kind, plant
+from tests.mutation.warm import WarmProcess
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 
@@ -41,12 +42,12 @@ def test_the_real_kernels_pass(check: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("mutant", one_of_each_kind(NATIVE_MUTANTS))
-def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: WarmProcess) -> None:
     source = plant(mutant, tmp_path)
     script = build_script()
     monkeypatch.setattr(script, "FLAGS", ["-O1", "-std=gnu11", "-fPIC"])  # compiled in a second or two
     script.compile_kernels(source / "outrider" / "kernels" / "native", ("generic",))
-    assert_caught(mutant, run_check(mutant.killer, source, "generic"))
+    assert_caught(mutant, warm.run(mutant.killer, source, "generic"))
 
 
 def test_a_source_that_does_not_compile_is_an_error(tmp_path: Path) -> None:
