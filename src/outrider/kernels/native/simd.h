@@ -97,6 +97,18 @@ typedef int32_t int_lanes __attribute__((vector_size(VECTOR_BYTES), aligned(4), 
 typedef uint32_t uint_lanes __attribute__((vector_size(VECTOR_BYTES), aligned(1), may_alias));
 #define FLOAT_LANES ((int)(VECTOR_BYTES / sizeof(float)))
 
+/* sum + a * b, rounded once where the processor can. Compilers fuse the two only where they stand in one block of code, and where
+ * that is they decide anew in each version. */
+INLINE floats fused(floats a, floats b, floats sum) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__AVX2__)
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+    return sum + a * b;
+#endif
+}
+
 /* Turns bytes into floats. Compilers do this one byte at a time, although there is an instruction for all of them. */
 INLINE floats floats_from_int8(const int8_t *bytes) {
 #if defined(__AVX512F__)
@@ -148,9 +160,9 @@ INLINE floats add_pairs(floats sum, floats weights, float pair) {
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(bits));
 }
 
-/* Rounds as many floats to bf16 as fill a vector. */
-INLINE void bf16_from_floats(const float *values, uint16_t *out) {
-    const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(values));
+/* Rounds a vector of floats to bf16. */
+INLINE void bf16_from_floats(floats values, uint16_t *out) {
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)values);
     memcpy(out, &rounded, sizeof rounded);
 }
 
