@@ -24,7 +24,6 @@ from outrider.options import Speculation
 from outrider.params import SamplingParams
 from outrider.profile import Identity, Profile, read_profile
 from outrider.prompts import PromptEncoder
-from outrider.propose.auto import Auto
 from outrider.propose.defaults import SpeculationDefaults
 from outrider.propose.speculation import SpeculationConfig
 
@@ -107,14 +106,8 @@ class EnginePlan:
         given = {draft_name(draft_model): draft_model} if isinstance(draft_model, torch.nn.Module) else {}
         load_runner = DraftLoader(runner, config, self.cache, most, given)
         proposers = ProposerSet(Target(runner), self.scheduling.max_num_batched_tokens, load_runner, defaults.kept)
-        method = defaults.config.method
-        if method is not None and not isinstance(method, Auto):
-            proposers.prepare(
-                defaults.config
-            )  # a draft model that cannot be used is better known now than at the first prompt
         engine = Engine(runner, self.scheduling, proposers)
-        if isinstance(method, Auto):
-            engine.governing.admit(method)  # models are loaded and costs measured now, not before the first answer
+        engine.load_method(defaults.config)  # what cannot be used is better known now than at the first prompt
         return BuiltEngine(engine, prompts, default_params, defaults)
 
     def _load(self, model: Any, tokenizer: Any | None, *, consume: bool) -> LoadedModel:

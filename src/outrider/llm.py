@@ -37,7 +37,6 @@ from outrider.model.loading.loader import check_sources
 from outrider.options import CallOptions, Speculation, TextOptions
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.profile import Identity
-from outrider.propose.auto import Auto
 from outrider.propose.defaults import SpeculationDefaults
 from outrider.propose.speculation import SpeculationConfig
 from outrider.request_options import RequestOptions
@@ -481,11 +480,7 @@ class LLM:
             InputError, ModelError: It cannot be had.
         """
         config = self.resolve(speculation)
-        method = config.method
-        if isinstance(method, Auto):
-            self.between_steps(lambda engine: engine.governing.admit(method))
-        else:
-            self.proposers.prepare(config)
+        self.between_steps(lambda engine: engine.load_method(config))
 
     def _pieces(self, request: Request, inbox: Inbox) -> Iterator[StreamPiece]:
         """What comes in for a streaming request; who drops this drops the inbox, and so cancels the request."""

@@ -19,7 +19,6 @@ from outrider.errors import InputError, InvalidParameterError, ProfileMismatchEr
 from outrider.model.loading.loader import check_sources
 from outrider.model.processor import processor_name
 from outrider.model.runner import ModelRunner
-from outrider.propose.auto import Auto
 from outrider.propose.compositions import parts_of
 from outrider.propose.speculation import SpeculationConfig
 
@@ -131,7 +130,7 @@ def read_profile(path: str | PathLike[str]) -> tuple[Profile, SpeculationConfig]
     profile = _parsed(name, _content(name))
     try:
         config = SpeculationConfig.of(profile.speculation)
-        for each in config.method.methods if isinstance(config.method, Auto) else (config,):
+        for each in config.candidates:
             for part in parts_of(each):
                 check_sources(model=getattr(part.method, "model", None))
     except InputError as error:

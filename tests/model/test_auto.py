@@ -243,7 +243,7 @@ def test_what_was_learnt_is_kept_for_a_few_sets_of_methods(pair: tuple[str, str]
             settings = auto({"method": "suffix", "num_draft_tokens": longest})
             llm.generate([COPY], SamplingParams(max_tokens=3, seed=1), speculation=settings)
         assert len(llm.engine.governing._governed) == governing._MOST_SETTINGS
-        assert llm.engine.governing._governed[-1].settings == settings.method
+        assert llm.engine.governing._governed[-1].candidates == settings.candidates
         llm.engine.check_rest()
 
 

@@ -616,5 +616,5 @@ def kernels_exact_laws() -> None:
     """Laws against their definition, over logits that hypothesis draws."""
     from tests.unit import test_exact_probabilities
 
-    test_exact_probabilities.test_probabilities_are_what_the_parameters_mean()
     test_exact_probabilities.test_top_k_keeps_the_largest_whatever_the_largest_is()
+    test_exact_probabilities.test_probabilities_are_what_the_parameters_mean()

@@ -96,12 +96,11 @@ def _examine(llm: LLM, asked: Any, sample: Sample, progress: Callable[[str], Non
     """Examine what was asked for. Where only a length or the like was, it changes what is chosen otherwise: all methods
     that the engine would choose from."""
     from outrider.doctor.examination import Examination
-    from outrider.propose.auto import Auto
 
     changes = asked if isinstance(asked, dict) else {}
     config = llm.resolve("auto" if asked is None or changes else asked)
-    if changes and isinstance(config.method, Auto):
-        members = tuple(each.replace(**changes) for each in config.method.methods)
+    if changes and config.method is not None and config.engine_chooses:
+        members = tuple(each.replace(**changes) for each in config.candidates)
         config = config.replace(method=config.method.replace(methods=members))
     return Examination(llm, config, sample, progress).run()
 

@@ -19,7 +19,6 @@ from outrider.measure.load import LoadWatch
 from outrider.measure.plausible import AGAIN, possible_speedup
 from outrider.measure.run import EncodedTask
 from outrider.model.runner import ModelRunner
-from outrider.propose.auto import Auto
 from outrider.propose.compositions import parts_of
 from outrider.propose.methods.cross_vocabulary import CrossVocabulary
 from outrider.propose.methods.draft_model import DraftModel, DraftModelProposer
@@ -271,8 +270,7 @@ class Examination:
 
 def members(asked: SpeculationConfig) -> Iterator[SpeculationConfig]:
     """The methods to examine, one after the other; those of a composition each by itself."""
-    chosen = asked.method.methods if isinstance(asked.method, Auto) else (asked,)
-    yield from (part for config in chosen for part in parts_of(config) if part.method is not None)
+    yield from (part for config in asked.candidates for part in parts_of(config) if part.method is not None)
 
 
 def _is_possible(plain: Writing, drafted: Writing) -> bool:

@@ -41,7 +41,6 @@ from outrider.model.resumed_forward import TargetPass
 from outrider.model.row_costs import measure_passes
 from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.params import SamplingParams
-from outrider.propose.auto import Auto
 from outrider.propose.base import Proposer
 from outrider.propose.compositions import parts_of
 from outrider.propose.methods.draft_model import DraftModelProposer
@@ -147,16 +146,25 @@ class Engine:
         Raises:
             InputError, ModelError, ProposerError: The method that it names cannot be used.
         """
-        method, first = request.speculation.method, request.sequences[0]
-        if isinstance(method, Auto):
-            self.governing.admit(method)
-        elif method is not None:
-            self.proposers.prepare(request.speculation)  # one that cannot be built is refused now, not in some later step
+        first = request.sequences[0]
+        self.load_method(request.speculation)
+        if not request.speculation.engine_chooses:
             for part in parts_of(request.speculation):
                 self.builders.prepare(part.tree)
                 if part.method is not None:
                     self._drafters.of(first, part.method)
         self.scheduler.add(first)
+
+    def load_method(self, speculation: SpeculationConfig) -> None:
+        """Load what these settings draft with, and measure what it costs where the engine chooses; now and not in a step.
+
+        Raises:
+            InputError, ModelError, ProposerError: A method cannot be used.
+        """
+        if speculation.engine_chooses:
+            self.governing.admit(speculation.candidates)
+        else:
+            self.proposers.prepare(speculation)
 
     def add_request(
         self,

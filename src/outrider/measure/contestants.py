@@ -10,7 +10,6 @@ from outrider.llm import LLM
 from outrider.measure.decoding_config import DecodingConfig
 from outrider.measure.plausible import AGAIN, possible_run
 from outrider.measure.run import EncodedTask, Run, write
-from outrider.propose.auto import Auto
 from outrider.propose.compositions import parts_of
 
 
@@ -34,8 +33,7 @@ class Contestant:
 def ours(llm: LLM, way: DecodingConfig, temperature: float) -> Contestant:
     """A contestant for one of our own ways. Its proposers stay loaded from now on, with what their trees learn."""
     config = llm.resolve(way.config)
-    chosen = config.method.methods if isinstance(config.method, Auto) else (config,)
-    for member in (part.method for each in chosen for part in parts_of(each)):
+    for member in (part.method for each in config.candidates for part in parts_of(each)):
         if member is not None:
             llm.proposers.acquire(member)  # an engine lets go those of many methods that nobody uses for the moment
     return Contestant(way.name, lambda tasks: write(llm, tasks, way, temperature), plain=way.plain)

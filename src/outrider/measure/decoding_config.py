@@ -103,8 +103,8 @@ class DecodingConfig:
     def _named_for_readers(self, model: str) -> tuple[SpeculationConfig, str | None]:
         """The settings with the reader's draft model in place of the embedded one, and a draft model to name apart."""
         method = self.config.method
-        if isinstance(method, Auto):
-            drafts = [each.method.model for each in method.methods if isinstance(each.method, DraftModel)]
+        if self.config.engine_chooses:
+            drafts = [each.method.model for each in self.config.candidates if isinstance(each.method, DraftModel)]
             return self.config.replace(method=Auto()), _for_readers(drafts[0], model) if drafts else None
         if not isinstance(method, DraftModel):
             return self.config, None

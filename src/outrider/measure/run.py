@@ -13,7 +13,6 @@ from outrider.measure.decoding_config import DecodingConfig
 from outrider.measure.machine import MemoryWatch, PeakMemory
 from outrider.measure.replay import Replay
 from outrider.params import SamplingParams, StreamPiece
-from outrider.propose.auto import Auto
 from outrider.request_options import RequestOptions
 from outrider.stats import RequestStats
 
@@ -98,10 +97,7 @@ def write(llm: LLM, tasks: Sequence[EncodedTask], way: DecodingConfig, temperatu
         OutriderError: A prompt or a setting is not possible, or a request failed.
     """
     engine = llm.engine
-    if isinstance(way.config.method, Auto):
-        engine.governing.admit(way.config.method)
-    elif way.config.method is not None:
-        llm.proposers.prepare(llm.resolve(way.config))  # loaded before the clock starts
+    engine.load_method(llm.resolve(way.config))  # before the clock starts
     watch = MemoryWatch(engine.runner.loaded.device)
     llm.stats.reset()
     requests: list[Request] = []

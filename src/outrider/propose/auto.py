@@ -10,7 +10,7 @@ from outrider.errors import InvalidParameterError
 from outrider.propose.base import Proposer
 from outrider.propose.compositions import Composition
 from outrider.propose.method import Method, ProposerContext
-from outrider.propose.speculation import Members
+from outrider.propose.speculation import Members, SpeculationConfig
 
 
 class Auto(Method):
@@ -36,6 +36,11 @@ class Auto(Method):
                 problem = "the engine chooses among single methods"
                 raise InvalidParameterError(f"methods.{place}.method", member.name, problem, "Name its members instead.")
         return self
+
+    @property
+    def candidates(self) -> tuple[SpeculationConfig, ...]:
+        """What the engine chooses from."""
+        return self.methods
 
     def build(self, context: ProposerContext) -> Proposer:
         """Nothing can be built: whoever asks wanted a member of a nested method.

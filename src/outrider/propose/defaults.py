@@ -45,15 +45,14 @@ class SpeculationDefaults:
     @property
     def draft(self) -> DraftModel | None:
         """The draft model, or the first among the methods that the engine chooses from."""
-        method = self.config.method
-        found = (self.config, *(method.methods if isinstance(method, Auto) else ()))
-        parts = (part.method for each in found for part in parts_of(each))
+        parts = (part.method for each in self.config.candidates for part in parts_of(each))
         return next((part for part in parts if isinstance(part, DraftModel)), None)
 
     @property
     def kept(self) -> Method | None:
         """The method whose models stay loaded: where the engine chooses, its draft model."""
-        return self.draft if isinstance(self.config.method, Auto | Composition) else self.config.method
+        several = self.config.engine_chooses or isinstance(self.config.method, Composition)
+        return self.draft if several else self.config.method
 
     def complete(self, speculation: Any) -> SpeculationConfig:
         """Settings of a call with what they leave open: the draft model, or the methods to choose from.

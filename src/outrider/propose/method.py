@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
 from outrider.errors import OutriderError, ProposerError
@@ -12,6 +12,9 @@ from outrider.model.runner import ModelRunner
 from outrider.model.target import Target
 from outrider.propose.base import Proposer, Requirements
 from outrider.validation import Frozen
+
+if TYPE_CHECKING:
+    from outrider.propose.speculation import SpeculationConfig
 
 #: Names that the settings around a method use; one mapping holds both, so no method may have settings of these names.
 RESERVED = frozenset({"method", "num_draft_tokens", "tree", "rule", "draft_sampling"})
@@ -100,6 +103,11 @@ class Method(Frozen):
             raise ProposerError(f"method {cls.__name__}: {taken[0]!r} is a setting of SpeculationConfig; use another name")
         if not isinstance(getattr(cls, "name", None), str):
             raise ProposerError(f"method {cls.__name__}: it has no name; write name: ClassVar[str] = '...'")
+
+    @property
+    def candidates(self) -> tuple[SpeculationConfig, ...] | None:
+        """What the engine chooses from, for settings that leave it the choice; None where the method itself drafts."""
+        return None
 
     @property
     def allows_tree(self) -> bool:

@@ -182,6 +182,17 @@ class SpeculationConfig(Frozen):
         return self.method is not None
 
     @property
+    def engine_chooses(self) -> bool:
+        """Whether the engine chooses who drafts, step by step."""
+        return self.method is not None and self.method.candidates is not None
+
+    @property
+    def candidates(self) -> tuple[SpeculationConfig, ...]:
+        """What the engine chooses from; these settings alone where it has no choice."""
+        chosen = None if self.method is None else self.method.candidates
+        return (self,) if chosen is None else chosen
+
+    @property
     def name(self) -> str:
         """The method's, "none" where nobody drafts."""
         return "none" if self.method is None else self.method.name

@@ -18,7 +18,6 @@ from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose import registry
-from outrider.propose.auto import Auto
 from outrider.propose.base import Proposer
 from outrider.propose.compositions import Composition, parts_of
 from outrider.propose.methods.cross_vocabulary import CrossVocabulary
@@ -134,7 +133,7 @@ class EngineProof:
             # the whole batch.
             asked = (config, *(turn for turns in rounds for turn in turns))
             adapts = any(isinstance(part.tree, str) for each in asked for part in parts_of(each))
-            adapts = adapts or any(isinstance(each.method, Auto | Composition) for each in asked)
+            adapts = adapts or any(each.engine_chooses or isinstance(each.method, Composition) for each in asked)
             alone = params.n > 1 or bool(learnt) or adapts or getattr(config.method, "fault", None) == "raises"
             return explore(run, noise, width=1 if alone else _WIDTH)
 
@@ -173,10 +172,7 @@ def _planner(rounds: Sequence[tuple[SpeculationConfig, ...]], setting: Setting) 
 
 def _members(configs: Sequence[SpeculationConfig]) -> list[SpeculationConfig]:
     """The settings, with all that the engine may choose from in place of those that leave it the choice."""
-    found: list[SpeculationConfig] = []
-    for config in configs:
-        found += config.method.methods if isinstance(config.method, Auto) else [config]
-    return [part for config in found for part in parts_of(config)]
+    return [part for config in configs for candidate in config.candidates for part in parts_of(candidate)]
 
 
 @contextmanager

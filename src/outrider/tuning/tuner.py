@@ -18,7 +18,6 @@ from outrider.measure.plausible import believed_rounds, believed_speedup
 from outrider.measure.progress import Progress
 from outrider.measure.run import EncodedTask, Run
 from outrider.model.runner import ModelRunner
-from outrider.propose.auto import Auto
 from outrider.propose.base import Proposer
 from outrider.propose.compositions import Composition
 from outrider.propose.methods.draft_model import DraftModelProposer
@@ -111,8 +110,8 @@ class Tuner:
         return True
 
     def _proposer(self, config: SpeculationConfig) -> Proposer | None:
-        if isinstance(config.method, Auto):
-            self._llm.engine.governing.admit(config.method)
+        self._llm.engine.load_method(config)
+        if config.engine_chooses:
             return None
         proposers = self._llm.proposers.prepare(config)
         return proposers[0] if len(proposers) == 1 else None
@@ -149,7 +148,8 @@ class Tuner:
         found = {}
         for way in self._ways:
             proposer = self._proposer(way.config)
-            shadow = None if isinstance(way.config.method, Auto | Composition) else scorer.score(way.config, proposer)
+            several = way.config.engine_chooses or isinstance(way.config.method, Composition)
+            shadow = None if several else scorer.score(way.config, proposer)
             if shadow is not None:
                 found[way.name] = predict(shadow, way.name, table, self._plan.concurrency, context)
             self._progress.advance()

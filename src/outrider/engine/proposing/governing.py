@@ -18,7 +18,6 @@ from outrider.engine.scheduling.scheduler import ScheduledSequence, as_requested
 from outrider.engine.sequence import Sequence, Status
 from outrider.govern.costs import CostTable, DraftWork, StepTimes, StepWork
 from outrider.govern.governor import HOLDS, Candidate, Decision, Governor, Running, Shadow
-from outrider.propose.auto import Auto
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.method import Method, same_method
 from outrider.propose.methods.draft_model import CATCH_UP_ROWS
@@ -39,6 +38,9 @@ _FIRST = "plain, until the first token is written"
 
 #: What a text does for which no governor could decide.
 _FAULT = Decision(None, 0, "plain, since the governor failed", "fault")
+
+#: What a request leaves to be chosen from.
+Candidates = tuple[SpeculationConfig, ...]
 
 #: Times of a step as the governor is to believe them, from what was done and what a clock measured.
 Clock = Callable[[StepWork, StepTimes], StepTimes]
@@ -91,14 +93,14 @@ class _Governed:
     """One set of methods, and who chooses among them.
 
     Attributes:
-        settings: As requests ask for them.
+        candidates: As requests leave the choice among them.
         members: By the name of the candidate.
         governor: Who chooses.
         lengths: The members at each length.
         num_faults: How often a governor of theirs has raised.
     """
 
-    settings: Auto
+    candidates: Candidates
     members: dict[str, SpeculationConfig]
     governor: Governor
     lengths: dict[tuple[str, int], SpeculationConfig] = field(default_factory=dict)
@@ -168,19 +170,19 @@ class Governing:
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
-    def admit(self, settings: Auto) -> None:
-        """Requests with these settings will come: their methods are built and costs are measured now, not in a step.
+    def admit(self, candidates: Candidates) -> None:
+        """Requests that leave this choice will come: their methods are built and costs are measured now, not in a step.
 
         Raises:
             InputError, ModelError, ProposerError: A method cannot be used.
         """
-        self._find(settings)
+        self._find(candidates)
 
     def begin(self, seq: Sequence) -> None:
         """A sequence begins to decode."""
-        settings = seq.request.speculation.method
-        if isinstance(settings, Auto) and seq.seq_id not in self._of:
-            found = self._find(settings)
+        asked = seq.request.speculation
+        if asked.engine_chooses and seq.seq_id not in self._of:
+            found = self._find(asked.candidates)
             if not found.is_off:
                 with self._contained(found):
                     self._of[seq.seq_id] = found
@@ -224,19 +226,19 @@ class Governing:
             found.governor, found.num_faults = self._new_governor(found.members, table), 0
         self._of, self._pending, self._probs, self.decisions = {}, {}, {}, {}
 
-    def _find(self, settings: Auto) -> _Governed:
+    def _find(self, candidates: Candidates) -> _Governed:
         for place, found in enumerate(self._governed):
-            if found.settings == settings:
+            if found.candidates == candidates:
                 self._governed.append(self._governed.pop(place))  # the most recently used come last
                 return found
         members: dict[str, SpeculationConfig] = {}
-        for config in settings.methods:
+        for config in candidates:
             if config.method is not None:
                 name = config.name if config.name not in members else f"{config.name} {len(members) + 1}"
                 members[name] = config
         proposers = {name: self._proposers.get(c.method) for name, c in members.items() if c.method is not None}
         table = self._calibrate(proposers) if self._scripted is None else self._scripted
-        found = _Governed(settings, members, self._new_governor(members, table))
+        found = _Governed(candidates, members, self._new_governor(members, table))
         idle = [each for each in self._governed if all(each is not used for used in self._of.values())]
         for each in idle[: max(0, len(self._governed) + 1 - _MOST_SETTINGS)]:
             self._governed.remove(each)
@@ -272,7 +274,7 @@ class Governing:
                 with self._contained(found):
                     self.decisions |= found.governor.decide(own)
         for seq in self._decoding:
-            if isinstance(seq.request.speculation.method, Auto):
+            if seq.request.speculation.engine_chooses:
                 self.decisions.setdefault(seq.seq_id, _FAULT)
 
     def _all_rest(self) -> bool:
@@ -288,7 +290,7 @@ class Governing:
 
     def planner(self, seq: Sequence) -> tuple[SpeculationConfig, ...]:
         """A planner: the governor's decision where the request leaves it the choice, else what the request asks for."""
-        if not isinstance(seq.request.speculation.method, Auto):
+        if not seq.request.speculation.engine_chooses:
             return as_requested(seq)
         decision = self.decisions.get(seq.seq_id)
         if decision is None or decision.method is None:
@@ -297,7 +299,7 @@ class Governing:
 
     def reason(self, seq: Sequence) -> str:
         """Why a sequence does what it does in this step; empty where its request asked for it."""
-        if not isinstance(seq.request.speculation.method, Auto):
+        if not seq.request.speculation.engine_chooses:
             return ""
         decision = self.decisions.get(seq.seq_id)
         return _FIRST if decision is None else decision.reason

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
-from outrider.propose.auto import Auto
 from outrider.propose.methods.prediction import Prediction
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 from outrider.propose.trees.tree import MAX_ROWS
@@ -41,8 +40,8 @@ class AllowedMethods:
                 problem = "another method of this name is there already"
                 raise ContradictionError("allow", config.name, problem, "Give each method once.")
             self._by_name[config.name] = config
-        if isinstance(usual.method, Auto):  # what the engine may choose, a request may choose, too
-            for member in usual.method.methods:
+        if usual.engine_chooses:  # what the engine may choose, a request may choose, too
+            for member in usual.candidates:
                 self._by_name.setdefault(member.name, member)
         self._by_name.setdefault(Prediction.name, SpeculationConfig(method=Prediction()))
 
