@@ -106,6 +106,7 @@ class RoundTrace:
         draft_probs: Probability that each was drawn with, by the first who proposed it; None where it was not drawn.
         target_probs: The target's probability of each, after all parameters.
         num_scratch_rows: Rows computed beside the draft.
+        num_sequences: Sequences that shared the step, this one included.
         rule: How the draft was checked; None where nothing was drafted.
         coins: In the order they were tossed.
         accepted: Draft tokens that entered the text.
@@ -127,6 +128,7 @@ class RoundTrace:
     draft_probs: tuple[float | None, ...]
     target_probs: tuple[float, ...]
     num_scratch_rows: int
+    num_sequences: int
     rule: str | None
     coins: tuple[CoinToss, ...]
     accepted: tuple[int, ...]

@@ -58,12 +58,18 @@ class Watch:
         """The completions so far, in their order: what was asked, the text of the first choice, its trace, and the
         statistics."""
         waiting, self._responses = self._responses, []  # their bodies are gone when the page is left
-        self._answers += [_answer(response) for response in waiting if response.status == 200]
+        found = [_answer(response) for response in waiting if response.status == 200]
+        self._answers += [each for each in found if each is not None]
         return list(self._answers)
 
 
-def _answer(response: Any) -> dict[str, Any]:
-    lines = response.body().decode().split("\n\n")
+def _answer(response: Any) -> dict[str, Any] | None:
+    try:
+        lines = response.body().decode().split("\n\n")
+    except Exception:  # the page has ended it
+        return None
+    if "data: [DONE]" not in lines:
+        return None
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     last = [choice for choice in choices if choice["finish_reason"]]

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from base64 import b64encode
 from collections.abc import Iterator
+from math import exp, log, sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,7 +18,7 @@ import pytest
 from tests.server.browser import Watch, browsing
 from tests.server.running import Server, running
 
-WIDTHS = (360, 820, 1280)
+WIDTHS = (320, 390, 820, 1280)
 NEXT, BACK = ".round-buttons button:last-child", ".round-buttons button:first-child"
 #: What the note of a token says, by its origin.
 REASONS = {"accepted": "It stands", "recovered": " fell.", "bonus": "one token more", "plain": "wrote it alone"}
@@ -50,17 +56,23 @@ def set_slider(page: Any, name: str, value: float) -> None:
 
 
 def run(page: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write both texts; returns the two answers of the server that the page shows."""
+    """Write both texts and stop behind the first turn; returns the answers of the server that the page shows."""
+    plain, fast, *_ = turns(page, stop=True)
+    return plain, fast
+
+
+def turns(page: Any, *, stop: bool = False) -> list[dict[str, Any]]:
+    """Write both texts, and measure until it is known which is faster; returns all answers of the server to it."""
     before = len(page.watch.answers())
+    page.evaluate("document.querySelector('#verdict').replaceChildren()")
     page.click("#go")
-    for _ in range(1200):
-        page.wait_for_timeout(50)  # short texts are there too soon for the button to be seen disabled
-        if len(page.watch.answers()) == before + 2 or page.locator(".problem:visible").count():
-            break
+    page.wait_for_selector("#verdict [data-turns], .problem:visible")
+    if stop:
+        page.evaluate("document.querySelector('#stop').click()")  # also where it is measured already
     page.wait_for_selector("#go:enabled")
     assert page.locator(".problem:visible").count() == 0, page.inner_text(".problem")
-    plain, fast = page.watch.answers()[-2:]
-    return plain, fast
+    found: list[dict[str, Any]] = page.watch.answers()[before + 1 :]  # behind the one that reads the prompt
+    return found
 
 
 def speed(rounds: list[dict[str, Any]]) -> float:
@@ -97,7 +109,6 @@ def test_both_texts_are_shown_with_the_numbers_of_the_api(page: Any, server: Ser
     assert value(page, "[data-name=rate]") == told["acceptance_rate"]
     assert value(page, "[data-name=passes]") == told["target_passes"]
     assert value(page, "[data-name=first]") == rounds[0]["at"]
-    assert value(page, ".big") == pytest.approx(speed(rounds) / speed(plain["trace"]["rounds"]))
     shares = page.locator("#figures td.number[data-value]").evaluate_all("all => all.map(e => Number(e.dataset.value))")
     pairs = zip(told["accepted_per_position"], told["drafted_per_position"], strict=True)
     assert shares == pytest.approx([accepted / drafted for accepted, drafted in pairs])
@@ -111,11 +122,7 @@ def test_both_texts_are_shown_with_the_numbers_of_the_api(page: Any, server: Ser
     ("method", "shape", "temperature", "rule"),
     [
         ("draft_model", "chain", 0.9, "same dice"),
-        ("draft_model", "chain", 0.8, "block"),
-        ("draft_model", "chain", 0, "walk"),
         ("draft_model", "3,2,1", 1, "traversal"),
-        ("draft_model", "best_first", 1, None),
-        ("suffix", "chain", 0.5, "walk"),
     ],
 )
 def test_every_note_equals_its_trace(
@@ -169,22 +176,32 @@ def test_the_pointer_shows_a_note_too(page: Any, server: Server) -> None:
 
 def notes_of(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """What the notes of a round's tokens must say, from its trace alone."""
-    coins = {coin["node"]: coin["probability"] for coin in found["coins"]}
     rows = {row["node"]: {each["token_id"]: each for each in row["likely"]} for row in found["rows"]}
     end = -1
     for node in found["accepted"]:
         likely = rows[found["parents"][node]][found["token_ids"][node]]
         assert likely["target"] == found["target_probs"][node]
-        yield note(found["round"], likely, coins.get(node))
+        coins = [coin for coin in found["coins"] if coin["node"] == node]
+        decisive = [coin for coin in coins if coin["stands"]] or coins[-1:]
+        yield note(found["round"], likely, node, coin=decisive[0]["probability"] if decisive else None)
         end = node
     if found["token_id"] is not None:
         fallen = [found["texts"][node] for node, parent in enumerate(found["parents"]) if parent == end]
-        yield note(found["round"], rows[end][found["token_id"]], None, [text for text in fallen if text.strip().isalnum()])
+        names = [text.strip() for text in fallen if text.strip().isalnum()]
+        yield note(found["round"], rows[end][found["token_id"]], None, fallen=names, is_repair=bool(fallen))
 
 
-def note(number: int, likely: dict[str, Any], coin: float | None, fallen: list[str] | None = None) -> dict[str, Any]:
-    facts = [likely["target"], likely["draft"], coin]
-    return {"round": number, "facts": [each for each in facts if each is not None], "fallen": fallen or []}
+def note(
+    number: int,
+    likely: dict[str, Any],
+    node: int | None,
+    *,
+    coin: float | None = None,
+    fallen: list[str] | None = None,
+    is_repair: bool = False,
+) -> dict[str, Any]:
+    facts = [each for each in (likely["target"], likely["draft"], coin) if each is not None]
+    return {"round": number, "facts": facts, "node": node, "fallen": fallen or [], "is_repair": is_repair}
 
 
 def owed(page: Any) -> list[float]:
@@ -331,13 +348,13 @@ def test_a_server_that_goes_away_is_said_and_recovered_from(page: Any) -> None:
         open_playground(page, first)
         port = first.url.rsplit(":", 1)[1]
         set_slider(page, "tokens", 256)
-        first_bytes = "() => /tokens…/.test(document.querySelector('.status').textContent)"
         page.click("#go")
-        page.wait_for_function(first_bytes)
+        page.wait_for_selector(".lane .token")
         first.process.kill()
         page.wait_for_selector(".problem:visible")
         assert "server" in page.inner_text(".problem")
-        assert page.locator("#results:visible").count() == 0
+        assert page.inner_text("#verdict") == "Broken off"
+        assert page.locator("#rounds:visible").count() == 0
     with running("--port", port):
         page.wait_for_function("() => document.querySelector('.status').textContent === 'The server is back.'")
         assert page.locator(".problem:visible").count() == 0
@@ -386,8 +403,11 @@ def test_the_keyboard_is_enough(page: Any, server: Server) -> None:
     assert page.inner_text("output[for=tokens]") == "16"
     focus(page, "go")
     press("Enter")
-    page.wait_for_selector("#results:visible")
-    _, fast = page.watch.answers()[-2:]
+    page.wait_for_selector("#verdict [data-turns]")
+    assert page.evaluate("document.activeElement.id") == "stop"
+    press("Enter")
+    page.wait_for_selector("#go:enabled")
+    fast = page.watch.answers()[2]
     assert fast["asked"]["prompt"] == "import os"
     assert page.evaluate("document.activeElement.id") == "results"
     for _ in range(40):
@@ -467,3 +487,235 @@ def test_a_page_is_light_and_loads_nothing_from_elsewhere(page: Any, server: Ser
     assert {url.startswith((server.url, "data:")) for url in page.watch.urls} == {True}
     assert httpx.get(f"{server.url}/assets/digests.json").status_code == 404
     assert httpx.get(f"{server.url}/assets/..%2Ffiles.py").status_code == 404
+
+
+# -- while texts are written -------------------------------------------------------------------------------------------
+
+
+def test_both_texts_can_be_read_while_they_are_written_and_stopped(page: Any, server: Server) -> None:
+    open_playground(page, server)
+    page.select_option("#method", "draft_model")
+    set_slider(page, "tokens", 256)
+    page.click("#go")
+    for lane in (1, 2):
+        page.wait_for_selector(f".lane:nth-child({lane}) .token")
+        assert page.locator("#go:disabled").count() == 1
+    page.click("#stop")
+    page.wait_for_selector("#go:enabled")
+    assert page.locator("#stop:visible").count() == 0
+    assert page.locator(".lane .token").count() > 2, "what was written stays"
+    set_slider(page, "tokens", 16)
+    assert run(page)[1]["token_ids"]
+    assert server.rests()
+    assert page.watch.problems == []
+
+
+def test_turns_alternate_until_the_interval_is_known(page: Any, server: Server) -> None:
+    open_playground(page, server)
+    page.select_option("#method", "draft_model")
+    set_slider(page, "tokens", 48)
+    found = turns(page)
+    sides = [answer["asked"]["speculation"] == "off" for answer in found]
+    assert 6 <= len(sides) <= 14
+    assert sides == [True, False, False, True] * (len(sides) // 4) + [True, False] * (len(sides) % 4 // 2)
+    seeds = [answer["asked"]["seed"] for answer in found]
+    assert seeds[::2] == seeds[1::2]
+    assert len(set(seeds)) == len(seeds) // 2, "a later turn must not repeat a text that a lookup may know by now"
+    gains = [log(speed(fast) / speed(plain)) for plain, fast in pairs_of(found)]
+    middle, half = fmean(gains), STUDENT[len(gains) - 1] * stdev(gains) / sqrt(len(gains))
+    assert value(page, ".big") == pytest.approx(exp(middle))
+    low, high = (float(page.locator(".big").get_attribute(f"data-{name}")) for name in ("low", "high"))
+    assert [low, high] == pytest.approx([exp(middle - half), exp(middle + half)])
+    assert len(gains) == 7 or half <= 0.1
+    assert page.locator(".sameness.same").inner_text().startswith("48 of 48 tokens identical")
+
+
+#: Student's t at 97.5%, by degrees of freedom.
+STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447}
+
+
+def pairs_of(found: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+    """Rounds of the plain text and of the other, turn by turn."""
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        pair = (one, other) if one["asked"]["speculation"] == "off" else (other, one)
+        yield pair[0]["trace"]["rounds"], pair[1]["trace"]["rounds"]
+
+
+def test_whoever_listens_hears_little(page: Any, server: Server) -> None:
+    open_playground(page, server)
+    set_slider(page, "tokens", 96)
+    page.evaluate(
+        """() => {
+          window.heard = [];
+          new MutationObserver(() => {
+            for (const e of document.querySelectorAll("[role=status], [role=alert], [aria-live]")) {
+              if (e.textContent && e.textContent !== e.heardLast) heard.push(e.heardLast = e.textContent);
+            }
+          }).observe(document.body, { subtree: true, childList: true, characterData: true });
+        }"""
+    )
+    turns(page)
+    heard = page.evaluate("heard")
+    assert any("finished" in each for each in heard)
+    assert len(heard) <= 6, heard
+
+
+def test_a_tap_shows_the_note_and_stays_where_it_is(browser: Any, server: Server) -> None:
+    context = browser.new_context(
+        viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True, reduced_motion="reduce"
+    )
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    page.watch = Watch(page)
+    open_playground(page, server)
+    page.select_option("#method", "draft_model")
+    set_slider(page, "tokens", 24)
+    run(page)
+    lanes = page.locator(".lanes").bounding_box()
+    assert lanes["height"] < 844 - 100, "both texts are in sight at once"
+    token = page.locator(".lane >> nth=1").locator(".token").nth(3)
+    token.scroll_into_view_if_needed()
+    before = page.evaluate("scrollY")
+    token.tap()
+    assert page.locator("#note:visible").count() == 1
+    assert page.evaluate("scrollY") == before
+    page.locator(".lane >> nth=1").locator(".token").last.scroll_into_view_if_needed()
+    page.locator(".lane >> nth=1").locator(".token").last.tap()
+    page.locator(".lane >> nth=1").locator(".token").last.tap()
+    number = page.locator("#round").get_attribute("max")
+    assert page.inner_text(".round-title") == f"Round {number} of {number}"
+    context.close()
+
+
+def test_a_server_that_is_told_to_end_is_recovered_from(page: Any) -> None:
+    with running() as first:
+        open_playground(page, first)
+        port = first.url.rsplit(":", 1)[1]
+        set_slider(page, "tokens", 256)
+        page.click("#go")
+        page.wait_for_selector(".lane .token")
+        first.process.terminate()
+        page.wait_for_selector(".problem:visible")
+        assert "goes on by itself" in page.inner_text(".problem")
+        first.process.wait(60)
+    with running("--port", port):
+        page.wait_for_function("() => document.querySelector('.status').textContent === 'The server is back.'")
+        set_slider(page, "tokens", 16)
+        page.watch = Watch(page)
+        assert run(page)[1]["token_ids"]
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_survives_a_reload_and_the_way_back(page: Any, server: Server) -> None:
+    open_playground(page, server)
+    page.fill("#prompt", "def f(a_b):\n")
+    page.select_option("#method", "draft_model")
+    set_slider(page, "temperature", 0.5)
+    set_slider(page, "tokens", 16)
+    _, fast = run(page)
+    for leave in (page.reload, lambda: (page.goto(f"{server.url}/learn"), page.go_back())):
+        leave()
+        page.wait_for_selector("#go:enabled")
+        assert page.input_value("#prompt") == "def f(a_b):\n"
+        assert page.input_value("#method") == "draft_model"
+        assert [page.input_value(f"#{name}") for name in ("temperature", "tokens")] == ["0.5", "16"]
+        texts = page.locator(".lane:nth-child(2) .token").count()
+        assert texts == len(fast["token_ids"])
+    other = page.context.browser.new_context().new_page()
+    other.goto(page.url)
+    other.wait_for_selector("#go:enabled")
+    assert other.input_value("#prompt") == "def f(a_b):\n"
+    assert other.input_value("#temperature") == "0.5"
+    assert other.locator("#results:visible").count() == 0, "an address holds the settings, and no texts"
+    other.context.close()
+
+
+def test_a_run_is_saved_and_opened_and_its_commands_work(page: Any, server: Server, tmp_path: Path) -> None:
+    open_playground(page, server)
+    page.fill("#prompt", 'it\'s = "\\n"\n')
+    page.select_option("#method", "draft_model")
+    set_slider(page, "tokens", 16)
+    _, fast = run(page)
+    with page.expect_download() as download:
+        page.click("#save")
+    download.value.save_as(tmp_path / "run.json")
+    page.locator("#sharing details").evaluate_all("all => all.forEach(e => e.open = true)")
+    curl, python = page.locator("#sharing pre").all_inner_texts()
+    answered = subprocess.run(["bash", "-c", curl], capture_output=True, check=True, timeout=60)
+    assert json.loads(answered.stdout)["choices"][0]["text"] == fast["text"]
+    names: dict[str, Any] = {"OpenAI": openai_client}
+    exec(python.removeprefix("from openai import OpenAI").replace("print(", "text = ("), names)
+    assert names["text"] == fast["text"]
+    page.goto(f"{server.url}/#")
+    page.reload()
+    page.wait_for_selector("#go:enabled")
+    assert page.locator("#results:visible").count() == 0
+    page.set_input_files("#file", tmp_path / "run.json")
+    page.wait_for_selector("#results:visible")
+    assert page.locator(".lane:nth-child(2) .token").count() == 16
+    (tmp_path / "other.json").write_text("[]")
+    page.set_input_files("#file", tmp_path / "other.json")
+    page.wait_for_selector(".problem:visible")
+    assert "no run" in page.inner_text(".problem")
+
+
+class openai_client:
+    """What the shown program uses of OpenAI's package: it posts its arguments."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self.completions, self._url = self, base_url
+
+    def create(self, extra_body: dict[str, Any], **body: Any) -> Any:
+        answer = httpx.post(f"{self._url}/completions", json={**body, **extra_body}, timeout=60).json()
+        return SimpleNamespace(choices=[SimpleNamespace(text=each["text"]) for each in answer["choices"]])
+
+
+# -- what can be seen --------------------------------------------------------------------------------------------------
+
+
+def test_underscores_stand_above_the_line_of_their_origin(page: Any, server: Server) -> None:
+    open_playground(page, server)
+    page.route("**/v1/completions", lambda route: route.continue_(post_data=asking_for("a ____ b", route.request)))
+    page.select_option("#method", "draft_model")
+    run(page)
+    box = page.locator(".lane:nth-child(2) .token").evaluate_all(
+        """all => { const e = all.find(e => e.textContent.includes("_"));
+                    e.classList.add("accepted"); e.textContent = "____"; const b = e.getBoundingClientRect();
+                    scrollTo(0, scrollY + b.top - 200); const c = e.getBoundingClientRect();
+                    return { x: c.x + 4, y: c.y, width: 4, height: c.height + 2 }; }"""
+    )
+    kinds = page.evaluate(COLUMN, b64encode(page.screenshot(clip=box)).decode())
+    assert kinds[-3:] == ["ink", "paper", "edge"]
+
+
+#: The runs of colours down the middle of a picture: pale ones are paper, dark ones ink, and green ones the edge.
+COLUMN = """async data => {
+  const image = await createImageBitmap(new Blob([Uint8Array.from(atob(data), c => c.charCodeAt(0))]));
+  const canvas = new OffscreenCanvas(image.width, image.height), pen = canvas.getContext("2d");
+  pen.drawImage(image, 0, 0);
+  const found = [];
+  for (let y = 0; y < image.height; y++) {
+    const [r, g, b] = pen.getImageData(image.width >> 1, y, 1, 1).data;
+    const kind = g > r + 60 ? "edge" : r > 150 ? "paper" : "ink";
+    if (kind !== found.at(-1)) found.push(kind);
+  }
+  return found.slice(0, found.lastIndexOf("edge") + 1);
+}"""
+
+
+def test_forced_colours_still_tell_the_origins_apart(page: Any, server: Server) -> None:
+    page.emulate_media(forced_colors="active", reduced_motion="reduce")
+    open_playground(page, server)
+    page.select_option("#method", "draft_model")
+    set_slider(page, "tokens", 48)
+    run(page)
+    style = "e => { const s = getComputedStyle(e); return [s.borderBottomStyle, s.borderBottomWidth].join(' '); }"
+    lines = {page.locator(f".legend .{origin}").evaluate(style) for origin in ("accepted", "recovered", "bonus")}
+    assert len(lines) == 3
+    assert "none 0px" not in lines
+    back = "e => getComputedStyle(e).backgroundColor"
+    bars = {page.locator(f".fill.{part} >> nth=0").evaluate(back) for part in ("pass", "draft", "check", "rest")}
+    assert len(bars) == 4, "the parts of a bar can be told apart"
+    assert page.locator(".chart:has(.rail.wide)").evaluate(back) not in bars

@@ -106,6 +106,7 @@ def _round(position: int, token_ids: Sequence[int]) -> RoundTrace:
         draft_probs=(None,) * size,
         target_probs=(0.5,) * size,
         num_scratch_rows=0,
+        num_sequences=1,
         rule=None,
         coins=(),
         accepted=(),

@@ -9,6 +9,8 @@ export interface MethodFacts {
   takes_tree: boolean;
   adapts: boolean;
   least_length: number;
+  /** Whether it guesses for texts that a seed decides, or where nothing is drawn. */
+  takes_seeds: boolean;
 }
 
 export interface Facts {
@@ -36,6 +38,22 @@ export interface Row {
   overlap: number | null;
 }
 
+/** A coin of an acceptance rule, about a member's draw of a node. */
+export interface Coin {
+  node: number;
+  probability: number;
+  stands: boolean;
+  member: number;
+}
+
+/** One proposal of a draft token by a member, which is a number among the methods of `drafted_by`. */
+export interface Draw {
+  node: number;
+  member: number;
+  law: string;
+  draft_prob: number | null;
+}
+
 export interface Round {
   round: number;
   position: number;
@@ -43,12 +61,15 @@ export interface Round {
   parents: number[];
   laws: string[];
   drafted_by: { method: string; first: number; end: number }[];
+  draws: Draw[];
+  /** Texts that shared the step, this one included. */
+  num_sequences: number;
   draft_probs: (number | null)[];
   target_probs: number[];
   rule: string | null;
   /** Why the engine chose so; empty where it had no choice. */
   reason: string;
-  coins: { node: number; probability: number; stands: boolean }[];
+  coins: Coin[];
   accepted: number[];
   token_id: number | null;
   seconds: Record<string, number>;
@@ -91,6 +112,23 @@ export interface Asked {
   ignore_eos?: boolean;
 }
 
+/** What a text gained in one message of the server: the tokens of a pass. */
+export interface Piece {
+  index: number;
+  text: string;
+  origins: Origin[];
+}
+
+/** What is done with a text while it is written. */
+export interface Hearing {
+  heard?: (piece: Piece) => void;
+  /** Ends the text. */
+  signal?: AbortSignal;
+}
+
+/** The reader ended a text. */
+export class Stopped extends Error {}
+
 /** An answer of the server that is an error, or no answer at all: then `gone` is true. */
 export class ServerError extends Error {
   constructor(
@@ -101,6 +139,9 @@ export class ServerError extends Error {
     super(message);
   }
 }
+
+/** Codes of errors of a server that is about to end; another may come in its place. */
+const LEAVING = ["shutting_down", "drain_timeout"];
 
 let apiKey = "";
 
@@ -126,29 +167,26 @@ export async function isAlive(): Promise<boolean> {
 /**
  * Write one text, with its trace.
  *
- * @param asked What is asked for.
- * @param progress Is told how many tokens there are so far.
  * @throws ServerError
+ * @throws Stopped
  */
-export async function write(asked: Asked, progress: (numTokens: number) => void = () => {}): Promise<Written> {
-  const [found] = await writeAll(asked, progress);
+export async function write(asked: Asked, hearing: Hearing = {}): Promise<Written> {
+  const [found] = await writeAll(asked, hearing);
   return found;
 }
 
 /** Write `asked.n` texts at a time. */
-export async function writeAll(asked: Asked, progress: (numTokens: number) => void = () => {}): Promise<Written[]> {
+export async function writeAll(asked: Asked, { heard, signal }: Hearing = {}): Promise<Written[]> {
   const body = JSON.stringify({ ...asked, stream: true, trace: true });
-  const response = await answered("/v1/completions", { method: "POST", body });
+  const response = await answered("/v1/completions", { method: "POST", body, signal });
   const found = Array.from({ length: asked.n ?? 1 }, empty);
-  let numTokens = 0;
-  for await (const event of events(response)) {
-    if (event.error) throw new ServerError(event.error.message, 500);
+  for await (const event of events(response, signal)) {
+    if (event.error) throw new ServerError(event.error.message, 500, LEAVING.includes(event.error.code));
     for (const choice of event.choices) {
       take(found[choice.index], choice);
-      numTokens += choice.trace.token_ids.length;
+      heard?.({ index: choice.index, text: choice.text, origins: choice.trace.origins });
     }
     if (event.speculation) for (const each of found) each.speculation = event.speculation;
-    progress(numTokens);
   }
   if (found.some((each) => !each.finishReason)) throw new ServerError("The answer broke off in the middle.", 0, true);
   return found;
@@ -176,19 +214,22 @@ async function answered(path: string, options: RequestInit = {}): Promise<Respon
   try {
     response = await fetch(path, { ...options, headers });
   } catch {
+    if (options.signal?.aborted) throw new Stopped();
     throw new ServerError("The server does not answer.", 0, true);
   }
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
-  throw new ServerError(body?.error?.message ?? `The server answered with status ${response.status}.`, response.status);
+  const message = body?.error?.message ?? `The server answered with status ${response.status}.`;
+  throw new ServerError(message, response.status, response.status === 503);
 }
 
-/** The events of a stream, up to its last. */
-async function* events(response: Response): AsyncGenerator<any> {
+/** The events of a stream. It is read to its end, so that a later stop ends no text that is there. */
+async function* events(response: Response, signal?: AbortSignal): AsyncGenerator<any> {
   const reader = response.body!.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   while (true) {
     const { done, value } = await reader.read().catch(() => {
+      if (signal?.aborted) throw new Stopped();
       throw new ServerError("The server went away in the middle of the answer.", 0, true);
     });
     if (done) return;
@@ -196,8 +237,7 @@ async function* events(response: Response): AsyncGenerator<any> {
     rest = parts.pop()!;
     for (const part of parts) {
       const data = part.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      yield JSON.parse(data);
+      if (data !== "[DONE]") yield JSON.parse(data);
     }
   }
 }

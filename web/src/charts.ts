@@ -1,8 +1,8 @@
 /** The small figures. Each says in words what it draws. */
 
-import type { Row, Speculation } from "./api";
+import type { Row } from "./api";
 import { h, s } from "./dom";
-import { duration, percent, roughly, shown, times } from "./format";
+import { duration, factor, percent, roughly, shown, times } from "./format";
 import { PARTS, type Part, type Run } from "./run";
 import { bestLength, speedup } from "./speedup";
 
@@ -13,8 +13,9 @@ const NAMES: Record<Part, string> = {
   rest: "everything else",
 };
 
-/** Share of the guesses at each position that stood. */
-export function byPosition(found: Speculation): HTMLElement {
+/** Share of the guesses at each place that stood; in a tree one guess of a level can stand at most. */
+export function byPosition(run: Run): HTMLElement {
+  const found = run.written.speculation;
   const rows = found.drafted_per_position.map((drafted, place) => {
     const share = drafted ? found.accepted_per_position[place] / drafted : 0;
     const bar = h("span.fill.accepted");
@@ -22,12 +23,12 @@ export function byPosition(found: Speculation): HTMLElement {
     return h(
       "tr",
       {},
-      h("th", { scope: "row" }, `guess ${place + 1}`),
+      h("th", { scope: "row" }, `${run.branches ? "level" : "guess"} ${place + 1}`),
       h("td.bars", {}, h("span.rail", {}, bar)),
       h("td.number", { "data-value": share }, roughly(share)),
     );
   });
-  return h("table.chart", {}, h("caption", {}, "How many of the guesses at each place stood"), h("tbody", {}, ...rows));
+  return h("table.chart", {}, h("caption", {}, run.branches ? "How often a level got a guess that stood" : "How many of the guesses at each place stood"), h("tbody", {}, ...rows));
 }
 
 /** Where the time of a step goes, in both runs, on one scale. */
@@ -54,19 +55,31 @@ function partsRow(name: string, run: Run, longest: number, brings: string): HTML
   return h("tr", {}, h("th", { scope: "row" }, name), h("td.bars", {}, h("span.rail.wide", {}, ...bars), said));
 }
 
+/** A measured speedup, with its interval where one is known. */
+export interface Measured {
+  length: number;
+  gain: number;
+  low?: number | null;
+  high?: number | null;
+}
+
 /** The expected speedup by length of the draft, with what was measured. */
-export function curve(chance: number, cost: number, measured: { length: number; gain: number }[], longest = 12): HTMLElement {
+export function curve(chance: number, cost: number, measured: Measured[], longest = 12): HTMLElement {
   const [width, height, left, bottom] = [360, 200, 38, 34];
-  const top = Math.max(1.5, ...measured.map((each) => each.gain), ...lengths(longest).map((k) => speedup(chance, k, cost))) * 1.1;
+  const top = Math.max(1.5, ...measured.map((each) => each.high ?? each.gain), ...lengths(longest).map((k) => speedup(chance, k, cost))) * 1.1;
   const x = (k: number) => left + (k / longest) * (width - left - 12);
   const y = (gain: number) => height - bottom - (gain / top) * (height - bottom - 10);
   const path = lengths(longest * 4).map((step) => `${x(step / 4).toFixed(1)},${y(speedup(chance, step / 4, cost)).toFixed(1)}`);
   const best = bestLength(chance, cost, longest);
   const ticks = [1, 2, 3, 4, 5, 6].filter((gain) => gain < top);
   const said = `Expected speedup by length of the draft: most, ${times(speedup(chance, best, cost))}, with ${best} guesses. Measured: ${measured
-    .map((each) => `${times(each.gain)} with ${each.length.toFixed(1)}`)
+    .map((each) => `${factor(each.gain)}× with ${each.length.toFixed(1)}`)
     .join(", ")}.`;
-  const points = measured.map((each) => s("circle.point", { cx: x(Math.min(each.length, longest)), cy: y(each.gain), r: 5.5 }));
+  const points = measured.flatMap((each) => {
+    const place = x(Math.min(each.length, longest));
+    const whisker = each.low != null && each.high != null && s("path.whisker", { d: `M${place} ${y(each.low)}V${y(each.high)}` });
+    return [whisker, s("circle.point", { cx: place, cy: y(each.gain), r: 5.5 })];
+  });
   return h(
     "figure.curve",
     {},
@@ -80,7 +93,7 @@ export function curve(chance: number, cost: number, measured: { length: number; 
       s("polyline.line", { points: path.join(" ") }),
       ...points,
     ),
-    h("figcaption", {}, s("svg.dot", { viewBox: "0 0 12 12", "aria-hidden": "true" }, s("circle.point", { cx: 6, cy: 6, r: 5 })), "measured just now; the line is what the formula expects"),
+    h("figcaption", {}, s("svg.dot", { viewBox: "0 0 12 12", "aria-hidden": "true" }, s("circle.point", { cx: 6, cy: 6, r: 5 })), "measured, with its interval where it is known; the line is what the formula expects"),
   );
 }
 

@@ -13,7 +13,12 @@ const WORDS: Record<string, string> = {
   suffix: "the longest text that came before",
   token_recycling: "what the target held likely before",
   lookahead: "word groups tried on the side",
+  merge: "several of these together",
+  then: "several of these in turn",
 };
+
+/** Guesses a round, to begin with. */
+const USUAL_LENGTH = 5;
 
 /** What the reader has chosen. */
 export interface Choice {
@@ -31,6 +36,7 @@ export class Controls {
   private readonly tokens = slider("tokens", 16, 256, 8, 96);
   private readonly temperature = slider("temperature", 0, 1.5, 0.1, 0.8);
   private readonly dice = h<HTMLInputElement>("input", { id: "dice", type: "checkbox", checked: true });
+  private readonly diceWords = h("label", { for: "dice" });
 
   constructor(private readonly facts: Facts) {
     fill(this.method, ...facts.methods.map((each) => h("option", { value: each.name }, WORDS[each.name] ?? each.name)));
@@ -41,7 +47,7 @@ export class Controls {
       field("Guesses a round", this.length),
       field("Tokens to write", this.tokens),
       field("Temperature", this.temperature, "0 takes the likeliest token"),
-      h("div.field.check", {}, this.dice, h("label", { for: "dice" }, "The same dice on both sides, so the same text")),
+      h("div.field.check", {}, this.dice, this.diceWords),
     );
     this.suit();
   }
@@ -54,8 +60,27 @@ export class Controls {
       speculation,
       maxTokens: Number(this.tokens.value),
       temperature: Number(this.temperature.value),
-      sameDice: this.dice.checked,
+      sameDice: this.dice.checked && !this.dice.disabled,
     };
+  }
+
+  /** What an address holds of the settings, by the ids of their inputs. */
+  get settings(): [string, string][] {
+    const inputs = [this.method, this.shape, this.length, this.tokens, this.temperature];
+    return [...inputs.map((input): [string, string] => [input.id, input.value]), ["dice", String(this.dice.checked)]];
+  }
+
+  /** Settings of an address; what this server does not offer stays as it is. */
+  set settings(given: Iterable<[string, string]>) {
+    const found = new Map(given);
+    for (const input of [this.method, this.shape, this.length, this.tokens, this.temperature]) {
+      const value = found.get(input.id);
+      if (value === undefined) continue;
+      if (!(input instanceof HTMLSelectElement) || [...input.options].some((option) => option.value === value)) input.value = value;
+      if (input instanceof HTMLSelectElement) this.suit();
+      else input.dispatchEvent(new Event("input"));
+    }
+    this.dice.checked = found.get("dice") !== "false";
   }
 
   /** Offer what the chosen method can do. */
@@ -67,10 +92,13 @@ export class Controls {
     if ([...this.shape.options].some((option) => option.value === before)) this.shape.value = before;
     this.length.min = String(method.least_length);
     this.length.max = String(Math.max(12, method.num_draft_tokens));
-    if (this.method.dataset.shown !== method.name) this.length.value = String(method.num_draft_tokens);
+    if (this.method.dataset.shown !== method.name) this.length.value = String(Math.min(USUAL_LENGTH, method.num_draft_tokens));
     this.method.dataset.shown = method.name;
     this.length.disabled = this.shape.value !== "chain";
     this.length.dispatchEvent(new Event("input"));
+    this.dice.disabled = !method.takes_seeds;
+    const words = method.takes_seeds ? "The same dice on both sides, so the same text" : "Different dice: the engine does not choose by the clock for a text that a seed decides";
+    fill(this.diceWords, words);
   }
 }
 

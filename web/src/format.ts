@@ -73,3 +73,8 @@ export function median(values: number[]): number {
 export function mean(values: number[]): number {
   return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : 0;
 }
+
+/** A factor with the digits that a measurement bears: "2.4", "0.31", "12". */
+export function factor(value: number): string {
+  return value >= 9.95 ? value.toFixed(0) : value >= 0.995 ? value.toFixed(1) : value.toFixed(2);
+}

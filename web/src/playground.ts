@@ -1,16 +1,17 @@
 /** The playground: one prompt, written plainly and with speculation, replayed and looked into. */
 
-import { type Asked, type Facts, type Written, facts, write } from "./api";
-import { byPosition, curve, timeShares } from "./charts";
-import { choices } from "./choices";
+import { type Asked, type Facts, type Hearing, Stopped, type Written, facts, write } from "./api";
 import { Controls } from "./controls";
 import { byId, fill, h } from "./dom";
-import { bytes, duration, percent, times } from "./format";
-import { Race, verdict } from "./race";
-import { Rounds } from "./rounds";
-import { Run } from "./run";
+import { bytes } from "./format";
+import { isKnown } from "./interval";
+import { fromAddress, keep, kept, toAddress } from "./keeping";
+import { Live } from "./live";
+import { Results } from "./results";
+import { Session } from "./session";
+import { opener } from "./share";
 import { Status } from "./status";
-import { Note } from "./tokens";
+import { headline } from "./verdict";
 
 const EXAMPLES: [string, string][] = [
   ["a class", "class Reader:\n    def __init__(self, path):\n"],
@@ -19,17 +20,19 @@ const EXAMPLES: [string, string][] = [
   ["a repetition", "names = ['alpha', 'beta', 'gamma']\nnames = ['alpha', 'beta', 'gamma']\nnames = ["],
 ];
 
-const note = new Note();
 const status = new Status(() => void begin());
 const prompt = byId<HTMLTextAreaElement>("prompt");
 const button = byId<HTMLButtonElement>("go");
+const stop = byId<HTMLButtonElement>("stop");
+const results = new Results();
+let known: Facts | null = null;
 let controls: Controls | null = null;
 
 async function begin(): Promise<void> {
   try {
-    const found = await facts();
-    if (!controls) introduce(found);
-    button.disabled = false;
+    known = await facts();
+    if (!controls) introduce(known);
+    button.disabled = !controls;
   } catch (error) {
     button.disabled = true;
     status.fail(error);
@@ -39,100 +42,98 @@ async function begin(): Promise<void> {
 function introduce(found: Facts): void {
   const size = found.weight_bytes ? `, ${bytes(found.weight_bytes)} of weights` : "";
   fill(byId("model"), `${found.model}, ${found.dtype}${size}`);
+  if (!found.methods.length) {
+    return status.fail("This server drafts nothing. Start it with a draft model or a method, and load this page again.");
+  }
   controls = new Controls(found);
   fill(byId("settings"), controls.element);
-  if (!found.methods.length) {
-    controls = null;
-    status.fail("This server drafts nothing. Start it with a draft model or a method, and load this page again.");
-    button.disabled = true;
-  }
+  const before = fromAddress();
+  if (before.size) controls.settings = before;
+  const last = kept();
+  if (last) open(last);
+}
+
+/** Show a run that was kept, with its prompt. */
+function open(session: Session): void {
+  status.clear();
+  prompt.value = session.asked.prompt;
+  results.show(session);
+  status.say(`A run of ${new Date(session.made).toLocaleString()} on ${session.facts.model}. ${headline(session)}.`);
 }
 
 async function run(): Promise<void> {
-  if (!controls) return;
-  button.disabled = true;
-  status.clear();
+  if (!controls || !known || button.disabled) return;
+  const abort = new AbortController();
+  stop.onclick = () => abort.abort();
+  begun(true);
   try {
-    const choice = controls.choice;
-    const seed = choice.sameDice ? { seed: Math.floor(Math.random() * 2 ** 31) } : {};
-    const asked: Asked = { prompt: prompt.value, max_tokens: choice.maxTokens, temperature: choice.temperature, speculation: "off", ...seed };
-    status.say("Reading the prompt…");
-    await write({ ...asked, max_tokens: 2, speculation: choice.speculation }); // so that both find it in the prefix cache
-    const plain = await side(asked, "Plain decoding");
-    const fast = await side({ ...asked, speculation: choice.speculation }, "With speculation");
-    show(new Run(plain, choice.temperature), new Run(fast, choice.temperature));
+    await compare(known, controls, abort.signal);
   } catch (error) {
-    status.fail(error);
+    results.halted(error instanceof Stopped ? "Stopped" : "Broken off");
+    if (error instanceof Stopped) status.say("Stopped.");
+    else status.fail(error);
   }
-  button.disabled = false;
+  begun(false);
 }
 
-function side(asked: Asked, name: string): Promise<Written> {
-  return write(asked, (tokens) => status.say(`${name}: ${tokens} of at most ${asked.max_tokens} tokens…`));
+/** Write both texts before the reader's eyes, then in turns until it is known which is faster. */
+async function compare(found: Facts, chosen: Controls, signal: AbortSignal): Promise<void> {
+  const { maxTokens, temperature, speculation, sameDice } = chosen.choice;
+  const asked: Asked = { prompt: prompt.value, max_tokens: maxTokens, temperature, speculation };
+  const turn = () => ({ ...asked, ...(sameDice ? { seed: Math.floor(Math.random() * 2 ** 31) } : {}) });
+  toAddress(asked.prompt, chosen.settings);
+  status.say("Reading the prompt.");
+  await write({ ...asked, max_tokens: 2 }, { signal }); // so that both find it in the prefix cache
+  const live = new Live();
+  results.watch(live);
+  const first = turn();
+  status.say("Plain decoding is written, then the same with guesses.");
+  const plain = await side(first, true, { signal, heard: (piece) => live.plain.heard(piece) });
+  const fast = await side(first, false, { signal, heard: (piece) => live.fast.heard(piece) });
+  const session = new Session(found, first, plain, fast);
+  results.show(session, 2);
+  keep(session);
+  try {
+    await measure(session, turn, signal);
+  } finally {
+    results.conclude(session);
+    keep(session);
+    byId("results").focus({ preventScroll: true }); // whoever uses the keyboard goes on here
+  }
+  status.say(`Both texts are finished. ${headline(session)}.`);
 }
 
-function show(plain: Run, fast: Run): void {
-  note.hide();
-  const race = new Race(plain, fast, note, (token) => {
-    rounds.go(token.round.round, 0);
-    byId("rounds").scrollIntoView({ block: "nearest" });
-  });
-  const rounds = new Rounds(fast, (round) => race.mark(round));
-  fill(byId("verdict"), verdict(plain, fast), numbers(plain, fast));
-  fill(byId("race"), race.element);
-  fill(byId("rounds"), rounds.element);
-  fill(byId("figures"), ...figures(plain, fast));
-  byId("results").hidden = false;
-  status.say(`Both texts are finished. Speculation was ${times(fast.speed / plain.speed)} as fast.`);
-  byId("results").focus({ preventScroll: true }); // whoever uses the keyboard goes on here
-  byId("results").scrollIntoView({ block: "start", behavior: "instant" });
-  race.play();
+/** Further turns, each beginning with the other side. */
+async function measure(session: Session, turn: () => Asked, signal: AbortSignal): Promise<void> {
+  while (!isKnown(session.gain)) {
+    const [asked, number] = [turn(), session.gain.turns + 1];
+    results.measuring(session, number);
+    const order = number % 2 ? [true, false] : [false, true];
+    const [one, other] = [await side(asked, order[0], { signal }), await side(asked, order[1], { signal })];
+    if (order[0]) session.add(one, other);
+    else session.add(other, one);
+  }
 }
 
-function numbers(plain: Run, fast: Run): HTMLElement {
-  const found = fast.written.speculation;
-  const items: [string, string, number, string][] = [
-    ["tau", "tokens a draft brings (τ)", found.mean_acceptance_length, found.mean_acceptance_length.toFixed(2)],
-    ["rate", "of all guesses stood", found.acceptance_rate, percent(found.acceptance_rate)],
-    ["passes", "passes of the target", found.target_passes, `${found.target_passes} instead of ${plain.written.speculation.target_passes}`],
-    ["first", "to the first token, plain and with speculation", fast.firstToken, `${duration(plain.firstToken)} and ${duration(fast.firstToken)}`],
-  ];
-  const cells = items.map(([name, said, value, text]) => h("div", {}, h("dd", { "data-name": name, "data-value": value }, text), h("dt", {}, said)));
-  return h("dl.numbers", {}, ...cells);
+function side(asked: Asked, isPlain: boolean, hearing: Hearing): Promise<Written> {
+  return write(isPlain ? { ...asked, speculation: "off" } : asked, hearing);
 }
 
-function figures(plain: Run, fast: Run): HTMLElement[] {
-  const gain = fast.speed / plain.speed;
-  const length = fast.draftLength;
-  const cost = length ? Math.max(0, (fast.secondsPerRound / plain.secondsPerRound - 1) / length) : 0;
-  const chosen = choices(fast);
-  return [
-    figure("Do the guesses stand?", byPosition(fast.written.speculation)),
-    figure("Where does the time go?", timeShares(plain, fast)),
-    figure(
-      "What was to be expected?",
-      curve(fast.chance, cost, length ? [{ length, gain }] : []),
-      `Each guess stands with a chance of ${percent(fast.chance)} when those before it do, and one more guess costs ${costing(cost)}, drafting and checking together.`,
-    ),
-    ...(chosen ? [figure("What did the engine choose, and why?", chosen)] : []),
-  ];
+/** While texts are written there is a button to stop, and none to begin. */
+function begun(running: boolean): void {
+  button.disabled = running;
+  stop.hidden = !running;
+  if (running) status.clear();
 }
 
-function costing(cost: number): string {
-  return cost ? `${percent(cost)} of a plain step` : "so little that this run does not show it";
-}
-
-function figure(title: string, body: HTMLElement, text?: string): HTMLElement {
-  return h("section.figure", {}, h("h3", {}, title), body, text && h("p.fine", {}, text));
-}
-
-byId("main").append(note.element);
+byId("main").append(results.note.element);
 byId("status").append(status.element, status.problem);
+byId("status").after(opener(open, (error) => status.fail(error)));
 fill(
   byId("examples"),
   ...EXAMPLES.map(([name, text]) => h("button.quiet", { type: "button", click: () => (prompt.value = text) }, name)),
 );
-prompt.value = EXAMPLES[0][1];
+prompt.value = fromAddress().get("prompt") ?? EXAMPLES[0][1];
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   void run();

@@ -1,7 +1,8 @@
 /** Two runs beside each other, replayed at the speed at which they were written. */
 
 import { fill, h } from "./dom";
-import { count, duration, times } from "./format";
+import { count, duration } from "./format";
+import { memberKeys } from "./members";
 import { type Run, type Token } from "./run";
 import { type Note, TokenText } from "./tokens";
 
@@ -19,6 +20,7 @@ export class Race {
   private readonly lanes: Lane[];
   private readonly whole: number;
   private readonly button = h<HTMLButtonElement>("button.quiet", { type: "button", click: () => this.play() }, "Replay");
+  private readonly rate = h<HTMLSelectElement>("select", { id: "rate", change: () => this.play() });
   private frame = 0;
 
   /**
@@ -34,6 +36,18 @@ export class Race {
       this.lane(fast, "With speculation", "one pass of the target for a whole draft", note, chosen),
     ];
     fill(this.element, this.controls(), h("div.lanes", {}, ...this.lanes.map((lane) => lane.element)));
+    this.at(Infinity);
+  }
+
+  /** Mark where the texts part. */
+  part(place: number): void {
+    for (const lane of this.lanes) lane.text.part(place);
+  }
+
+  /** Whether it may be played: not while something is measured, which it would slow down. */
+  set isReady(ready: boolean) {
+    this.button.disabled = !ready;
+    this.rate.disabled = !ready;
   }
 
   /** Mark the tokens of a round in the second text. */
@@ -46,7 +60,7 @@ export class Race {
     cancelAnimationFrame(this.frame);
     if (matchMedia("(prefers-reduced-motion: reduce)").matches) return this.at(Infinity);
     const start = performance.now();
-    const rate = Number(this.element.querySelector("select")!.value);
+    const rate = Number(this.rate.value);
     const step = (now: number) => {
       const seconds = ((now - start) / 1000) * rate;
       this.at(seconds);
@@ -84,8 +98,8 @@ export class Race {
       ["a tenth", 0.1],
     ];
     const choices = speeds.map(([name, rate]) => h("option", { value: rate }, name));
-    const choice = h("select", { id: "rate", change: () => this.play() }, ...choices);
-    return h("div.race-controls", {}, this.button, h("label", { for: "rate" }, "at"), choice, legend());
+    fill(this.rate, ...choices);
+    return h("div.race-controls", {}, this.button, h("label", { for: "rate" }, "at"), this.rate, memberKeys(this.lanes[1].run.drafters), legend());
   }
 }
 
@@ -94,24 +108,4 @@ export function legend(): HTMLElement {
   const meanings = { accepted: "guess that stood", recovered: "in place of one that fell", bonus: "one more for free" };
   const items = Object.entries(meanings).map(([origin, text]) => h("li", {}, h(`span.token.${origin}`, {}, origin), text));
   return h("ul.legend", {}, ...items);
-}
-
-/** The sentence that says who won. */
-export function verdict(plain: Run, fast: Run): HTMLElement {
-  const gain = fast.speed / plain.speed;
-  const word = gain >= 1 ? `${times(gain)} as fast` : `${times(gain)} as fast: slower`;
-  return h(
-    "div.verdict",
-    {},
-    h("p.big", { "data-value": gain }, word),
-    h(
-      "p",
-      {},
-      `A step of plain decoding takes ${duration(plain.secondsPerRound)} and brings one token. A round of drafting and verifying takes `,
-      h("b", {}, duration(fast.secondsPerRound)),
-      ` and brings `,
-      h("b", {}, `${fast.tokensPerRound.toFixed(2)} tokens`),
-      `: ${fast.tokensPerRound.toFixed(2)} ÷ ${(fast.secondsPerRound / plain.secondsPerRound).toFixed(2)} = ${gain.toFixed(2)}.`,
-    ),
-  );
 }

@@ -4,6 +4,7 @@ import type { Round } from "./api";
 import { distribution } from "./charts";
 import { fill, h } from "./dom";
 import { count, duration, percent, shown } from "./format";
+import { listed, memberKeys } from "./members";
 import { type Run, hasChild, lastNode, nameOf } from "./run";
 import { STAGES, tree } from "./tree";
 import { guessesAfter, writtenName } from "./why";
@@ -14,7 +15,7 @@ export class Rounds {
   private place = 0;
   private stage = 0;
   private readonly title = h("p.round-title");
-  private readonly said = h("p.round-said", { role: "status" });
+  private readonly said = h("p.round-said", { "aria-live": "polite" });
   private readonly figure = h("div.scroller", { tabindex: "0", role: "group", "aria-label": "The token tree of this round" });
   private readonly beside = h("div.round-beside");
   private readonly slider: HTMLInputElement;
@@ -37,7 +38,7 @@ export class Rounds {
     this.tabs = STAGES.map((name, stage) => h("button.stage", { type: "button", click: () => this.go(this.place, stage) }, name));
     const head = h("div.round-head", {}, this.title, this.slider, h("div.round-buttons", {}, this.back, this.next));
     const stages = h("div.stages", { role: "group", "aria-label": "Steps of the round" }, ...this.tabs);
-    fill(this.element, head, stages, this.said, this.figure, this.beside);
+    fill(this.element, head, stages, this.said, memberKeys(run.drafters), this.figure, this.beside);
     this.go(first, 0);
   }
 
@@ -58,7 +59,7 @@ export class Rounds {
     }
     fill(this.title, h("b", {}, `Round ${place + 1}`), ` of ${this.run.rounds.length}`);
     fill(this.said, explained(round, stage, this.run.temperature));
-    fill(this.figure, tree(round, stage, this.ending(round)));
+    fill(this.figure, tree(round, stage, this.ending(round), this.run.drafters));
     fill(this.beside, stage >= 2 && this.decisive(round, stage));
     this.moved(round.round);
   }
@@ -93,9 +94,9 @@ export class Rounds {
 export function explained(round: Round, stage: number, temperature: number): string {
   const size = round.token_ids.length;
   if (!size) return alone(round, stage);
-  const methods = [...new Set(round.drafted_by.map((part) => part.method))].join(" and ");
+  const methods = [...new Set(round.drafted_by.map((part) => part.method))];
   if (stage === 0) {
-    return `${methods} guesses ${count(size, "token")}${branches(round) ? ", several for one place" : ""}${chosen(round)}. That takes ${duration(round.seconds.propose)}.`;
+    return `${listed(methods)} ${methods.length > 1 ? "guess" : "guesses"} ${count(size, "token")}${branches(round) ? ", several for one place; each was drawn from what those before it left" : ""}${chosen(round)}. That takes ${duration(round.seconds.propose)}.`;
   }
   if (stage === 1) {
     return `One pass of the target looks at ${size === 1 ? "the guess" : `all ${size} guesses`} at once: ${duration(round.seconds.forward)}. Now its own probabilities are known at every place.`;
@@ -114,7 +115,7 @@ function branches(round: Round): boolean {
 
 function alone(round: Round, stage: number): string {
   const name = writtenName(round);
-  const why = round.round === 0 ? "The first token comes with the prompt's own pass, and nothing is guessed for it." : `Nothing was guessed in this round${chosen(round)}.`;
+  const why = round.round === 0 ? "The first token comes with the prompt's own pass, and nothing is guessed for it." : `Nothing was guessed in this round${round.reason && `: ${round.reason}`}.`;
   return stage < 3 ? why : `${why} The target writes “${name}”.`;
 }
 
@@ -125,7 +126,7 @@ function acceptance(round: Round, temperature: number): string {
   const head = all ? (branches(round) ? "One branch stands to its end." : "The whole draft stands.") : stood ? `${count(stood, "guess")} ${stood === 1 ? "stands" : "stand"}.` : "No guess stands.";
   if (all) return head;
   const name = shown(round.texts[first], round.token_ids[first]);
-  const coin = round.coins.find((each) => each.node === first);
+  const coin = round.coins.findLast((each) => each.node === first);
   if (temperature === 0) return `${head} “${name}” is not the target's most likely token.`;
   if (!coin || round.rule === "block" || round.rule === "traversal") return `${head} “${name}” falls, and what follows it falls with it.`;
   return `${head} “${name}” had a chance of ${percent(coin.probability)}; its coin fell against it, and what follows it falls too.`;

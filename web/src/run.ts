@@ -2,6 +2,7 @@
 
 import type { Origin, Round, Written } from "./api";
 import { mean } from "./format";
+import { drafters } from "./members";
 
 /** A token of the text: `node` is its number in the draft of its round, or null where the target wrote it. */
 export interface Token {
@@ -20,11 +21,14 @@ export type Part = (typeof PARTS)[number];
 /** One text with figures. Times are in seconds, and those of the engine. */
 export class Run {
   readonly tokens: Token[] = [];
+  /** Who drafted. */
+  readonly drafters: string[];
 
   constructor(
     readonly written: Written,
     readonly temperature: number,
   ) {
+    this.drafters = drafters(written.rounds);
     for (const round of written.rounds) {
       for (const node of round.accepted) this.add(round, round.token_ids[node], node);
       if (round.token_id !== null) this.add(round, round.token_id, null);
@@ -79,6 +83,17 @@ export class Run {
   /** Draft tokens of a round in which anything was drafted, on the longest path. */
   get draftLength(): number {
     return mean(this.later.filter((round) => round.token_ids.length).map(depth));
+  }
+
+  /** Whether some guesses shared a place, so that not all of them could stand. */
+  get branches(): boolean {
+    return this.later.some((round) => new Set(round.parents).size < round.parents.length);
+  }
+
+  /** Share of the places that drafts reached at which a guess stood. */
+  get placesHit(): number {
+    const reached = this.later.reduce((sum, round) => sum + depth(round), 0);
+    return reached ? this.later.reduce((sum, round) => sum + round.accepted.length, 0) / reached : 0;
   }
 
   /** Chance that the next draft token stands when all before it did: accepted among those whose fate was decided. */

@@ -27,6 +27,7 @@ export class Status {
     this.clear();
     this.say("");
     this.problem.hidden = false;
+    requestAnimationFrame(() => this.problem.scrollIntoView({ block: "nearest" }));
     const message = error instanceof Error ? error.message : String(error);
     if (error instanceof ServerError && error.status === 401) return this.askForKey(message);
     const gone = error instanceof ServerError && error.gone;

@@ -2,6 +2,7 @@
 
 import { h } from "./dom";
 import { percent, shown, spoken } from "./format";
+import { colourOf, listed } from "./members";
 import type { Run, Token } from "./run";
 import { reason } from "./why";
 
@@ -17,12 +18,13 @@ export class TokenText {
   readonly element: HTMLElement;
   private readonly spans: HTMLElement[];
   private current = 0;
+  private tapped = -1;
 
   /**
    * @param run What is shown.
    * @param label For those who listen.
    * @param note Where the note of a token goes.
-   * @param chosen Is told which token was clicked, or entered.
+   * @param chosen Is told which token was clicked, tapped twice, or entered.
    */
   constructor(
     private readonly run: Run,
@@ -45,7 +47,14 @@ export class TokenText {
       count += Number(isThere);
       this.spans[place].classList.toggle("later", !isThere);
     }
+    if (count && count < this.spans.length) this.follow(this.spans[count - 1]);
     return count;
+  }
+
+  /** Keep the newest token in sight, by moving the text alone and not the page. */
+  private follow(newest: HTMLElement): void {
+    const bottom = newest.offsetTop + newest.offsetHeight;
+    this.element.scrollTop = Math.max(0, bottom - this.element.clientHeight);
   }
 
   /** Mark the tokens of a round. */
@@ -59,16 +68,30 @@ export class TokenText {
     const blank = !token.text.trim();
     const label = `${spoken(token.text)}, ${token.origin}`;
     const given = { role: "button", tabindex: "-1", "aria-label": label, "data-origin": token.origin, "data-place": place };
-    const span = h(`span.token.${token.origin}`, given, ...visible(token.text));
+    const by = token.node === null ? null : colourOf(token.round, token.node, this.run.drafters);
+    const span = h(`span.token.${token.origin}`, { ...given, "data-by": by }, ...visible(token.text));
     if (blank) span.classList.add("blank");
     span.addEventListener("pointermove", (event) => {
-      if (event.movementX || event.movementY) this.explain(place); // no text that scrolls under a pointer at rest
+      if (event.pointerType !== "touch" && (event.movementX || event.movementY)) this.explain(place); // no text that scrolls under a pointer at rest
     });
-    span.addEventListener("pointerleave", () => this.note.leave(span));
+    span.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && this.note.leave(span));
     span.addEventListener("focus", () => this.entered(place));
     span.addEventListener("blur", () => this.note.leave(span));
-    span.addEventListener("click", () => this.choose(place));
+    span.addEventListener("click", (event) => ((event as PointerEvent).pointerType === "touch" ? this.tap(place) : this.choose(place)));
     return span;
+  }
+
+  /** Mark the token at which two texts part. */
+  part(place: number): void {
+    this.spans[place]?.classList.add("parting");
+  }
+
+  /** The first tap shows the note, and only the second leaves for the round. */
+  private tap(place: number): void {
+    if (this.tapped === place) return this.choose(place);
+    this.tapped = place;
+    this.spans[place].focus({ preventScroll: true });
+    this.explain(place);
   }
 
   private choose(place: number): void {
@@ -85,7 +108,7 @@ export class TokenText {
   }
 
   private explain(place: number): void {
-    this.note.show(this.spans[place], this.run.tokens[place], this.run.temperature);
+    this.note.show(this.spans[place], this.run.tokens[place], this.run);
   }
 
   private move(event: KeyboardEvent): void {
@@ -119,12 +142,12 @@ export class Note {
     addEventListener("resize", () => this.hide()); // it would point at another place
   }
 
-  show(owner: HTMLElement, token: Token, temperature: number): void {
+  show(owner: HTMLElement, token: Token, run: Run): void {
     if (this.owner === owner) return;
     this.hide();
     this.owner = owner;
     owner.setAttribute("aria-describedby", this.element.id);
-    this.element.replaceChildren(...content(token, temperature));
+    this.element.replaceChildren(...content(token, run));
     this.element.hidden = false;
     this.place(owner);
   }
@@ -150,8 +173,8 @@ export class Note {
   }
 }
 
-function content(token: Token, temperature: number): Node[] {
-  const found = reason(token, temperature);
+function content(token: Token, run: Run): Node[] {
+  const found = reason(token, run.temperature);
   const facts = h("dl.facts");
   const add = (name: string, value: number | null, text: string) => {
     if (value !== null) facts.append(h("div", {}, h("dt", {}, name), h("dd", { "data-value": value }, text)));
@@ -165,6 +188,7 @@ function content(token: Token, temperature: number): Node[] {
     h("p.note-kind", {}, ORIGINS[token.origin]),
     facts,
     h("p.note-why", {}, found.sentence),
-    h("p.note-where", {}, found.where),
+    h("p.note-where", {}, run.drafters.length > 1 && found.proposers.length ? `${found.where}, by ${listed(found.proposers)}` : found.where),
+    ...(matchMedia("(pointer: coarse)").matches ? [h("p.note-where", {}, "Tap again to open its round.")] : []),
   ];
 }

@@ -11,7 +11,7 @@ from outrider.engine.proposing.drafting import StepDraft, teach
 from outrider.engine.proposing.governing import Governing
 from outrider.engine.proposing.observation import ComputedRows
 from outrider.engine.scheduling.row_shares import RowShares
-from outrider.engine.scheduling.scheduler import Schedule, ScheduledSequence
+from outrider.engine.scheduling.scheduler import Schedule
 from outrider.engine.scheduling.tenants import Tenants
 from outrider.engine.scoring import Decode, Written, score, score_prompt
 from outrider.engine.sequence import Sequence, Status
@@ -64,7 +64,7 @@ class Committing:
             if item.seq.request.error is not None:
                 continue
             with self._failures.contained(item.seq, "its commit"):
-                found = self._commit_one(place, item, step, out, judged.get(place))
+                found = self._commit_one(place, plan, step, out, judged.get(place))
                 if found is None:
                     continue
                 if place in judged:
@@ -76,16 +76,17 @@ class Committing:
         return entered
 
     def _commit_one(
-        self, place: int, item: ScheduledSequence, step: StepDraft, out: ForwardOutput, judged: Judged | None
+        self, place: int, plan: Schedule, step: StepDraft, out: ForwardOutput, judged: Judged | None
     ) -> ComputedRows | None:
         """Write down what a sequence has gained; returns what its proposers may see, or None if it failed."""
+        item = plan.items[place]
         seq, accepted = item.seq, tuple[int, ...]()
         start = seq.kv.num_computed
         seq.kv.num_computed += item.num_rows
         score_prompt(seq, start, item.num_rows, out.logits[slice(*out.logits_spans[place])], self._decode)
         if judged is not None:
             try:
-                accepted = self._extend(seq, step, out, judged)
+                accepted = self._extend(seq, step, out, judged, len(plan.items))
             except GrammarError as error:
                 self._failures.fail_at_row(seq, error)
             if seq.request.error is not None:
@@ -93,15 +94,17 @@ class Committing:
         seq.kv.publish(seq.token_ids)
         return ComputedRows(item, step, place, start, accepted)
 
-    def _extend(self, seq: Sequence, step: StepDraft, out: ForwardOutput, judged: Judged) -> tuple[int, ...]:
+    def _extend(
+        self, seq: Sequence, step: StepDraft, out: ForwardOutput, judged: Judged, num_sequences: int
+    ) -> tuple[int, ...]:
         """Append what stands; returns the draft tokens that entered the text."""
         draft, verdict = step.draft, judged.verdict
         start, before = len(seq.token_ids) - 1, seq.num_output_tokens
         found = None
         if seq.request.options.trace:
-            found = rounds.trace(
-                seq, step, judged.candidate, verdict, judged.logits, self._governing.reason(seq), self._decode
-            )
+            reason = self._governing.reason(seq, drafted=len(draft) > 0)
+            candidate, logits = judged.candidate, judged.logits
+            found = rounds.trace(seq, step, candidate, verdict, logits, reason, num_sequences, self._decode)
         written, fault = _append(seq, draft, judged)
         score(seq, judged.candidate, written, out.logits, judged.logits, self._decode)
         num_written = len(written)

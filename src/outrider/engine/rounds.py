@@ -23,7 +23,14 @@ Decode = Callable[[int], str | None]
 
 
 def trace(
-    seq: Sequence, step: StepDraft, candidate: Candidate, verdict: Verdict, logits: Tensor, reason: str, decode: Decode
+    seq: Sequence,
+    step: StepDraft,
+    candidate: Candidate,
+    verdict: Verdict,
+    logits: Tensor,
+    reason: str,
+    num_sequences: int,
+    decode: Decode,
 ) -> RoundTrace:
     """What was drafted and decided; what entered the text is filled in by `close`.
 
@@ -34,6 +41,7 @@ def trace(
         verdict: What stands.
         logits: [num_logits, vocab_size] as the parameters left them.
         reason: Why this was drafted, or nothing.
+        num_sequences: Of the step.
         decode: How tokens read.
     """
     draft, size = step.draft, len(step.draft)
@@ -52,6 +60,7 @@ def trace(
         draft_probs=tuple(first[node].draft_prob for node in range(size)),
         target_probs=tuple(float(wanted[draft.parents[node] + 1, draft.token_ids[node]]) for node in range(size)),
         num_scratch_rows=len(draft.scratch),
+        num_sequences=num_sequences,
         rule=candidate.rule.name.lower() if size else None,
         coins=tuple(candidate.coins or ()),
         accepted=verdict.path,

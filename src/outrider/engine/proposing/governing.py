@@ -297,12 +297,21 @@ class Governing:
             return ()
         return (self._of[seq.seq_id].config(decision),)
 
-    def reason(self, seq: Sequence) -> str:
-        """Why a sequence does what it does in this step; empty where its request asked for it."""
+    def reason(self, seq: Sequence, *, drafted: bool) -> str:
+        """Why a sequence does what it does in this step; empty where its request asked for it.
+
+        Args:
+            seq: Which.
+            drafted: Whether there is a draft. A method that was asked may have had no guess.
+        """
         if not seq.request.speculation.engine_chooses:
             return ""
         decision = self.decisions.get(seq.seq_id)
-        return _FIRST if decision is None else decision.reason
+        if decision is None:
+            return _FIRST
+        if drafted or decision.method is None:
+            return decision.reason
+        return f"{decision.method} was asked ({decision.reason}), and had no guess"
 
     def _running(self, seq: Sequence, found: _Governed, depth: int) -> Running:
         why, params = "", seq.request.params

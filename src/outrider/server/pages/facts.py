@@ -15,17 +15,18 @@ def facts(service: Service) -> dict[str, Any]:
     loaded, usual = runner.loaded, service.allowed.usual
     configs = [service.allowed.of(name, predicted=False) for name in service.allowed.names]
     drafting = [config for config in configs if config.enabled and config.name != "prediction"]
+    drafting.sort(key=lambda config: config.name != usual.name)
     return {
         "model": service.settings.model_name,
         "max_model_len": service.facts.longest,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "weight_bytes": runner.backend.weight_bytes(loaded.model) or weight_bytes(loaded.model),
         "max_texts": min(service.settings.max_n, service.facts.max_num_seqs),
-        "methods": [_method(config) for config in sorted(drafting, key=lambda config: config.name != usual.name)],
+        "methods": [_method(config, invariant=runner.invariant) for config in drafting],
     }
 
 
-def _method(config: SpeculationConfig) -> dict[str, Any]:
+def _method(config: SpeculationConfig, *, invariant: bool) -> dict[str, Any]:
     method = config.method
     assert method is not None
     return {
@@ -34,4 +35,5 @@ def _method(config: SpeculationConfig) -> dict[str, Any]:
         "takes_tree": method.allows_tree,
         "adapts": method.allows_tree and method.grows_from_probabilities,
         "least_length": method.least_length(),
+        "takes_seeds": invariant or not config.engine_chooses,
     }

@@ -1,0 +1,282 @@
+"""What the playground says of a run equals its trace: notes, residuals and the result, over methods and rules.
+
+The texts are the server's own. They come to the page as a saved run, as a reader would open it, so that any request can be
+shown, and any speeds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from math import exp, log, sqrt
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+
+from tests.server.browser import Watch, browsing
+from tests.server.running import Server, running
+from tests.server.test_pages import STUDENT, notes_of, residuals
+
+PROMPT = "x = [1, 2, 3]\nx = [1, 2, 3]\nx = ["
+#: Settings, and what is drawn: nothing, by a seed, or freely.
+DRAWS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 1, "seed": 5},
+    "free": {"temperature": 1},
+}
+MODEL = {"method": "draft_model", "num_draft_tokens": 4}
+TREE = {"method": "draft_model", "tree": [3, 2, 1]}
+METHODS: dict[str, dict[str, Any]] = {
+    "token": {**MODEL, "rule": "token"},
+    "block": {**MODEL, "rule": "block"},
+    "walk": {**MODEL, "rule": "walk"},
+    "recursive": {**TREE, "rule": "token"},
+    "traversal": {**TREE, "rule": "block"},
+    "best first": {"method": "draft_model", "tree": "best_first"},
+    "suffix": {"method": "suffix"},
+    "ngram": {"method": "ngram"},
+    "token recycling": {"method": "token_recycling"},
+    "early exit": {"method": "early_exit"},
+    "lookahead": {"method": "lookahead"},
+    "merge": {"method": "merge"},
+    "then": {"method": "then"},
+}
+#: Read in one go: every note, and what every round draws as owed at its last stage, with the names beside the boxes.
+READ = """() => {
+  const lane = document.querySelectorAll(".lane")[1], note = document.querySelector("#note");
+  const notes = [...lane.querySelectorAll(".token")].map(token => {
+    token.focus();
+    return { facts: [...note.querySelectorAll("dd")].map(e => +e.dataset.value), by: token.dataset.by ?? null,
+             badge: note.querySelector(".badge").textContent, why: note.querySelector(".note-why").textContent,
+             where: note.querySelector(".note-where").textContent };
+  });
+  const slider = document.querySelector("#round"), rounds = [];
+  for (let round = 1; round <= +slider.max; round++) {
+    slider.value = round;
+    slider.dispatchEvent(new Event("input"));
+    const boxes = [...document.querySelectorAll(".tree .box:not(.root)")];
+    const labels = boxes.map(e => e.querySelector(".small").textContent.replace(/^draft .*/, "draft"));
+    const colours = boxes.map(e => e.dataset.by ?? null);
+    const told = document.querySelector(".round-said").textContent;
+    document.querySelectorAll(".stage")[3].click();
+    const owed = [...document.querySelectorAll(".decisive span[data-kind=owed]")].map(e => +e.dataset.value);
+    rounds.push({ labels, colours, told, owed });
+  }
+  return { notes, rounds };
+}"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    names = ("suffix", "ngram", "token_recycling", "early_exit", "lookahead", "merge", "then")
+    with running("--method", "auto", *(part for name in names for part in ("--allow", name))) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def page(server: Server) -> Iterator[Any]:
+    with browsing() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+        page.set_default_timeout(60_000)
+        page.watch = Watch(page)
+        page.goto(f"{server.url}/")
+        page.wait_for_selector("#go:enabled")
+        yield page
+        assert page.watch.problems == []
+
+
+def written(server: Server, asked: dict[str, Any]) -> dict[str, Any]:
+    """One text, as a saved run holds it."""
+    body = server.post("/v1/completions", {**asked, "trace": True}).json()
+    (choice,) = body["choices"]
+    trace = choice["trace"]
+    return {
+        "text": choice["text"],
+        "tokenIds": trace["token_ids"],
+        "origins": trace["origins"],
+        "texts": trace["texts"],
+        "rounds": trace["rounds"],
+        "speculation": body["speculation"],
+        "finishReason": choice["finish_reason"],
+    }
+
+
+def saved(server: Server, speculation: Any, draws: dict[str, Any], max_tokens: int = 24) -> dict[str, Any]:
+    """A run of one turn."""
+    asked = {"prompt": PROMPT, "max_tokens": max_tokens, "speculation": speculation, **draws}
+    plain, fast = written(server, {**asked, "speculation": "off"}), written(server, asked)
+    named = {"model": "embedded", "dtype": "bfloat16", "made": "2026-11-23T00:00:00.000Z", "asked": asked}
+    return {"format": "outrider-run-1", **named, "plain": plain, "fast": fast, "speeds": [{"plain": 1, "fast": 2}]}
+
+
+def show(page: Any, run: dict[str, Any]) -> None:
+    page.evaluate("document.querySelector('#verdict').replaceChildren()")
+    file = {"name": "run.json", "mimeType": "application/json", "buffer": json.dumps(run).encode()}
+    page.set_input_files("#file", files=[file])
+    page.wait_for_selector("#verdict [data-turns], .problem:visible")
+    assert page.locator(".problem:visible").count() == 0, page.inner_text(".problem")
+
+
+@pytest.mark.parametrize("draws", DRAWS)
+@pytest.mark.parametrize("method", METHODS)
+def test_notes_and_residuals_are_those_of_the_trace(page: Any, server: Server, method: str, draws: str) -> None:
+    speculation = {name: value for name, value in METHODS[method].items() if name != "rule" or draws == "free"}
+    run = saved(server, speculation, DRAWS[draws])
+    show(page, run)
+    found, rounds = page.evaluate(READ), run["fast"]["rounds"]
+    drafted = [each for each in rounds if each["token_ids"]]
+    assert drafted or method in ("suffix", "ngram", "token recycling", "lookahead", "then"), "nothing was tried"
+    if draws == "free" and method in ("token", "block", "recursive", "traversal"):
+        assert {each["rule"] for each in drafted} == {method}
+    wanted = [each for round_ in rounds for each in told_of(round_, run)]
+    assert len(found["notes"]) == len(wanted) == len(run["fast"]["tokenIds"])
+    for seen, want, origin in zip(found["notes"], wanted, run["fast"]["origins"], strict=True):
+        assert (seen["facts"], seen["badge"]) == (want["facts"], origin)
+        assert all(words in seen["why"] for words in want["words"]), (seen["why"], want["words"])
+        assert seen["where"].startswith(f"Round {want['round'] + 1}")
+    for seen, round_ in zip(found["rounds"], rounds, strict=True):
+        assert seen["owed"] == residuals(round_)
+        assert seen["labels"] == labels(round_)
+
+
+def told_of(found: dict[str, Any], run: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Facts of the notes of a round, and words that they must have."""
+    greedy = run["asked"]["temperature"] == 0
+    for want in notes_of(found):
+        if want["node"] is None:
+            row = found["rows"][found["accepted"][-1] + 1 if found["accepted"] else 0]
+            owed = any(each["residual"] is not None for each in row["likely"])
+            repaired = "most likely token stands" if greedy else "target gives more" if owed else "had drawn this token"
+            own = "its most likely token here" if greedy else "drawn from its own probabilities"
+            words = ["fell.", repaired, *want["fallen"]] if want["is_repair"] else [own]
+        else:
+            coins = [coin for coin in found["coins"] if coin["node"] == want["node"] and coin["stands"]]
+            words = ["It stands", *(["coin fell for it"] if coins and found["rule"] == "recursive" else [])]
+        yield {**want, "words": words}
+
+
+def labels(found: dict[str, Any]) -> list[str]:
+    """What the boxes say before anything is checked: a token that was drawn behind siblings had what these left."""
+    said = []
+    for node in range(len(found["token_ids"])):
+        own = next(draw for draw in found["draws"] if draw["node"] == node)
+        elders = [
+            draw
+            for draw in found["draws"][: found["draws"].index(own)]
+            if (draw["member"], draw["law"]) == (own["member"], own["law"])
+            and found["parents"][draw["node"]] == found["parents"][node]
+        ]
+        share = int((own["draft_prob"] or 0) * 100 + 0.5)
+        said.append("guess" if own["draft_prob"] is None else f"{share}% of the rest" if elders else "draft")
+    return said
+
+
+def test_members_have_colours_and_names(page: Any, server: Server) -> None:
+    run = saved(server, {"method": "merge"}, DRAWS["free"], 48)
+    show(page, run)
+    found, rounds = page.evaluate(READ), run["fast"]["rounds"]
+    names = list(dict.fromkeys(part["method"] for each in rounds for part in each["drafted_by"]))
+    assert set(names) == {"draft_model", "suffix"}
+    for seen, each in zip(found["rounds"], rounds, strict=True):
+        owner = [
+            next(draw["member"] for draw in each["draws"] if draw["node"] == node) for node in range(len(each["token_ids"]))
+        ]
+        assert seen["colours"] == [str(names.index(each["drafted_by"][member]["method"])) for member in owner]
+    assert page.locator(".members .token").all_inner_texts()[:2] == names
+    accepted = [note for note in found["notes"] if note["badge"] == "accepted"]
+    assert accepted
+    assert all(note["by"] is not None and any(name in note["where"] for name in names) for note in accepted)
+
+
+# -- the result --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(server: Server) -> dict[str, Any]:
+    """A run in which guesses stood."""
+    found = saved(server, MODEL, DRAWS["seeded"])
+    assert len(found["fast"]["rounds"]) < len(found["plain"]["rounds"])
+    return found
+
+
+def speeds(*factors: float) -> list[dict[str, float]]:
+    return [{"plain": 10.0, "fast": 10.0 * factor} for factor in factors]
+
+
+@pytest.mark.parametrize(
+    ("factors", "outcome", "words"),
+    [
+        ((2.6,), "unknown", "Not known yet"),
+        ((2.5, 2.7), "unknown", "Not known yet"),
+        ((2.4, 2.6, 2.5), "faster", "2.3 to 2.8× as fast"),
+        ((1.1, 0.95, 1.0, 1.05), "none", "No difference seen"),
+        ((0.5, 0.52, 0.51), "slower", "Slower: 0.49 to 0.54× as fast"),
+    ],
+)
+def test_the_result_is_what_the_turns_allow(
+    page: Any, run: dict[str, Any], factors: tuple[float, ...], outcome: str, words: str
+) -> None:
+    show(page, {**run, "speeds": speeds(*factors)})
+    big = page.locator("#verdict .big")
+    assert (big.get_attribute("data-outcome"), big.inner_text()) == (outcome, words)
+    assert big.get_attribute("data-turns") == str(len(factors))
+    if len(factors) > 2:
+        logs = [log(factor) for factor in factors]
+        half = STUDENT[len(logs) - 1] * stdev(logs) / sqrt(len(logs))
+        assert float(big.get_attribute("data-low")) == pytest.approx(exp(fmean(logs) - half))
+    colour = "getComputedStyle(document.querySelector('#verdict .big')).color"
+    victory = page.evaluate(
+        "() => { const e = document.body.appendChild(document.createElement('a')); e.href = '#';"
+        " const c = getComputedStyle(e).color; e.remove(); return c; }"
+    )
+    assert (page.evaluate(colour) == victory) == (outcome == "faster")
+
+
+def test_no_gain_is_told_where_no_pass_was_saved(page: Any, run: dict[str, Any]) -> None:
+    same = {**run, "fast": {**run["plain"], "speculation": {**run["plain"]["speculation"], "accepted_tokens": 0}}}
+    show(page, {**same, "speeds": speeds(1.17, 1.17, 1.18)})
+    assert page.inner_text("#verdict .big") == "No difference seen"
+    assert "No guess stood" in page.inner_text("#verdict")
+
+
+def test_other_texts_in_flight_are_warned_of(page: Any, run: dict[str, Any]) -> None:
+    show(page, run)
+    assert page.locator(".warning").count() == 0
+    shared = [{**each, "num_sequences": 1 + (place % 2)} for place, each in enumerate(run["fast"]["rounds"])]
+    show(page, {**run, "fast": {**run["fast"], "rounds": shared}})
+    assert page.locator(".warning").get_attribute("data-value") == str(len(shared) // 2)
+
+
+def test_the_trace_counts_the_texts_of_a_step(server: Server) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 8, "n": 3, "temperature": 1, "trace": True, "ignore_eos": True}
+    choices = server.post("/v1/completions", asked).json()["choices"]
+    assert {each["num_sequences"] for choice in choices for each in choice["trace"]["rounds"][1:-1]} <= {1, 2, 3}
+    assert any(each["num_sequences"] == 3 for choice in choices for each in choice["trace"]["rounds"])
+    alone = server.post("/v1/completions", {**asked, "n": 1}).json()["choices"][0]["trace"]["rounds"]
+    assert {each["num_sequences"] for each in alone} == {1}
+
+
+@pytest.mark.parametrize(
+    ("seed", "temperature", "why"), [(5, 1, "rounds differently"), (None, 1, "two draws"), (None, 0, "rounds differently")]
+)
+def test_where_texts_part_is_told(page: Any, run: dict[str, Any], seed: int | None, temperature: float, why: str) -> None:
+    asked = {**run["asked"], "temperature": temperature, "seed": seed}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    show(page, {**run, "asked": asked})
+    assert page.locator(".sameness").get_attribute("data-same") == "24"
+    assert page.inner_text(".sameness").startswith("24 of 24 tokens identical.")
+    tokens = [*run["plain"]["tokenIds"][:7], -1, *run["plain"]["tokenIds"][8:]]
+    show(page, {**run, "asked": asked, "plain": {**run["plain"], "tokenIds": tokens}})
+    assert page.inner_text(".sameness").startswith("The first 7 tokens of 24 are identical.")
+    assert why in page.inner_text(".sameness")
+    places = page.locator(".token.parting").evaluate_all("all => all.map(e => e.dataset.place)")
+    assert places == ["7", "7"]
+
+
+def test_a_method_without_a_guess_is_no_expected_gain(server: Server) -> None:
+    rounds = written(server, {"prompt": PROMPT, "max_tokens": 64, "temperature": 1, "speculation": "auto"})["rounds"]
+    for each in rounds:
+        if not each["token_ids"] and "expected)" in each["reason"]:
+            assert each["reason"].endswith("and had no guess")
+        assert each["token_ids"] or not each["reason"].endswith("expected")
