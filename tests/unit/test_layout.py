@@ -55,7 +55,7 @@ PLANTED = {
     "feed-forward GATED": ("FeedForward", OtherFeedForwards),
     "panel width": ("INSTRUCTION_SETS", {**layout.INSTRUCTION_SETS, "generic": 32}),
     "instruction set avx2": ("INSTRUCTION_SETS", {"generic": 16, "avx512": 64, "avx2": 32, "avx512bf16": 64}),
-    "offset of linear.bias": ("STRUCTS", {**layout.STRUCTS, "linear": LongerLinear}),
+    "offset of linear.next": ("STRUCTS", {**layout.STRUCTS, "linear": LongerLinear}),
     "offset of pass.hidden_out": ("STRUCTS", {**layout.STRUCTS, "pass": ShorterPass}),
     "size of draw_call": ("STRUCTS", {**layout.STRUCTS, "draw_call": WiderDraw}),
 }

@@ -27,6 +27,7 @@ from outrider.kernels.layout import (
     PASS_LISTS,
     DecoderStruct,
     FeedForward,
+    FormatCode,
     LayerStruct,
     LinearStruct,
     NormKind,
@@ -182,7 +183,8 @@ class DecoderKernel:
         library: The kernels of this processor.
         shape: The sizes of the decoder.
         layers: The layers in order.
-        embedding: [vocab_size, hidden_size], or None where the head's packed weights are read instead (tied weights).
+        embedding: [vocab_size, hidden_size], perhaps packed, or None where the head's packed weights are read instead (tied
+            weights).
         positions: [num_positions, hidden_size] learned embeddings of positions, or None.
         final_norm: The norm behind the last layer, or None.
         head: The weights from the hidden state to the logits.
@@ -194,7 +196,7 @@ class DecoderKernel:
         library: KernelLibrary,
         shape: DecoderShape,
         layers: Sequence[DecoderLayer],
-        embedding: Tensor | None,
+        embedding: Tensor | PackedWeights | None,
         positions: Tensor | None,
         final_norm: Norm | None,
         head: PackedWeights,
@@ -205,6 +207,8 @@ class DecoderKernel:
         self.shape, self.head = shape, head
         self._packed, self._embedding = list(layers), embedding
         self._vectors: list[Tensor] = []  # the structures point into these tensors too, so they must stay alive
+        table = embedding if isinstance(embedding, Tensor) else None
+        packed = head if embedding is None else embedding
         used = [layer.rotary for layer in layers if layer.rotary is not None]
         self._rotary = (RotaryStruct * (1 + max(used, default=0)))()
         self._tables: list[Tensor] = []
@@ -220,17 +224,21 @@ class DecoderKernel:
             interleaved=shape.interleaved,
             activation=ACTIVATIONS[shape.activation],
             parallel=shape.parallel,
-            embed_bf16=embedding is not None and embedding.dtype == torch.bfloat16,
+            embed_bf16=table is not None and table.dtype == torch.bfloat16,
             embed_scale=shape.embedding_scale * shape.input_scale,
             logit_scale=shape.logit_scale,
             logit_cap=shape.logit_cap,
             layers=ctypes.addressof(self._layers),
-            embedding=None if embedding is None else embedding.data_ptr(),
+            embedding=None if table is None else table.data_ptr(),
+            packed_embedding=ctypes.addressof(packed.struct) if isinstance(packed, PackedWeights) else None,
             position_table=self._vector(positions),
             head=head.struct,
             final_norm=self._norm(final_norm),
         )
-        assert embedding is not None or not head.format.quantised, "rounded heads have no embeddings to read"
+        readable = (
+            not isinstance(packed, PackedWeights) or not packed.format.quantised or packed.format.code is FormatCode.BLOCKS
+        )
+        assert readable, "weights that were rounded here have no embeddings to read"
         self._scratch = torch.empty(0, dtype=self.real)
         self._decode = library.function("decode", self.real)
         self._scratch_size = library.function("scratch_size", self.real, _I64)

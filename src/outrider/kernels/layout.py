@@ -30,6 +30,33 @@ class FormatCode(IntEnum):
     BF16 = 1
     INT8 = 2
     INT4 = 3
+    BLOCKS = 4
+
+
+class BlockValues(IntEnum):
+    """What the codes of weights in blocks stand for: themselves, a number of a table, or a number of 16 bits."""
+
+    WHOLE = 0
+    NL = 1
+    MX = 2
+    HALF = 3
+    BF16 = 4
+
+
+class Scales(IntEnum):
+    """The kind of the scales of blocks."""
+
+    NONE = 0
+    HALF = 1
+    BF16 = 2
+
+
+class Lows(IntEnum):
+    """What is added to scaled codes: nothing, a number of their block, or one of their part of it."""
+
+    NONE = 0
+    OF_BLOCKS = 1
+    OF_PARTS = 2
 
 
 class Operand(IntEnum):
@@ -55,6 +82,12 @@ class FeedForward(IntEnum):
     EXPERTS = 2
 
 
+class BlocksStruct(ctypes.Structure):
+    """What weights in blocks are."""
+
+    _fields_ = [(name, _I64) for name in ("bits", "values", "subtracted", "part", "scales", "lows")]
+
+
 class LinearStruct(ctypes.Structure):
     """Packed weights."""
 
@@ -68,6 +101,9 @@ class LinearStruct(ctypes.Structure):
         ("data", _POINTER),
         ("scale", _POINTER),
         ("bias", _POINTER),
+        ("blocks", BlocksStruct),
+        ("places", _POINTER),
+        ("next", _POINTER),
     ]
 
 
@@ -136,6 +172,7 @@ class DecoderStruct(ctypes.Structure):
         *((name, _F64) for name in ("embed_scale", "logit_scale", "logit_cap")),
         ("layers", _POINTER),
         ("embedding", _POINTER),
+        ("packed_embedding", _POINTER),
         ("position_table", _POINTER),
         ("head", LinearStruct),
         ("final_norm", NormStruct),
@@ -218,6 +255,7 @@ class ResidualCall(ctypes.Structure):
 
 #: The structures by their names in C.
 STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "blocks": BlocksStruct,
     "linear": LinearStruct,
     "norm": NormStruct,
     "rotary": RotaryStruct,
@@ -263,6 +301,9 @@ def check_layout(library: ctypes.CDLL) -> None:
 
 def _constants(instruction_set: str, real: torch.dtype) -> dict[str, int]:
     constants = {f"weight format {code.name}": code.value for code in FormatCode}
+    constants |= {f"values {value.name}": value.value for value in BlockValues}
+    constants |= {f"scales {kind.name}": kind.value for kind in Scales}
+    constants |= {f"lows {kind.name}": kind.value for kind in Lows}
     constants |= {f"operand {operand.name}": operand.value for operand in Operand}
     constants["products of pairs"] = multiplies_pairs(instruction_set, real)
     constants |= {f"norm {kind.name}": kind.value for kind in NormKind}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from outrider.kernels.formats.registry import FORMATS, is_plain, plain
-from outrider.kernels.layout import Operand
+from outrider.kernels.formats.registry import by_name, is_plain, plain, remember
+from outrider.kernels.layout import FormatCode, Operand
 from outrider.kernels.library import KernelLibrary, kernels_for
 from outrider.kernels.packed import PackedWeights, linear_struct, packed_bytes, product
 from outrider.kernels.pages import release
@@ -20,8 +20,8 @@ from outrider.kernels.weights import QuantisedLinear, empty_weight, restore_weig
 _NAME = "outrider::packed_linear"
 torch.library.define(
     _NAME,
-    "(Tensor rows, Tensor data, Tensor? scale, Tensor? bias, SymInt out_features, str format, int operand, str kernels)"
-    " -> Tensor",
+    "(Tensor rows, Tensor data, Tensor? scale, Tensor? bias, Tensor? places, SymInt out_features, str format, int operand,"
+    " str kernels) -> Tensor",
 )
 
 
@@ -31,23 +31,26 @@ def _packed_linear(
     data: Tensor,  # packed weights
     scale: Tensor | None,  # [width]
     bias: Tensor | None,  # [width]
+    places: Tensor | None,  # [in_features]
     out_features: int,
     format: str,
     operand: int,
     kernels: str,
 ) -> Tensor:
-    library, found = kernels_for(kernels), FORMATS[format]
+    library, found = kernels_for(kernels), by_name(format)
     real = torch.float64 if rows.dtype == torch.float64 else torch.float32
     width = -(-out_features // library.panel(real)) * library.panel(real)
     fits = (real == torch.float64) == (format == "float64")
-    fits &= (found.quantised and found.group is None) == (scale is not None)
+    fits &= (found.code is FormatCode.INT8 and found.group is None) == (scale is not None)
+    fits &= places is None or (places.dtype == torch.int32 and len(places) == rows.shape[-1])
     fits &= all(column is None or (column.dtype == real and len(column) == width) for column in (scale, bias))
     struct = linear_struct(found, Operand(operand), out_features, rows.shape[-1])
     if not fits or data.nbytes != packed_bytes(library, struct, real):
         raise RuntimeError(f"rows {list(rows.shape)} of {rows.dtype} do not fit these packed weights")
     flat = rows.reshape(rows.shape[:-1].numel(), rows.shape[-1]).to(real).contiguous()
     struct.data = data.data_ptr()
-    struct.scale, struct.bias = (None if column is None else column.data_ptr() for column in (scale, bias))
+    columns = (scale, bias, places)
+    struct.scale, struct.bias, struct.places = (None if column is None else column.data_ptr() for column in columns)
     out = product(library, struct, flat)
     return out[:, :out_features].to(rows.dtype).reshape(*rows.shape[:-1], out_features)
 
@@ -58,6 +61,7 @@ def _packed_linear_shape(
     data: Tensor,
     scale: Tensor | None,
     bias: Tensor | None,
+    places: Tensor | None,
     out_features: int,
     format: str,
     operand: int,
@@ -68,8 +72,9 @@ def _packed_linear_shape(
 
 def packed_product(rows: Tensor, packed: PackedWeights) -> Tensor:
     """[..., in_features] to [..., out_features], with the bias that was packed."""
-    how = (packed.out_features, packed.format.name, packed.operand, packed.kernels)
-    out: Tensor = torch.ops.outrider.packed_linear(rows, packed.data, packed.scale, packed.bias, *how)
+    tensors = (packed.data, packed.scale, packed.bias, packed.places)
+    how = (packed.out_features, remember(packed.format), packed.operand, packed.kernels)
+    out: Tensor = torch.ops.outrider.packed_linear(rows, *tensors, *how)
     return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from outrider.kernels.formats.format import WeightFormat
 from outrider.kernels.formats.stored import StoredWeight
-from outrider.kernels.layout import LinearStruct, Operand
+from outrider.kernels.layout import FormatCode, LinearStruct, Operand
 from outrider.kernels.library import KernelLibrary
 
 _I64 = ctypes.c_int64
@@ -22,7 +23,8 @@ class PackedWeights:
 
     Args:
         library: The kernels of this processor.
-        stored: The matrix. Several of one format are stacked, without a copy of them.
+        stored: The matrix. Several are stacked, without a copy of them. Where their formats differ, or the orders of their
+            inputs, those behind the first ones are packed as `tail`.
         bias: [out_features] or None.
 
     Attributes:
@@ -33,25 +35,36 @@ class PackedWeights:
         dtype: That the weights stand for.
         data: The panels, with what belongs to groups of inputs.
         scale, bias: [width] of dtype `real`, or None. Scales of groups lie in the panels.
+        places: int32 [in_features] where the weights of each input lie, or None where they lie in order.
+        tail: The weights whose outputs come behind these, in another format. Or None.
+
+    Raises:
+        ValueError: The kernels cannot compute these matrices one behind another.
     """
 
     def __init__(
         self, library: KernelLibrary, stored: StoredWeight | list[StoredWeight], bias: Tensor | None = None
     ) -> None:
-        parts = [stored] if isinstance(stored, StoredWeight) else stored
+        all_parts = [stored] if isinstance(stored, StoredWeight) else stored
+        parts = list(takewhile(all_parts[0].stands_beside, all_parts))
         self.format, self.dtype = parts[0].format, parts[0].dtype
-        self.out_features = sum(len(part.data) for part in parts)
-        self.in_features = _inputs(parts[0])
+        self.own_outputs = sum(len(part.data) for part in parts)
+        self.out_features = sum(len(part.data) for part in all_parts)
+        self.in_features = self.format.inputs(parts[0].data)
         self.real = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.operand = self.format.operand(self.dtype, pairs=library.multiplies_pairs(self.real))
         panel = library.panel(self.real)
-        self.width = -(-self.out_features // panel) * panel
+        self.width = -(-self.own_outputs // panel) * panel
         self._library = library
+        self.tail = self._packed_tail(all_parts[len(parts) :], bias, panel)
+        bias = None if bias is None else bias[: self.own_outputs]
         whole_rows = self.format.quantised and self.format.group is None
         scales = [part.scale for part in parts if whole_rows and part.scale is not None]
         self.scale, self.bias = self._column(torch.cat(scales) if scales else None), self._column(bias)
-        self.struct = linear_struct(self.format, self.operand, self.out_features, self.in_features)
-        self.struct.scale, self.struct.bias = _address(self.scale), _address(self.bias)
+        self.places = None if parts[0].order is None else torch.argsort(parts[0].order).to(torch.int32)
+        self.struct = linear_struct(self.format, self.operand, self.own_outputs, self.in_features)
+        self.struct.scale, self.struct.bias, self.struct.places = map(_address, (self.scale, self.bias, self.places))
+        self.struct.next = None if self.tail is None else ctypes.addressof(self.tail.struct)
         self.data = self._packed(parts)
 
     @property
@@ -62,15 +75,32 @@ class PackedWeights:
     @property
     def nbytes(self) -> int:
         """The bytes that a product reads."""
-        return self.data.nbytes
+        return self.data.nbytes + (0 if self.tail is None else self.tail.nbytes)
 
     def unpacked(self) -> StoredWeight:
-        """The weights in their original order."""
-        found = self._empty()
+        """The weights in their original order, those of `tail` not among them."""
+        found = self.format.empty(self.dtype, self.own_outputs, self.in_features)
         self._move("unpack", [found])
+        if self.places is not None:
+            found = replace(found, order=torch.argsort(self.places).to(torch.int32))
         if self.scale is not None:
-            found = replace(found, scale=self.scale[: self.out_features].clone())
+            found = replace(found, scale=self.scale[: self.own_outputs].clone())
         return found
+
+    def shares_rows_with(self, other: PackedWeights) -> bool:
+        """Whether rows enter products with both in the same form."""
+        if self.places is None or other.places is None:
+            same_places = self.places is other.places
+        else:
+            same_places = torch.equal(self.places, other.places)
+        return same_places and self.operand == other.operand and _lowers(self.format) == _lowers(other.format)
+
+    def _packed_tail(self, parts: list[StoredWeight], bias: Tensor | None, panel: int) -> PackedWeights | None:
+        if not parts:
+            return None
+        if self.own_outputs % panel:
+            raise ValueError(f"the kernels cannot stack {self.own_outputs} outputs and others of another format")
+        return PackedWeights(self._library, parts, None if bias is None else bias[self.own_outputs :])
 
     def _packed(self, parts: list[StoredWeight]) -> Tensor:
         num_bytes = packed_bytes(self._library, self.struct, self.real)
@@ -79,20 +109,6 @@ class PackedWeights:
         self.struct.data = data.data_ptr()
         self._move("pack", [part.each(_with_contiguous_rows) for part in parts])
         return data
-
-    def _empty(self) -> StoredWeight:
-        """Room for the weights as they were before packing."""
-        fmt, rows, cols = self.format, self.out_features, self.in_features
-        if not fmt.quantised:
-            return StoredWeight(fmt, self.dtype, torch.empty(rows, cols, dtype=self.dtype))
-        data = torch.empty(rows, cols, dtype=torch.int8)
-        if fmt.bits == 4:
-            data = torch.empty(rows, cols // 2, dtype=torch.uint8)
-        if fmt.group is None:
-            return StoredWeight(fmt, self.dtype, data)
-        scale = torch.empty(rows, cols // fmt.group, dtype=torch.bfloat16)
-        zero = torch.empty(scale.shape, dtype=torch.uint8) if fmt.has_zeros else None
-        return StoredWeight(fmt, self.dtype, data, scale, zero)
 
     def _move(self, way: str, parts: list[StoredWeight]) -> None:
         """Pack stacked weights, whose rows are contiguous, into `data`, or unpack them from there."""
@@ -109,12 +125,12 @@ class PackedWeights:
     def _column(self, values: Tensor | None) -> Tensor | None:
         if values is None:
             return None
-        return torch.nn.functional.pad(values.to(self.real), (0, self.width - self.out_features)).contiguous()
+        return torch.nn.functional.pad(values.to(self.real), (0, self.width - self.own_outputs)).contiguous()
 
 
 def linear_struct(fmt: WeightFormat, operand: Operand, rows: int, cols: int) -> LinearStruct:
     """A matrix for the kernels, which lies nowhere yet."""
-    return LinearStruct(fmt.code, operand, rows, cols, fmt.group or 0, fmt.has_zeros)
+    return LinearStruct(fmt.code, operand, rows, cols, fmt.group or 0, fmt.has_zeros, blocks=fmt.struct())
 
 
 def packed_bytes(library: KernelLibrary, weights: LinearStruct, real: torch.dtype) -> int:
@@ -126,8 +142,11 @@ def packed_bytes(library: KernelLibrary, weights: LinearStruct, real: torch.dtyp
 def product(library: KernelLibrary, weights: LinearStruct, rows: Tensor) -> Tensor:
     """The product [n, width] of contiguous rows [n, in_features] with packed weights, in the dtype of the rows."""
     count, threads = _I64(len(rows)), _I64(library.num_threads)
-    panel = library.panel(rows.dtype)
-    out = rows.new_empty(len(rows), -(-weights.rows // panel) * panel)
+    panel, outputs, part = library.panel(rows.dtype), weights.rows, weights
+    while part.next:
+        part = LinearStruct.from_address(part.next)
+        outputs += part.rows
+    out = rows.new_empty(len(rows), -(-outputs // panel) * panel)
     size: int = library.function("linear_scratch_size", rows.dtype, _I64)(ctypes.byref(weights), count, threads)
     scratch = rows.new_empty(size)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (rows, out, scratch)]
@@ -135,8 +154,9 @@ def product(library: KernelLibrary, weights: LinearStruct, rows: Tensor) -> Tens
     return out
 
 
-def _inputs(stored: StoredWeight) -> int:
-    return stored.data.shape[-1] * (2 if stored.format.bits == 4 else 1)
+def _lowers(fmt: WeightFormat) -> bool:
+    """Whether rows are made smaller before they are multiplied with whole numbers, whose scales come at the end."""
+    return fmt.code in (FormatCode.INT8, FormatCode.INT4)
 
 
 def _with_contiguous_rows(matrix: Tensor) -> Tensor:

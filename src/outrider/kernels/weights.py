@@ -20,7 +20,7 @@ from outrider.kernels.pages import release
 from outrider.kernels.rounding import parts
 
 
-def stored_weight(module: nn.Linear) -> StoredWeight:
+def stored_weight(module: nn.Linear | nn.Embedding) -> StoredWeight:
     """The weight of a layer as it is stored."""
     return getattr(module, "quantised_weight", None) or plain(module.weight.data)
 
@@ -104,6 +104,35 @@ class QuantisedLinear(nn.Linear):
         return torch.cat(outputs, -1)
 
 
+class QuantisedEmbedding(nn.Embedding):
+    """nn.Embedding with quantised rows, of which those that are asked for are made weights. `weight` keeps its shape and
+    dtype, but holds no numbers."""
+
+    quantised_weight: StoredWeight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[...] token ids to [..., embedding_dim]."""
+        rows = self.quantised_weight.each(lambda tensor: tensor[input.flatten()])
+        return rows.format.dequantise(rows, self.weight.dtype).reshape(*input.shape, self.embedding_dim)
+
+
+def keep_quantised(module: nn.Linear | nn.Embedding, stored: StoredWeight) -> None:
+    """Give a layer weights that a file brings quantised. A class of embeddings that scales what it finds still does so."""
+    dtype = module.weight.dtype
+    if not _is_kept(module.weight):
+        module.weight = nn.Parameter(stored.format.dequantise(stored, dtype), requires_grad=False)
+        return
+    if type(module) is nn.Linear:
+        module.__class__ = QuantisedLinear
+    elif type(module) is nn.Embedding:
+        module.__class__ = QuantisedEmbedding
+    else:
+        stock = type(module)
+        module.__class__ = type(f"Quantised{stock.__name__}", (stock, QuantisedEmbedding), {})
+    empty_weight(module)
+    module.quantised_weight = stored  # type: ignore[assignment]
+
+
 def quantise_linears(
     model: nn.Module, fmt: WeightFormat, stacks: Iterable[ExpertStack] = (), *, name: str = "the model"
 ) -> None:
@@ -175,7 +204,7 @@ def check_groups(fmt: WeightFormat, inputs: dict[str, int]) -> None:
     )
 
 
-def empty_weight(module: nn.Linear) -> None:
+def empty_weight(module: nn.Linear | nn.Embedding) -> None:
     """Free the weight of a layer, but not a weight that is tied to it.
 
     The shape and the dtype stay. There are no numbers left, so that a use of them is noticed.
@@ -187,7 +216,7 @@ def empty_weight(module: nn.Linear) -> None:
         del module.quantised_weight
 
 
-def restore_weight(module: nn.Linear, stored: StoredWeight) -> None:
+def restore_weight(module: nn.Linear | nn.Embedding, stored: StoredWeight) -> None:
     """Give a layer its weight back."""
     if stored.quantised:
         module.quantised_weight = stored  # type: ignore[assignment]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.formats.stored import StoredWeight
-from outrider.kernels.layout import FormatCode, Operand
+from outrider.kernels.layout import BlocksStruct, FormatCode, Operand
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,28 @@ class WeightFormat(ABC):
         if self.group is None:
             return rows * cols * self.bits // 8 + (4 * rows if self.quantised else 0)
         return rows * cols * self.bits // 8 + rows * (cols // self.group) * (3 if self.has_zeros else 2)
+
+    def inputs(self, data: Tensor) -> int:
+        """The in_features of stored numbers [..., n]."""
+        return data.shape[-1]
+
+    def empty(self, dtype: torch.dtype, rows: int, cols: int) -> StoredWeight:
+        """Room for a matrix [rows, cols] that stands for `dtype`."""
+        if not self.quantised:
+            return StoredWeight(self, dtype, torch.empty(rows, cols, dtype=dtype))
+        data = torch.empty(rows, cols, dtype=torch.int8)
+        if self.bits == 4:
+            data = torch.empty(rows, cols // 2, dtype=torch.uint8)
+        if self.group is None:
+            return StoredWeight(self, dtype, data)
+        scale = torch.empty(rows, cols // self.group, dtype=torch.bfloat16)
+        return StoredWeight(
+            self, dtype, data, scale, torch.empty(scale.shape, dtype=torch.uint8) if self.has_zeros else None
+        )
+
+    def struct(self) -> BlocksStruct:
+        """What the kernels must know of weights in blocks."""
+        return BlocksStruct()
 
     def operand(self, dtype: torch.dtype, *, pairs: bool) -> Operand:
         """As what rows enter products with weights that stand for `dtype`. `pairs` says whether the kernels multiply pairs

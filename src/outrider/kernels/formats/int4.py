@@ -33,6 +33,9 @@ class Int4(WeightFormat):
         numbers, scale = rounding.rounded_in_groups(weight, self.group, 7, least=-MIDDLE)
         return StoredWeight(self, weight.dtype, folded((numbers + MIDDLE).to(torch.uint8)), scale)
 
+    def inputs(self, data: Tensor) -> int:
+        return 2 * data.shape[-1]
+
     def dequantise(self, stored: StoredWeight, dtype: torch.dtype) -> Tensor:
         assert stored.scale is not None, "whole numbers have scales"
         numbers = unfolded(stored.data)

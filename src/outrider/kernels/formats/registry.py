@@ -30,6 +30,20 @@ FORMATS: dict[str, WeightFormat] = {
     **{known.name: known for known in (*_FLOATS.values(), *_QUANTISED)},
     "int4": Int4("int4-g128", 128),
 }
+#: The formats of weights that files bring, as far as such weights have been packed.
+_FROM_FILES: dict[str, WeightFormat] = {}
+
+
+def remember(fmt: WeightFormat) -> str:
+    """The name of a format, by which `by_name` finds it from now on."""
+    if fmt.name not in FORMATS:
+        _FROM_FILES[fmt.name] = fmt
+    return fmt.name
+
+
+def by_name(name: str) -> WeightFormat:
+    """A format that users may ask for, or one that was remembered."""
+    return FORMATS.get(name) or _FROM_FILES[name]
 
 
 def plain(weight: Tensor) -> StoredWeight:

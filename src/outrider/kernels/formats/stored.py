@@ -24,6 +24,8 @@ class StoredWeight:
             the first one in the lower half.
         scale: [out_features], or [out_features, groups] where groups of inputs share a scale. None where nothing is scaled.
         zero: uint8 [out_features, groups], the zero points, where the format has some.
+        order: int32 [in_features], which input's weights lie at each place; None where they lie in order. All rows share
+        it.
     """
 
     format: WeightFormat
@@ -31,6 +33,7 @@ class StoredWeight:
     data: Tensor
     scale: Tensor | None = None
     zero: Tensor | None = None
+    order: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> StoredWeight:
         """The same change of every tensor, as that of the order of the rows."""
@@ -49,11 +52,17 @@ class StoredWeight:
         """Whether the weights were rounded."""
         return self.format.quantised
 
+    def stands_beside(self, other: StoredWeight) -> bool:
+        """Whether the rows of both can be rows of one matrix."""
+        if self.order is None or other.order is None:
+            return self.format == other.format and self.order is other.order
+        return self.format == other.format and torch.equal(self.order, other.order)
+
     @staticmethod
     def of(parts: Sequence[StoredWeight], join: Callable[[list[Tensor]], Tensor] = torch.cat) -> StoredWeight:
         """Weights of one format joined, one tensor of theirs after another."""
         first = parts[0]
-        assert all(part.format == first.format for part in parts), "weights of one format are joined"
+        assert all(first.stands_beside(part) for part in parts), "weights of one format are joined"
         scales = [part.scale for part in parts if part.scale is not None]
         zeros = [part.zero for part in parts if part.zero is not None]
         data = join([part.data for part in parts])

@@ -54,8 +54,13 @@
 #endif
 
 /* How weights are stored, and as what rows enter a product with them; see kernels/formats and kernels/layout.py. */
-enum { FORMAT_REAL = 0, FORMAT_BF16 = 1, FORMAT_INT8 = 2, FORMAT_INT4 = 3 };
+enum { FORMAT_REAL = 0, FORMAT_BF16 = 1, FORMAT_INT8 = 2, FORMAT_INT4 = 3, FORMAT_BLOCKS = 4 };
 enum { OPERAND_REAL = 0, OPERAND_PAIRS = 1 };
+
+/* What the numbers in blocks mean; see formats/blocks.inc. */
+enum { VALUES_WHOLE = 0, VALUES_NL = 1, VALUES_MX = 2, VALUES_HALF = 3, VALUES_BF16 = 4 };
+enum { SCALES_NONE = 0, SCALES_HALF = 1, SCALES_BF16 = 2 };
+enum { LOWS_NONE = 0, LOWS_OF_BLOCKS = 1, LOWS_OF_PARTS = 2 };
 
 /* All that the inner loops must know of a matrix in one number, which is a constant wherever they are expanded. */
 enum { KIND_GROUPED = 64, KIND_ZEROS = 128 };

@@ -18,7 +18,7 @@ from outrider.kernels.decoder import DecoderKernel
 from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.kernels.packed import PackedWeights
-from outrider.kernels.weights import empty_weight
+from outrider.kernels.weights import QuantisedEmbedding, empty_weight
 from outrider.model import hf
 from outrider.model.backends.base import AttentionBackend, PartialPass, PassOutput
 from outrider.model.backends.pass_rows import pass_rows
@@ -123,6 +123,10 @@ class _Matrices:
     def tie(self, embeddings: nn.Embedding, head: nn.Linear) -> None:
         """Embeddings share the head's weight, gone or given back."""
         embeddings.weight = head.weight
+        if hasattr(embeddings, "quantised_weight"):
+            del embeddings.quantised_weight
+        if hasattr(head, "quantised_weight") and isinstance(embeddings, QuantisedEmbedding):
+            embeddings.quantised_weight = stored(head)
         self._tied = embeddings, head
 
     def take(self, *parts: WeightSlice) -> PackedWeights:
@@ -151,11 +155,15 @@ class _Matrices:
         """Every weight to its module."""
         found: dict[Any, dict[int, StoredWeight]] = {}
         for parts, packed in self._taken:
-            both = packed.unpacked()
-            end = 0
-            for part in parts:
-                start, end = end, end + part.end - part.begin
-                found.setdefault(part.module, {})[part.begin] = both.rows(start, end)
+            rest = iter(parts)
+            piece: PackedWeights | None = packed
+            while piece is not None:
+                both, end = piece.unpacked(), 0
+                while end < piece.own_outputs:
+                    part = next(rest)
+                    start, end = end, end + part.end - part.begin
+                    found.setdefault(part.module, {})[part.begin] = both.rows(start, end)
+                piece = piece.tail
         for module, by_begin in found.items():
             restore(module, StoredWeight.of([by_begin[begin] for begin in sorted(by_begin)]))
         self._taken.clear()
@@ -171,11 +179,14 @@ def _kernel(
 ) -> DecoderKernel:
     """Pack the model layer by layer, freeing what is packed: both forms of all weights might not fit in memory."""
     stack, embeddings, lm_head = hf.decoder_stack(model), model.get_input_embeddings(), model.get_output_embeddings()
-    tied = embeddings.weight is lm_head.weight
+    shared = getattr(embeddings, "quantised_weight", None)
+    tied = embeddings.weight is lm_head.weight if shared is None else shared is getattr(lm_head, "quantised_weight", None)
     head = matrices.take(whole(lm_head))
     matrices.empty()
     if tied:  # the kernels read embeddings from the head
         matrices.tie(embeddings, lm_head)
+    embedding = None if tied else embeddings.weight.data if shared is None else matrices.take(whole(embeddings))
+    matrices.empty()
     layers = []
     kinds = hf.layer_types(config)
     for layer, kind, reach in zip(hf.decoder_layers(model), kinds, hf.layer_reaches(config), strict=True):
@@ -186,7 +197,7 @@ def _kernel(
         library,
         decoder_shape(config, family, embeddings, layers),
         layers,
-        embedding=None if tied else embeddings.weight.data,
+        embedding=embedding,
         positions=table,
         final_norm=norm_of(getattr(stack, family.final_norm), family),
         head=head,

@@ -127,7 +127,10 @@ def _feed_forward(mlp: Any, family: Family, packer: Packer) -> tuple[PackedWeigh
     if not family.gated:
         return None, packer.take(whole(modules[0])), packer.take(whole(modules[1]))
     gate, up = halves(modules[0]) if len(modules) == 2 else (whole(modules[0]), whole(modules[1]))
-    return packer.take(gate), packer.take(up), packer.take(whole(modules[-1]))
+    packed_gate, packed_up = packer.take(gate), packer.take(up)
+    if not packed_gate.shares_rows_with(packed_up):
+        raise ValueError("the kernels do not know a gate and values whose formats take their rows in different forms")
+    return packed_gate, packed_up, packer.take(whole(modules[-1]))
 
 
 def _experts(mlp: Any, config: Any, family: Family, packer: Packer) -> PackedExperts | None:

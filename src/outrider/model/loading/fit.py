@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from operator import index
@@ -100,9 +101,15 @@ def stored_tensors(folder: Path) -> list[StoredTensor]:
     What is malformed is left to loading, which says what is wrong.
     """
     try:
-        return [tensor for path in weight_files(folder) for tensor in _header(path)]
+        return [tensor for _, tensors in file_headers(folder) for tensor in tensors]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
+
+
+def file_headers(folder: Path) -> Iterator[tuple[Path, list[StoredTensor]]]:
+    """The safetensors files of a checkpoint, each with its tensors. Raises what a malformed file makes its reader raise."""
+    for path in weight_files(folder):
+        yield path, _header(path)
 
 
 def weight_files(folder: Path) -> list[Path]:

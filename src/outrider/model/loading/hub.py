@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from outrider.errors import ModelLoadError
@@ -37,3 +38,28 @@ def hub_options(model: str, revision: str | None) -> dict[str, Any]:
     except Exception:  # whatever the network does: a cached model needs none
         return {"local_files_only": True}
     return {}
+
+
+def local_folder(model: str, options: dict[str, Any]) -> Path:
+    """The folder of a checkpoint, or that of what the hub has of it, with its weights.
+
+    Raises:
+        ModelLoadError: The hub does not give it.
+    """
+    from huggingface_hub import snapshot_download
+
+    if os.path.isdir(model):
+        return Path(model)
+    try:
+        return Path(
+            snapshot_download(
+                model,
+                revision=options.get("revision"),
+                local_files_only=options.get("local_files_only", False),
+                allow_patterns=["*.safetensors", "*.json"],
+            )
+        )
+    except Exception as error:
+        raise ModelLoadError(
+            model, f"its weights cannot be had ({error})", "Check the network, or give a folder."
+        ) from error

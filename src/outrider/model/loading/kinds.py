@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ from outrider.errors import InvalidParameterError, ModelLoadError, UnsupportedMo
 
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 _NEEDED = "Give the folder that holds config.json and the weights, or a hub id like owner/name."
-#: Ways of rounding whose products need packages and devices of their own.
-_FOREIGN_ROUNDING = ("awq", "bitsandbytes", "gptq")
 
 
 def check_is_checkpoint(field: str, source: str) -> None:
@@ -40,20 +37,6 @@ def check_is_checkpoint(field: str, source: str) -> None:
         raise _gguf(source, "it holds GGUF files")
     holds = f"it holds no {_CONFIG}, but {', '.join(names[:3])}" if names else "the folder is empty"
     raise InvalidParameterError(field, source, holds, _NEEDED)
-
-
-def check_rounding(model: str, hf_config: Any) -> None:
-    """Refuse weights that were rounded for products that are not ours.
-
-    Raises:
-        UnsupportedModelError: They are quantised by a method that cannot be loaded exactly here.
-    """
-    given = getattr(hf_config, "quantization_config", None)
-    method = given.get("quant_method") if isinstance(given, Mapping) else getattr(given, "quant_method", None)
-    name = str(getattr(method, "value", method)).lower()
-    if name in _FOREIGN_ROUNDING:
-        remedy = 'Give the original checkpoint; quantization="int8" or "int4" rounds it while it is loaded.'
-        raise UnsupportedModelError(model, f"its weights are quantised by {name}, which is not supported", remedy)
 
 
 def missing_head(model: str, hf_config: Any, missing: list[str]) -> UnsupportedModelError | None:

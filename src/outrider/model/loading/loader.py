@@ -23,8 +23,10 @@ from outrider.model.loading.exclusive import check_wanted, exclusive_transformer
 from outrider.model.loading.files import check_files
 from outrider.model.loading.fit import Needs, check_fit, needs, stored_tensors
 from outrider.model.loading.from_module import check_given, make_own
-from outrider.model.loading.hub import hub_options
-from outrider.model.loading.kinds import check_is_checkpoint, check_rounding, missing_head, wrong_shape
+from outrider.model.loading.hub import hub_options, local_folder
+from outrider.model.loading.kinds import check_is_checkpoint, missing_head, wrong_shape
+from outrider.model.loading.quantised.checkpoint import QuantisedCheckpoint
+from outrider.model.loading.quantised.scheme import declared, layout_of
 
 logger = logging.getLogger(__name__)
 
@@ -123,11 +125,11 @@ def load_model(config: ModelConfig, tokenizer: Any | None = None, *, kv_tokens: 
     source = _source(config)
     hf_config = _read_config(config, source)
     longest = _max_model_len(config, hf_config)
-    _check_rounding(config, hf_config)
     check_fit(config, hf_config, device, kv_tokens)
     own_tokenizer = _load_tokenizer(config, source) if tokenizer is None else given_tokenizer(tokenizer)
+    load = _load_weights if layout_of(config.model, hf_config) is None else _load_quantised
     with exclusive_transformers():
-        return _loaded(config, _load_weights(config, hf_config, source).to(device), own_tokenizer, device, longest)
+        return _loaded(config, load(config, hf_config, source, device), own_tokenizer, device, longest)
 
 
 def read_context(config: ModelConfig) -> int:
@@ -175,7 +177,8 @@ def _read_config(config: ModelConfig, source: dict[str, Any]) -> Any:
     found = _attempt(config.model, "its configuration cannot be read", AutoConfig.from_pretrained, config.model, **source)
     _check_decoder(config.model, found)
     _check_depth(config.model, found)
-    check_rounding(config.model, found)
+    _check_rounding(config, found)
+    layout_of(config.model, found)  # refuses what is not loaded here
     return found
 
 
@@ -249,10 +252,10 @@ def _check_decoder(name: str, hf_config: Any) -> None:
 
 
 def _check_rounding(config: ModelConfig, hf_config: Any) -> None:
-    given = getattr(hf_config, "quantization_config", None)
+    given = declared(hf_config)
     if config.quantization is None or given is None:
         return
-    method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+    method = given.get("quant_method")
     raise UnsupportedModelError(
         config.model,
         f"its weights are quantised already ({method}), and quantization={config.quantization!r} would round them again",
@@ -315,27 +318,80 @@ def _device_remedy(name: str) -> str:
     return "Use cpu."
 
 
-def _load_weights(config: ModelConfig, hf_config: Any, source: dict[str, Any]) -> Any:
+def _load_weights(config: ModelConfig, hf_config: Any, source: dict[str, Any], device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    load = AutoModelForCausalLM.from_pretrained
+    return _complete(config, hf_config, load, config.model, config=hf_config, dtype=dtype, **source).to(device)
+
+
+def _load_quantised(config: ModelConfig, hf_config: Any, source: dict[str, Any], device: torch.device) -> Any:
+    """A model whose quantised matrices stay as the files have them."""
+    layout = layout_of(config.model, hf_config)
+    assert layout is not None, "its configuration says how its weights are quantised"
+    folder = local_folder(config.model, source)
+    dtype = _quantised_dtype(config, hf_config)
+    with QuantisedCheckpoint(config.model, folder, layout) as files:
+        model = model_from_state(config, hf_config, source, files.state(dtype), dtype).to(device)
+        files.fill(model, dtype)
+    model.generation_config = _read_generation_config(folder) or model.generation_config
+    return model
+
+
+def _quantised_dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:
+    """That of what is not quantised. The kernels do not compute float16, whose numbers float32 holds exactly."""
+    if config.dtype != "auto":
+        asked: torch.dtype = getattr(torch, config.dtype)
+        return asked
+    written = getattr(hf_config, "dtype", None)
+    return torch.float32 if written in (None, torch.float16) else written
+
+
+def _read_generation_config(folder: Path) -> Any | None:
+    from transformers import GenerationConfig
+
+    if not (folder / "generation_config.json").is_file():
+        return None
+    return _attempt(str(folder), "its generation_config.json cannot be read", GenerationConfig.from_pretrained, folder)
+
+
+def model_from_state(
+    config: ModelConfig, hf_config: Any, source: dict[str, Any], state: dict[str, Any], dtype: torch.dtype
+) -> Any:
+    """A model of transformers with these tensors, whose names are checked as those of files are.
+
+    Raises:
+        ModelLoadError: Tensors are missing, or have other shapes.
+        UnsupportedModelError: It is no causal language model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    plain = deepcopy(hf_config)
+    plain.__dict__.pop("quantization_config", None)
+    trusted = {"trust_remote_code": source.get("trust_remote_code", False)}
+    with torch.device("meta"):
+        kind = type(_attempt(config.model, "it cannot be built", AutoModelForCausalLM.from_config, plain, **trusted))
+    return _complete(config, hf_config, kind.from_pretrained, None, config=plain, state_dict=state, dtype=dtype)
+
+
+def _complete(asked: ModelConfig, hf_config: Any, load: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """What a function of transformers loads, where nothing is missing and everything has its shape."""
     model, info = _attempt(
-        config.model,
+        asked.model,
         "its weights cannot be read",
-        AutoModelForCausalLM.from_pretrained,
-        config.model,
-        config=hf_config,
-        dtype=dtype,
+        load,
+        *args,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are refused below, by name
-        **source,
+        **kwargs,
     )
     if info.get("mismatched_keys"):
-        raise wrong_shape(config.model, sorted(info["mismatched_keys"]))
+        raise wrong_shape(asked.model, sorted(info["mismatched_keys"]))
     missing = sorted(info["missing_keys"])
     if missing and _untied(model, missing):
         raise ModelLoadError(
-            config.model,
+            asked.model,
             f"its tied weights were not tied ({missing[0]}): other code of this process has transformers load a model too, "
             "and replaces parts of transformers meanwhile",
             "Load models one after another. Outrider's own loads take turns; others do within "
@@ -343,8 +399,8 @@ def _load_weights(config: ModelConfig, hf_config: Any, source: dict[str, Any]) -
         )
     if missing:
         problem = f"{len(missing)} weights are missing, {missing[0]} first"
-        raise missing_head(config.model, hf_config, missing) or ModelLoadError(
-            config.model, problem, "Download or save the checkpoint again."
+        raise missing_head(asked.model, hf_config, missing) or ModelLoadError(
+            asked.model, problem, "Download or save the checkpoint again."
         )
     return model
 

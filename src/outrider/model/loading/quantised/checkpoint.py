@@ -1,0 +1,122 @@
+"""The files of a quantised checkpoint, whose matrices are read one after another and kept packed.
+
+transformers builds the model and loads what is not quantised, and so checks names and shapes as it does for every
+checkpoint. For each quantised matrix it is given a weight of the right shape that holds no numbers and takes no memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.kernels.weights import keep_quantised
+from outrider.model.loading.exclusive import check_wanted
+from outrider.model.loading.fit import StoredTensor, file_headers
+from outrider.model.loading.quantised.layout import Layout, MisshapenError
+
+_AGAIN = "Download or save the checkpoint again."
+
+
+class QuantisedCheckpoint:
+    """Safetensors files with quantised matrices. A context manager: the files are open inside.
+
+    Args:
+        name: What to call the checkpoint in errors.
+        folder: Its folder.
+        layout: That of its matrices.
+
+    Raises:
+        ModelLoadError: The files cannot be read, or tensors of a matrix do not belong together.
+    """
+
+    def __init__(self, name: str, folder: Path, layout: Layout) -> None:
+        self._name, self._layout = name, layout
+        self._open = ExitStack()
+        self._files: dict[str, Any] = {}  # the open file of each tensor
+        self._headers: dict[str, StoredTensor] = {}
+        try:
+            for path, tensors in file_headers(folder):
+                file = self._opened(path)
+                self._headers |= {tensor.name: tensor for tensor in tensors}
+                self._files |= dict.fromkeys((tensor.name for tensor in tensors), file)
+        except Exception as error:  # whatever a file that is none makes its readers raise
+            self._open.close()
+            raise ModelLoadError(name, f"its weights cannot be read ({error})", _AGAIN) from error
+        self.layers = self._quantised_layers()
+        if not self.layers:
+            self._open.close()
+            raise ModelLoadError(name, "its configuration says that weights are quantised, and none are", _AGAIN)
+
+    def __enter__(self) -> QuantisedCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def state(self, dtype: torch.dtype) -> dict[str, Any]:
+        """What transformers loads: tensors that are not quantised, read when they are asked for, and empty weights."""
+        parts = {f"{layer}.{suffix}" for layer, suffixes in self.layers.items() for suffix in suffixes}
+        state = {name: file.get_slice(name) for name, file in self._files.items() if name not in parts}
+        for layer in self.layers:
+            state[f"{layer}.weight"] = torch.full((), float("nan"), dtype=dtype).expand(self._shape(layer))
+        return state
+
+    def fill(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Give the layers of a model their weights, one after another.
+
+        Raises:
+            ModelLoadError: Tensors of a matrix do not belong together.
+            UnsupportedModelError: The model has no such layer, or it is none that can be quantised.
+        """
+        modules = dict(model.named_modules())
+        for layer in self.layers:
+            check_wanted()
+            module = modules.get(layer)
+            if not isinstance(module, nn.Linear | nn.Embedding):
+                problem = f"{layer} is quantised, and transformers' model has no such linear layer"
+                remedy = "Give the original checkpoint. Quantised experts are not loaded yet."
+                raise UnsupportedModelError(self._name, problem, remedy)
+            keep_quantised(module, self._stored(layer, dtype))
+
+    def _quantised_layers(self) -> dict[str, dict[str, StoredTensor]]:
+        found: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+        for name, tensor in self._headers.items():
+            layer, _, suffix = name.rpartition(".")
+            if suffix in self._layout.suffixes:
+                found[layer][suffix] = tensor
+        return {layer: tensors for layer, tensors in sorted(found.items()) if self._layout.holds(tensors)}
+
+    def _shape(self, layer: str) -> tuple[int, int]:
+        headers = self.layers[layer]
+        try:
+            return self._layout.shape(headers, lambda suffix: self._tensor(f"{layer}.{suffix}"))
+        except (MisshapenError, KeyError, ValueError) as error:
+            raise self._misshapen(layer, error) from error
+
+    def _stored(self, layer: str, dtype: torch.dtype) -> Any:
+        shape, headers = self._shape(layer), self.layers[layer]
+        try:
+            stored = self._layout.stored({suffix: self._tensor(f"{layer}.{suffix}") for suffix in headers}, dtype)
+        except (MisshapenError, KeyError, ValueError, IndexError, RuntimeError) as error:
+            raise self._misshapen(layer, error) from error
+        assert (len(stored.data), stored.format.inputs(stored.data)) == shape, "a layout says what its weights are"
+        return stored
+
+    def _misshapen(self, layer: str, error: Exception) -> ModelLoadError:
+        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
+        return ModelLoadError(self._name, f"the quantised weights of {layer} cannot be read: {reason}", _AGAIN)
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def _opened(self, path: Path) -> Any:
+        from safetensors import safe_open
+
+        return self._open.enter_context(safe_open(path, framework="pt"))

@@ -1,0 +1,249 @@
+"""Checkpoints that others quantised: every weight is the layout's to the bit, and speculation is lossless against these."""
+
+from __future__ import annotations
+
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from outrider import LLM, SamplingParams
+from outrider.config import ModelConfig
+from outrider.convert.compressed_tensors import write_compressed
+from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.kernels.formats.registry import FORMATS
+from outrider.kernels.linear import use_stock_linear
+from outrider.kernels.weights import stored_weight
+from outrider.model.loading.loader import load_model
+from tests.model import checkpoints, quantised_files
+from tests.model.quantised_files import GROUP, awq, declare, gptq
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+FILES: dict[str, Any] = {
+    "gptq": (gptq(), GPTQ),
+    "gptq-v2": (gptq(version=2), GPTQ | {"checkpoint_format": "gptq_v2"}),
+    "gptq-ordered": (gptq(ordered=True), GPTQ | {"desc_act": True}),
+    "gptq-symmetric": (gptq(zeros=False), GPTQ | {"sym": True}),
+    "gptq-8": (gptq(8), GPTQ | {"bits": 8}),
+    "awq": (awq, AWQ),
+}
+
+
+@pytest.fixture(scope="module", params=FILES)
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    return quantised_files.write(tmp_path_factory.mktemp("files") / request.param, *FILES[request.param])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return quantised_files.write(tmp_path / "model", gptq(), GPTQ, num_hidden_layers=1)[0]
+
+
+def read(folder: Path, dtype: Any = "float32") -> Any:
+    return load_model(ModelConfig(model=str(folder), dtype=dtype)).model
+
+
+def weight_of(model: Any, name: str) -> Tensor:
+    stored = stored_weight(model.get_submodule(name.removesuffix(".weight")))
+    assert stored.quantised
+    return stored.format.dequantise(stored, torch.float32)
+
+
+def replaced(folder: Path, model: Any) -> str:
+    """The same model as a checkpoint in full precision, with the weights that its quantised ones stand for."""
+    plain = deepcopy(model)
+    for name, module in plain.named_modules():
+        if hasattr(module, "quantised_weight"):
+            module.weight = torch.nn.Parameter(weight_of(model, f"{name}.weight"))
+            module.__class__ = torch.nn.Linear
+            del module.quantised_weight
+    plain.save_pretrained(folder)
+    return str(folder)
+
+
+def test_weights_are_those_of_the_layout_to_the_bit(written: tuple[Path, dict[str, Tensor]]) -> None:
+    model = read(written[0])
+    for name, want in written[1].items():
+        assert torch.equal(weight_of(model, name).double(), want)
+        assert model.get_parameter(name).untyped_storage().nbytes() <= 4, "nothing is kept in full precision"
+
+
+def test_texts_are_those_of_the_weights(written: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    plain = replaced(tmp_path / "plain", read(written[0]))
+    prompt, params = [5, 3, 8, 1, 2, 3, 8, 1], SamplingParams(temperature=0, max_tokens=12)
+    for dtype in ("float64", "float32"):
+        llm = LLM(str(written[0]), dtype=dtype)
+        assert llm.engine.runner.backend.name == "fused"
+        ours = [llm.generate([prompt], params, speculation=how)[0].token_ids for how in ("none", "suffix")]
+        assert ours[0] == ours[1]
+        if dtype == "float64":
+            assert tuple(ours[0]) == checkpoints.greedy_by_transformers(plain, prompt, 12)
+
+
+def test_weights_come_back_from_the_kernels(written: tuple[Path, dict[str, Tensor]]) -> None:
+    llm = LLM(str(written[0]), dtype="float32", speculation="none")
+    runner: Any = llm.engine.runner
+    runner.backend.uninstall()
+    for name, want in written[1].items():
+        assert torch.equal(weight_of(runner.loaded.model, name).double(), want)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, None), (8, 32), (8, None)])
+@pytest.mark.parametrize(
+    ("dtype", "format"), [("bfloat16", "pack-quantized"), ("float16", "pack-quantized"), ("float16", "int-quantized")]
+)
+def test_compressed_tensors_are_those_of_its_package(
+    tmp_path: Path, bits: int, group: int | None, dtype: str, format: str, symmetric: bool
+) -> None:
+    package = pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    if format == "int-quantized" and bits == 4:
+        pytest.skip("whole numbers of 8 bits alone are kept as they are")
+    args = QuantizationArgs(num_bits=bits, symmetric=symmetric, strategy="group" if group else "channel", group_size=group)
+    scheme, compressor = (
+        QuantizationScheme(targets=["Linear"], weights=args),
+        BaseCompressor.get_value_from_registry(format),
+    )
+    assert package.__version__
+
+    def pack(weight: Tensor, random: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        groups = weight.shape[1] // group if group else 1
+        scale = (0.5**bits * (0.5 + torch.rand(len(weight), groups, generator=random))).to(getattr(torch, dtype))
+        least = -(2 ** (bits - 1))
+        zero = torch.randint(least, -least, scale.shape, generator=random).to(torch.int8)
+        state = {"weight": weight.to(scale.dtype), "weight_scale": scale, "weight_zero_point": zero * (not symmetric)}
+        packed = compressor.compress(state, scheme)
+        wide = packed | {"weight_scale": scale.double()}  # so that the package rounds no product
+        return packed, compressor.decompress(wide, scheme)["weight"]
+
+    declared = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": scheme.model_dump()}}
+    folder, values = quantised_files.write(tmp_path / "model", pack, declared, num_hidden_layers=1)
+    model = read(folder)
+    for name, want in values.items():
+        assert torch.equal(weight_of(model, name).double(), want.double())
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "int8", "int8-g32"])
+def test_what_is_written_here_is_loaded(tmp_path: Path, name: str) -> None:
+    source = checkpoints.save("llama", tmp_path / "source", seed=3, hidden_size=64, intermediate_size=96, layers=1)
+    whole: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    whole.save_pretrained(tmp_path / "whole")
+    out = write_compressed(str(tmp_path / "whole"), tmp_path / "out", FORMATS[name])
+    model = read(out, "auto")
+    assert model.dtype == torch.bfloat16
+    for path, module in whole.named_modules():
+        if type(module) is torch.nn.Linear and path != "lm_head" and module.in_features > 32:
+            stored = stored_weight(model.get_submodule(path))
+            assert stored.format == FORMATS[name], "the kernels that are made for it"
+            rounded = FORMATS[name].store(module.weight.data)
+            if name != "int8":  # which the file rounds to scales in bfloat16
+                assert torch.equal(stored.data, rounded.data)
+                assert torch.equal(stored.scale, rounded.scale)
+
+
+def test_order_of_inputs_reaches_the_kernels(tmp_path: Path) -> None:
+    """Layers that share their input, each with an order of its own, cannot be one matrix; other backends compute these."""
+    folder, values = quantised_files.write(tmp_path / "model", gptq(ordered=True), GPTQ, num_hidden_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    layer = "model.layers.0.self_attn.k_proj"
+    order = torch.randperm(64)
+    tensors[f"{layer}.g_idx"] = tensors[f"{layer}.g_idx"][order]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    llm = LLM(str(folder), dtype="float32", speculation="none")
+    model: Any = llm.engine.runner.loaded.model
+    assert llm.engine.runner.backend.name != "fused"
+    assert model.get_submodule("model.layers.0.self_attn.q_proj").packed.places is not None
+    use_stock_linear(model)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(weight_of(model, name).double(), values[name])
+
+
+def test_a_file_in_half_precision_is_computed_in_float32(folder: Path) -> None:
+    declare(folder, dtype="float16")
+    assert read(folder, "auto").dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("declared", "problem", "remedy"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantised by bitsandbytes", 'quantization="int8"'),
+        ({"quant_method": "fp8"}, "quantised by fp8", "compressed-tensors"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "the layout marlin of GPTQ", "GPTQ"),
+        (GPTQ | {"bits": "4"}, "bits='4', which is no whole number", "config.json"),
+        (GPTQ | {"bits": 3}, "weights of 3 bits are not known", "again"),
+        (AWQ | {"version": "gemv"}, "the layout gemv of AWQ", "gemm"),
+        (
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            "nvfp4-pack-quantized",
+            "pack-quantized",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_not_known_is_refused_by_name(folder: Path, declared: dict[str, Any], problem: str, remedy: str) -> None:
+    declare(folder, quantization_config=declared)
+    with pytest.raises((UnsupportedModelError, ModelLoadError)) as caught:
+        read(folder)
+    assert problem in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "problem"),
+    [
+        ("qzeros", None, "qzeros is missing"),
+        ("scales", None, "scales is missing"),
+        ("scales", lambda t: t[:, :50], r"scales of shape \[50, 2\] do not fit 96 outputs"),
+        ("scales", lambda t: t * float("inf"), "scales are not finite"),
+        ("g_idx", lambda t: t + 1, "a group beyond the 2 that there are"),
+        ("g_idx", lambda t: t * 0, "groups have between 0 and 64 inputs"),
+        ("g_idx", lambda t: t[:40], r"groups of \[40\] inputs are given"),
+        ("qweight", lambda t: t.float(), "kept in torch.float32"),
+        ("qzeros", lambda t: t.long(), "zero points are kept in torch.int64"),
+        ("qweight", lambda t: t[:4], r"up_proj.weight has shape \[96, 32\], and config.json asks for \[96, 64\]"),
+        ("qweight", lambda t: t[0], "cannot be read: not enough values to unpack"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_belong_together_are_named(folder: Path, part: str, change: Any, problem: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensor = tensors.pop(f"{LAYER}.{part}")
+    if change is not None:
+        tensors[f"{LAYER}.{part}"] = change(tensor).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=problem) as caught:
+        read(folder)
+    assert "up_proj" in str(caught.value)
+
+
+def test_missing_weights_and_unknown_layers_are_named(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "other")
+    tensors = load_file(folder / "model.safetensors")
+    for part in ("qweight", "qzeros", "scales", "g_idx"):
+        tensors[f"model.layers.0.mlp.experts.0.up_proj.{part}"] = tensors[f"{LAYER}.{part}"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        UnsupportedModelError, match=r"experts\.0\.up_proj is quantised, and transformers' model has no such"
+    ):
+        read(folder)
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"1 weights are missing, model\.norm\.weight first"):
+        read(tmp_path / "other")
+    declare(folder, quantization_config=GPTQ)
+    whole = checkpoints.save("llama", tmp_path / "whole", layers=1)
+    declare(Path(whole), quantization_config=GPTQ)
+    with pytest.raises(ModelLoadError, match="weights are quantised, and none are"):
+        read(Path(whole))

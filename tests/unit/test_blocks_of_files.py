@@ -1,0 +1,151 @@
+"""Weights in the blocks of files: their values are the gguf package's to the bit, and products are those of these
+values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.kernels.formats.blocks import Blocks, folded_codes, in_order, stored_blocks, unfolded_codes, whole_numbers
+from outrider.kernels.formats.gguf import GGUF_TYPES
+from outrider.kernels.formats.registry import plain
+from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.library import available_sets, kernels_for
+from outrider.kernels.packed import PackedWeights, product
+
+gguf = pytest.importorskip("gguf")
+needs_kernels = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
+ROWS, COLS = 70, 768
+#: Where the scales of 16 bits lie in a block.
+SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}
+TWO = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+
+
+def random_rows(name: str, rows: int = ROWS, cols: int = COLS) -> np.ndarray:
+    """Bytes of blocks of a type: all bits are random, but scales are finite."""
+    kind, random = GGUF_TYPES[name], np.random.default_rng(sum(name.encode()))
+    blocks = random.integers(0, 256, (rows * cols // kind.inputs, kind.nbytes), dtype=np.uint8)
+    if name in ("F16", "BF16"):
+        values = torch.from_numpy(random.standard_normal((rows, cols)).astype(np.float32))
+        values[0, :3] = torch.tensor([6e-8, -6e-5, 0.0])  # the first two are no normal numbers of 16 bits
+        return values.to(torch.float16 if name == "F16" else torch.bfloat16).view(torch.uint8).numpy()
+    if name == "MXFP4":
+        blocks[:, 0] = random.integers(0, 140, len(blocks))
+    for at in SCALES.get(name, (0, 2) if name in TWO else (0,)):
+        scale = (random.standard_normal(len(blocks)) / 16).astype(np.float16)
+        scale[:2] = 6e-8, -0.0
+        blocks[:, at : at + 2] = scale[:, None].view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def read(name: str) -> tuple[StoredWeight, Tensor]:
+    """Weights as we keep them, and as the gguf package unpacks them."""
+    rows = random_rows(name)
+    want = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[name])
+    return GGUF_TYPES[name].stored(torch.from_numpy(rows), torch.float32), torch.from_numpy(want)
+
+
+def whole(bits: int, group: int, dtype: torch.dtype, *, zeros: bool, ordered: bool) -> tuple[StoredWeight, Tensor]:
+    """Weights in groups as safetensors files keep them, and what they stand for."""
+    generator = torch.Generator().manual_seed(bits + group)
+    codes = torch.randint(0, 2**bits, (ROWS, COLS), generator=generator, dtype=torch.uint8)
+    scale = torch.randn(ROWS, COLS // group, generator=generator).to(dtype)
+    zero = torch.randint(0, 2**bits, scale.shape, generator=generator, dtype=torch.uint8) if zeros else None
+    order = torch.randperm(COLS, generator=generator) if ordered else None
+    stored = in_order(
+        stored_blocks(whole_numbers(bits, group, dtype, has_zeros=zeros), torch.float32, codes, scale, zero), order
+    )
+    less = (2 ** (bits - 1) if zero is None else zero.int().repeat_interleave(group, 1)) * torch.ones(
+        ROWS, COLS, dtype=torch.int32
+    )
+    want = (codes.int() - less).float() * scale.float().repeat_interleave(group, 1)
+    return stored, want if order is None else want[:, torch.argsort(order)]
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    return torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+
+
+WHOLE = [(4, 128, torch.float16, True, True), (4, 64, torch.bfloat16, False, False), (8, 768, torch.float16, False, True)]
+CASES = [*sorted(GGUF_TYPES), *WHOLE]
+
+
+def case(which: str | tuple[int, int, torch.dtype, bool, bool]) -> tuple[StoredWeight, Tensor]:
+    if isinstance(which, str):
+        return read(which)
+    return whole(*which[:3], zeros=which[3], ordered=which[4])
+
+
+@pytest.mark.parametrize("which", CASES, ids=str)
+def test_values_are_those_of_the_file_to_the_bit(which: str | tuple[int, int, torch.dtype, bool, bool]) -> None:
+    stored, want = case(which)
+    ours = stored.format.dequantise(stored, torch.float32)
+    assert same_bits(ours + 0.0, want + 0.0)  # ggml has zeros with either sign
+    assert torch.equal(stored.format.dequantise(stored, torch.bfloat16), want.to(torch.bfloat16))
+    num_bytes = sum(t.nbytes for t in (stored.data, stored.scale, stored.zero) if t is not None)
+    assert num_bytes == stored.format.nbytes(ROWS, COLS)
+    part = stored.rows(5, 9)
+    assert torch.equal(part.format.dequantise(part, torch.float32), want[5:9])
+
+
+@needs_kernels
+@pytest.mark.parametrize("instruction_set", available_sets())
+@pytest.mark.parametrize("which", CASES, ids=str)
+def test_products_have_the_bits_of_products_with_the_values(
+    instruction_set: str, which: str | tuple[int, int, torch.dtype, bool, bool]
+) -> None:
+    stored, want = case(which)
+    library, bias = kernels_for(instruction_set), torch.linspace(-1, 1, ROWS)
+    ours = PackedWeights(library, stored, bias)
+    back = ours.unpacked()
+    assert torch.equal(back.data, stored.data)
+    for column in ("scale", "zero", "order"):
+        left, right = getattr(back, column), getattr(stored, column)
+        assert (left is None) == (right is None)
+        assert left is None or torch.equal(left, right)
+    values = want if stored.order is None else want[:, stored.order.long()]
+    theirs = PackedWeights(library, plain(values.contiguous()), bias)
+    for count in (1, 2, 3, 5, 8, 13, 30):
+        rows = torch.randn(count, COLS)
+        ordered = rows if stored.order is None else rows[:, stored.order.long()]
+        assert same_bits(product(library, ours.struct, rows), product(library, theirs.struct, ordered.contiguous()))
+
+
+@needs_kernels
+@pytest.mark.parametrize("instruction_set", available_sets())
+def test_rows_of_several_formats_are_one_matrix(instruction_set: str) -> None:
+    library = kernels_for(instruction_set)
+    parts = [
+        GGUF_TYPES[name].stored(torch.from_numpy(random_rows(name, 64)), torch.float32) for name in ("Q4_K", "Q6_K", "Q6_K")
+    ]
+    bias, rows = torch.linspace(-1, 1, 192), torch.randn(7, COLS)
+    stacked = PackedWeights(library, [*parts, plain(torch.randn(20, COLS))][:3], bias)
+    alone = [PackedWeights(library, part, bias[64 * i : 64 * i + 64]) for i, part in enumerate(parts)]
+    assert same_bits(
+        product(library, stacked.struct, rows)[:, :192],
+        torch.cat([product(library, part.struct, rows)[:, :64] for part in alone], 1).contiguous(),
+    )
+    assert stacked.out_features == 192
+    assert stacked.tail is not None
+    assert stacked.tail.own_outputs == 128
+    odd = parts[0].rows(0, 30)
+    with pytest.raises(ValueError, match="30 outputs and others of another format"):
+        PackedWeights(library, [odd, parts[1]])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_codes_come_back_from_their_planes(bits: int) -> None:
+    codes = torch.randint(0, 2**bits, (3, 2, 32), dtype=torch.uint8)
+    folded = folded_codes(codes, bits)
+    assert folded.shape[-1] == 4 * bits
+    assert torch.equal(unfolded_codes(folded, bits), codes)
+
+
+def test_blocks_are_read_and_never_rounded_to() -> None:
+    fmt: Blocks = GGUF_TYPES["Q4_K"].format
+    assert fmt.takes(512)
+    assert not fmt.takes(384)
+    with pytest.raises(TypeError, match="files bring weights in q4_k"):
+        fmt.store(torch.ones(2, 256))
