@@ -14,7 +14,7 @@ import torch
 from outrider.draft import Draft, Law
 from outrider.errors import EngineStalledError, NoTokenLeftError
 from outrider.llm import LLM
-from outrider.params import SamplingParams
+from outrider.params import SamplingParams, StructuredOutputs
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.methods.draft_model import DraftModel
@@ -29,6 +29,7 @@ from outrider.prove.settings import DRAFT, SETTINGS, STRUCTURE_SETTINGS, Setting
 from outrider.prove.tiny import save_tiny_llama
 from outrider.prove.tree_distribution import prove_tree_verifier
 from outrider.prove.tree_reference import TreeRule
+from outrider.structured.grammar import GrammarState
 from outrider.verify.noise import Key, KeyedNoise, Stream
 from outrider.verify.rules import residual
 
@@ -147,6 +148,30 @@ def law_processors() -> None:
 
 def law_structure() -> None:
     _named("regex, block")
+
+
+def law_of_wrong_forced_tokens() -> None:
+    """The least token that may follow is called forced, whether or not others may follow too."""
+    real, GrammarState.only = GrammarState.only, least_allowed
+    try:
+        _named("regex, nobody drafts")
+    finally:
+        GrammarState.only = real
+
+
+def least_allowed(state: GrammarState, path: tuple[int, ...]) -> int | None:
+    """In the place of `GrammarState.only`: another token may follow as well."""
+    allowed = state.allowed(path, 3)
+    return None if allowed is None or not allowed.any() else int(allowed.nonzero()[0])
+
+
+def forced_and_forbidden() -> None:
+    """What the structure forces may be forbidden by something else, and then no text can be written."""
+    llm = LLM(save_tiny_llama(Path(tempfile.mkdtemp()) / "target", 1, speaks=True), dtype="float64", device="cpu")
+    structure = StructuredOutputs(choice=('"aa"a', '"aa""'))
+    for forbidden in ({"bad_words_ids": ((1, 1),)}, {"allowed_token_ids": (0, 2)}):
+        (output,) = llm.generate([[0, 1, 2, 0, 1]], SamplingParams(structured_outputs=structure, max_tokens=7, **forbidden))
+        assert isinstance(output.error, NoTokenLeftError), output.outputs
 
 
 def law_tree() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.mutation.killers import least_allowed
 
 from outrider.draft import Draft, Law
 from outrider.engine import engine, verification
@@ -15,6 +16,7 @@ from outrider.propose.trees import growth
 from outrider.prove.engine_distribution import BOUND, EngineProof
 from outrider.prove.settings import CROSSED_SETTINGS, PARAMETER_SETTINGS, SETTINGS, STRUCTURE_SETTINGS
 from outrider.prove.tiny import CROSSED_PIECES, save_tiny_llama
+from outrider.structured.grammar import GrammarState
 from outrider.verify import verifier
 
 #: Whether there is a guess depends on the drawn tokens, and the rule must not.
@@ -75,6 +77,32 @@ def test_control_probabilities_before_they_are_renormalised_over_shared_tokens(c
 @pytest.mark.parametrize("name", STRUCTURED)
 def test_joint_distribution_of_structured_outputs(speaking, name):
     assert speaking.prove(STRUCTURED[name], 5).measured <= BOUND
+
+
+@pytest.mark.parametrize("name", [name for name in STRUCTURED if name.startswith("forced")])
+def test_forced_tokens_are_drafted_and_stand(speaking, name):
+    """Otherwise their distributions would be those of plain decoding, and the proof would say nothing."""
+    speaking.llm.stats.reset()
+    assert speaking.prove(STRUCTURED[name], 5).measured <= BOUND
+    stats = speaking.llm.stats.finished
+    drafted, accepted = stats.drafted_by_method["forced"], stats.accepted_by_method["forced"]
+    assert 0 < accepted < drafted if "stop string" in name else 0 < accepted == drafted
+
+
+@pytest.mark.parametrize("name", ["regex, nobody drafts", "regex, block", "regex, tree", "regex, coupled", "regex, lookup"])
+def test_what_is_called_forced_is_a_guess_that_is_verified(speaking, name, monkeypatch):
+    """The least token that may follow is called forced, whether or not others may follow too."""
+    monkeypatch.setattr(GrammarState, "only", least_allowed)
+    speaking.llm.stats.reset()
+    assert speaking.prove(STRUCTURED[name], 5).measured <= BOUND
+    stats = speaking.llm.stats.finished
+    assert 0 < stats.accepted_by_method["forced"] < stats.drafted_by_method["forced"]
+
+
+def test_control_what_is_called_forced_is_written_unverified(speaking, monkeypatch):
+    monkeypatch.setattr(GrammarState, "only", least_allowed)
+    monkeypatch.setattr(Draft, "child", lambda draft, node, token: next(iter(draft.children(node)), None))
+    assert speaking.prove(STRUCTURED["regex, nobody drafts"], 5).measured > 1e-4
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -77,6 +77,7 @@ class World:
         costs_at: What passes cost by step, where that changes.
         dearer: By which factor drafts, and rows beyond one for each text, cost more than that for so many texts.
         seconds_a_pass: Of a plain pass of one text; all times are in such passes.
+        forced: Tokens that the structure of a text forces at a position of it.
     """
 
     methods: Mapping[str, Method]
@@ -89,6 +90,7 @@ class World:
     costs_at: Callable[[int], Mapping[int, float]] | None = None
     dearer: Callable[[int], float] = lambda texts: 1.0
     seconds_a_pass: float = 0.05
+    forced: Callable[[int, int], int] = lambda text, position: 0
 
     def luck(self, *key: object) -> float:
         digest = blake2b(repr((self.seed, *key)).encode(), digest_size=8).digest()
@@ -220,7 +222,10 @@ def run(
 
 
 def _running(world: World, texts: Sequence[TextState]) -> list[Running]:
-    return [Running(text.index, text.position, 16, tuple(world.methods), dict(text.lags)) for text in texts]
+    return [
+        Running(t.index, t.position, 16, tuple(world.methods), dict(t.lags), forced=world.forced(t.index, t.position))
+        for t in texts
+    ]
 
 
 def _decisions(world: World, policy: Policy, texts: Sequence[TextState]) -> dict[int, Decision]:
@@ -234,42 +239,45 @@ def _step(world: World, policy: Policy, texts: list[TextState], log: Log, step: 
     decisions = _decisions(world, policy, texts)
     rows, drafted, levels, late, propose = len(texts), dict[str, int](), dict[str, int](), 0, 0.0
     fates: dict[int, tuple[int, int]] = {}
+    forced = {text.index: world.forced(text.index, text.position) for text in texts}
     for text in texts:
         decision = decisions[text.index]
         log.reasons.add(decision.reason)
         offered = stood = 0
         if decision.method is not None:
             name, asked = decision.method, decision.num_draft_tokens
-            offered, stood = world.draft(name, text.index, text.position, asked)
+            offered, stood = world.draft(name, text.index, text.position + forced[text.index], asked)
             drafted[name] = drafted.get(name, 0) + 1
             levels[name] = max(levels.get(name, 0), asked)
             lag = text.lags.get(name, 0)
             if not world.methods[name].lookup and lag > 17:
                 late += min(lag, READ_AT_ONCE)
                 propose += world.read_seconds(name, min(lag, READ_AT_ONCE))
-        rows += offered
+        rows += forced[text.index] + offered
         fates[text.index] = (offered, stood)
     factor = world.seconds_a_pass * world.drift(step) * max(0.3, rng.gauss(1.0, world.noise))
     propose += sum(world.propose_seconds(name, drafted[name], levels[name]) for name in drafted)
-    plain, dearer = world.seconds(len(texts), step), world.dearer(len(texts))
+    one, num_forced, dearer = world.seconds(len(texts), step), sum(forced.values()), world.dearer(len(texts))
+    plain = world.seconds(len(texts) + num_forced, step)
     forward = plain + dearer * (world.seconds(rows, step) - plain)
     times = StepTimes(factor * dearer * propose, factor * forward, factor * 0.02)
     unit = world.seconds_a_pass * world.drift(step)
     log.true.append(unit * (dearer * propose + forward + 0.02))
-    log.plain.append(unit * (plain + 0.02) * (1.0 + sum(stood for _, stood in fates.values()) / len(texts)))
+    log.plain.append(unit * (plain + 0.02 + (one + 0.02) * sum(stood for _, stood in fates.values()) / len(texts)))
     context = sum(text.position for text in texts)
-    work = StepWork(rows, len(texts), context, tuple(DraftWork(n, drafted[n], levels[n], late) for n in drafted))
+    drafts = tuple(DraftWork(n, drafted[n], levels[n], late) for n in drafted)
+    work = StepWork(rows, len(texts), context, drafts, num_forced)
     log.seconds += times.total
     log.on.append(sum(d.method is not None for d in decisions.values()) / len(texts))
     log.methods.append(decisions[texts[0].index].method)
     log.positions.append(texts[0].position)
     for text in texts:
-        offered, stood = fates[text.index]
-        text.position += 1 + stood
-        log.tokens += 1 + stood
+        (offered, stood), written = fates[text.index], 1 + forced[text.index] + fates[text.index][1]
+        text.position += written
+        log.tokens += written
         for name in world.methods:
             used = decisions[text.index].method == name
-            text.lags[name] = 0 if used else text.lags.get(name, 0) + 1 + stood
+            text.lags[name] = 0 if used else text.lags.get(name, 0) + written
         if isinstance(policy, Governor) and decisions[text.index].method is not None:
             decision = decisions[text.index]
             assert decision.method is not None

@@ -660,3 +660,39 @@ def test_a_bad_member_costs_its_own_draws_alone() -> None:
     assert [d.demoted for d in asked.item.seq.drafters] == [False, True]
     (step,) = steps(asked)
     assert step.draft.laws == (Law.SAMPLED, Law.SAMPLED, Law.OPAQUE)
+
+
+# -- behind forced tokens ----------------------------------------------------------------------------------------------
+
+
+def forced_before(asked: Asked, *tokens: int) -> Asked:
+    asked.item.forced = tokens
+    return asked
+
+
+def test_a_draft_goes_on_behind_forced_tokens() -> None:
+    seen: list[ProposeRequest] = []
+    proposer = Stub(lambda requests: [seen.append(r) or Draft.chain([3], Law.DETERMINISTIC) for r in requests])  # type: ignore[func-returns-value]
+    (step,) = steps(forced_before(scheduled(proposer), 1, 2))
+    assert [(request.path, request.last_token_id) for request in seen] == [((1, 2), 2)]
+    assert step.draft.token_ids == (1, 2, 3)
+    assert step.draft.is_chain
+    assert step.draft.laws == (Law.OPAQUE, Law.OPAQUE, Law.DETERMINISTIC)
+    assert step.draft.members == (0, 0, 1)
+    assert [part.member for part in step.parts] == ["forced", "planted"]
+    assert step.num_forced == 2
+    assert step.parts[1].outcome([0, 1]) == (1, 0), "it was tried where all that is forced stands"
+    assert step.parts[1].outcome([0]) == (0, 0)
+
+
+def test_forced_tokens_are_drafted_where_nobody_else_drafts() -> None:
+    (step,) = steps(forced_before(scheduled(None), 1, 2))
+    assert (step.draft.token_ids, step.draft.laws) == ((1, 2), (Law.OPAQUE,) * 2)
+    assert step.drafted == []
+
+
+def test_two_turns_at_the_end_of_the_text_both_begin_behind_what_is_forced() -> None:
+    asked = forced_before(scheduled(*(Stub(lambda r: [Draft.chain([3], Law.OPAQUE)]) for _ in range(2))), 1, 2)
+    asked.item.turns = tuple(dataclasses.replace(each, behind=(), pooled=True) for each in asked.item.turns)
+    (step,) = steps(asked)
+    assert (step.draft.token_ids, step.draft.nodes) == ((1, 2, 3), (0, 1, 2, 2))

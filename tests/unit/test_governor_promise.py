@@ -10,14 +10,14 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 
 import pytest
 
 from outrider.govern import purse
-from outrider.govern.costs import CostModel
+from outrider.govern.costs import CostModel, StepWork
 from outrider.govern.purse import Purse
 from tests.unit.governor_world import Log, Method, World, always, governor_of, run
 from tests.unit.test_governor_worlds import at_random
@@ -118,6 +118,38 @@ def test_it_gains_where_there_is_something_to_gain() -> None:
     gains = [sum(ran(seed).plain) / sum(ran(seed).true) for seed in SEEDS]
     assert sum(gains) / len(gains) >= 1.04
     assert max(gains) >= 1.2
+
+
+# -- forced tokens -----------------------------------------------------------------------------------------------------
+
+
+def structured(seed: int) -> Drawn:
+    """The same world, with structures that force runs of tokens here and there. Plain decoding has their rows too."""
+    found, rng = drawn(seed), random.Random(seed)
+    often, longest = rng.uniform(0.1, 0.5), rng.choice([2, 8, 32])
+
+    def forced(text: int, position: int) -> int:
+        luck = found.world.luck("forced", text, position)
+        return int(longest * luck / often) if luck < often else 0
+
+    return replace(found, world=replace(found.world, forced=forced))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_it_keeps_its_promise_beside_forced_tokens(seed: int) -> None:
+    assert worst(structured(seed).run(), structured(seed).stretch) >= PROMISE
+
+
+def _gain(seed: int) -> float:
+    log = structured(seed).run()
+    return sum(log.plain) / sum(log.true)
+
+
+def test_rows_of_forced_tokens_are_not_taken_for_those_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: they are paid from what trials may cost, so that little is left for drafts."""
+    before = sum(_gain(seed) for seed in (101, 102, 106))
+    monkeypatch.setattr(StepWork, "plain_rows", property(lambda work: work.texts))
+    assert sum(_gain(seed) for seed in (101, 102, 106)) < before - 0.05
 
 
 def test_a_purse_never_loses_more_than_it_promises() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -335,15 +336,15 @@ def test_masks_that_take_long_end_their_own_request(
     texts = [compiler.start(StructuredOutputs(regex="[ab]*"))]
     texts.append(texts[0].copy())
     other = compiler.start(StructuredOutputs(regex="[ab]*"))
-    path = (compiler._tokenizer.encode("a")[0],)
+    token = compiler._tokenizer.encode("a")[0]
     monkeypatch.setattr(grammar, "thread_time", Clock(milliseconds))
     for count in range(1, num_masks or 2000):
-        texts[count % 2].allowed(path, 4096)
+        texts[count % 2].allowed((token,) * count, 4096)
     if num_masks is not None:
         with pytest.raises(grammar.GrammarError, match=f"too much work: its {num_masks} masks took {milliseconds} ms each"):
-            texts[0].allowed(path, 4096)
+            texts[0].allowed((token,), 4096)
     monkeypatch.undo()
-    assert other.allowed(path, 4096) is not None
+    assert other.allowed((token,), 4096) is not None
 
 
 def test_what_it_takes_to_come_to_a_mask_counts_too(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,3 +504,63 @@ def test_a_schema_may_say_otherwise(compiler: GrammarCompiler) -> None:
     wide = {"type": "object", "x-guidance": {"whitespace_pattern": r"\s{1,8}"}}
     start = compiler.start(StructuredOutputs(json_schema=wide))
     assert _takes(start.copy(), tokenizer, json.dumps(_VALUE, indent=1))
+
+
+# -- what is forced ------------------------------------------------------------------------------------------------------
+
+
+def _chain(state: grammar.GrammarState) -> tuple[int, ...]:
+    path: tuple[int, ...] = ()
+    while (token := state.only(path)) is not None:
+        path = (*path, token)
+        if token == 0:
+            break
+    return path
+
+
+@pytest.mark.parametrize(
+    ("before", "forces"), [("", True), ('{"name": "', False), ('{"name": "x", ', True), ('{"name": "x", "unit": "c', True)]
+)
+def test_what_is_forced_is_what_the_library_fast_forwards(compiler: GrammarCompiler, before: str, forces: bool) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+        "required": ["name", "unit"],
+        "additionalProperties": False,
+    }
+    state = compiler.start(StructuredOutputs(json_schema=schema))
+    for token in compiler._tokenizer.encode(before, add_special_tokens=False):
+        state.advance(token)
+    fast = tuple(state._matcher.deep_copy().compute_ff_tokens())
+    assert _chain(state) == fast
+    assert bool(fast) == forces
+
+
+def test_the_end_is_forced_where_nothing_else_may_follow(compiler: GrammarCompiler) -> None:
+    state = compiler.start(StructuredOutputs(choice=["yes"]))
+    path = _chain(state)
+    assert compiler._tokenizer.decode(path[:-1]) == "yes"
+    assert path[-1] == compiler._tokenizer.eos_token_id
+
+
+def test_masks_do_not_depend_on_what_was_looked_at_before(compiler: GrammarCompiler) -> None:
+    """One automaton goes to and fro along the paths of a draft; a fresh one goes to each path alone."""
+    rng, structure = random.Random(1), StructuredOutputs(regex="a(bc)?[xy]*(de|d)f")
+    start = compiler.start(structure)
+    state, written = start.copy(), list[int]()
+    for _ in range(12):
+        for _ in range(6):
+            path = tuple(compiler._tokenizer.encode(rng.choice("abcxydef"))[0] for _ in range(rng.randrange(5)))
+            fresh = start.copy()
+            for token in written:
+                fresh.advance(token)
+            found, wanted = state.allowed(path, 4096), fresh.allowed(path, 4096)
+            assert (found is None) == (wanted is None)
+            assert found is None or wanted is None or torch.equal(found, wanted)
+        allowed = state.allowed((), 4096)
+        assert allowed is not None
+        token = rng.choice(allowed.nonzero().flatten().tolist())
+        if token == compiler._tokenizer.eos_token_id:
+            break
+        state.advance(token)
+        written.append(token)

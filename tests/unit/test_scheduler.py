@@ -776,3 +776,52 @@ def test_random_traffic_is_served_to_its_end_and_no_text_reads_anothers_memory(s
         assert idle < 3, "work is waiting and nobody moves"
     assert not world.alive
     assert world.s.blocks.num_free == world.s.blocks.num_blocks
+
+
+# -- forced tokens -----------------------------------------------------------------------------------------------------
+
+
+def forcing(s: Scheduler, count: int, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Sequence:
+    """A sequence that decodes, and whose structure forces so many tokens."""
+    seq = make_sequence(s, 3, **how)
+    monkeypatch.setattr(seq.view.processing, "forced", lambda most: tuple(range(900, 900 + max(0, min(count, most)))))
+    return seq
+
+
+def test_forced_tokens_have_their_rows_before_all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = scheduler(rows=12)
+    add(s, make_sequence(s, 3, speculation=DRAFTING), forcing(s, 4, monkeypatch), forcing(s, 3, monkeypatch))
+    step(s)
+    plan = s.schedule()
+    assert [len(item.forced) for item in plan.items] == [0, 4, 3]
+    assert [drafted(item) for item in plan.items] == [2, 0, 0], "12 rows, less one of each text, less 7 that are forced"
+
+
+def test_drafts_go_on_behind_forced_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = scheduler(block_size=4)
+    seq = forcing(s, 6, monkeypatch, speculation=DRAFTING)
+    add(s, seq)
+    step(s)
+    (item,) = s.schedule().items
+    assert (len(item.forced), drafted(item)) == (6, 5)
+    assert 4 * len(seq.kv.block_table) >= len(seq.token_ids) + 11, "all of them have memory"
+
+
+@pytest.mark.parametrize(("max_tokens", "forced", "turns"), [(1, 0, 0), (4, 2, 0), (7, 4, 1), (20, 4, 5)])
+def test_no_forced_token_is_drafted_that_could_not_be_used(
+    max_tokens: int, forced: int, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = scheduler()
+    add(s, forcing(s, 4, monkeypatch, speculation=DRAFTING, max_tokens=max_tokens))
+    step(s)
+    for item in s.schedule().items:
+        assert (len(item.forced), drafted(item)) == (forced, turns)
+
+
+def test_forced_tokens_preempt_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = scheduler(blocks=4, block_size=4)
+    add(s, forcing(s, 9, monkeypatch), make_sequence(s, 3))
+    step(s)
+    plan = s.schedule()
+    assert len(plan.items) == 2
+    assert len(plan.items[0].forced) == 8, "two blocks more; the other text keeps its own"

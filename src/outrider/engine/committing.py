@@ -126,8 +126,8 @@ class Committing:
             seq.stats.observe_draft(len(draft), draft.depth, num_accepted, rejected=rejected)
             seq.stats.observe_ranks(draft.parents, verdict.path[:num_accepted])
             for part in step.parts:
-                name, stood = part.drafter.method.name, len(part.accepted(verdict.path[:num_accepted]))
-                seq.stats.observe_method(name, len(part.nodes), stood)
+                stood = len(part.accepted(verdict.path[:num_accepted]))
+                seq.stats.observe_method(part.member, len(part.nodes), stood)
         if seq.request.outbox is not None:
             seq.request.outbox.append(piece(seq, before))
         if fault is not None:
@@ -138,12 +138,12 @@ class Committing:
         """Tell those who shaped a draft what of it stands; what raises there costs drafts and no text."""
         try:
             teach(step, verdict.path, greedy=seq.request.params.greedy)
-            for part in step.parts:
-                self._shares.observe(part.drafter.method, *part.outcome(verdict.path))
+            for part, drafter in step.drafted:
+                self._shares.observe(drafter.method, *part.outcome(verdict.path))
         except Exception as error:
             seq.stats.num_proposer_faults += 1
-            for part in step.parts:
-                part.drafter.report_fault(seq.request.request_id, f"its tree builder raised {error!r}")
+            for _, drafter in step.drafted:
+                drafter.report_fault(seq.request.request_id, f"its tree builder raised {error!r}")
 
 
 def _append(seq: Sequence, draft: Draft, judged: Judged) -> tuple[Written, BaseException | None]:

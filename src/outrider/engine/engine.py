@@ -275,8 +275,8 @@ class Engine:
         if self.builders.measured and all(item.num_rows == 1 for item in plan.items):
             seconds = self.stats.step_seconds
             num_tokens = sum(len(each.verdict.path) + 1 for each in judged.values())
-            adaptive = all(part.builder.learns for step in drafts for part in step.parts)
-            num_levels = max(step.draft.depth for step in drafts) if adaptive else 0
+            adaptive = all(part.builder.learns for step in drafts for part, _ in step.drafted)
+            num_levels = max(step.draft.depth - step.num_forced for step in drafts) if adaptive else 0
             self.builders.observe_step(num_tokens, sum(seconds.values()), num_levels, seconds["propose"])
 
     def _score_idle(self) -> None:
@@ -379,7 +379,8 @@ class Engine:
     def _propose(self, plan: Schedule) -> list[StepDraft]:
         prefill_all(plan.items)
         if not any(item.turns for item in plan.items):
-            return [StepDraft() for _ in plan.items]  # at once: beside a small model's pass, the ways of drafting take time
+            # At once: beside a small model's pass, the ways of drafting take time.
+            return [StepDraft.of_forced(item.forced) for item in plan.items]
         drafters = [[self._drafters.of(item.seq, turn.method) for turn in item.turns] for item in plan.items]
         return propose_all(plan.items, drafters, self.builders, self.noise, self.runner.loaded.vocab_size)
 

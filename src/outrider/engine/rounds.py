@@ -56,7 +56,7 @@ def trace(
         token_ids=draft.token_ids,
         parents=draft.parents,
         laws=tuple(first[node].law for node in range(size)),
-        drafted_by=tuple(DraftedBy(part.drafter.method.name, *part.draws) for part in step.parts),
+        drafted_by=tuple(DraftedBy(part.member, *part.draws) for part in step.parts),
         draft_probs=tuple(first[node].draft_prob for node in range(size)),
         target_probs=tuple(float(wanted[draft.parents[node] + 1, draft.token_ids[node]]) for node in range(size)),
         num_scratch_rows=len(draft.scratch),

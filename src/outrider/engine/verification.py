@@ -68,8 +68,8 @@ class Verification:
         for place, verdict in self._verdicts(plan, alive, logits).items():
             seq = plan.items[place].seq
             judged[place] = Judged(alive[place], verdict, logits, faults[place])
-            if verdict.chance is not None and self._governing.watches(seq):
-                self._governing.note(seq, verdict.chance)
+            if verdict.chances and self._governing.watches(seq):
+                self._governing.note(seq, verdict.chances)
         return judged
 
     def forget(self) -> None:

@@ -95,12 +95,19 @@ class StepWork:
         texts: Sequences in it.
         context: Tokens that they had before, all together.
         drafts: Who drafted.
+        forced: Of the rows, those of tokens that the structures of the texts force. They are there without drafts too.
     """
 
     rows: int
     texts: int
     context: int
     drafts: tuple[DraftWork, ...] = ()
+    forced: int = 0
+
+    @property
+    def plain_rows(self) -> int:
+        """Rows that the step would have without drafts."""
+        return self.texts + self.forced
 
 
 @dataclass(frozen=True)
@@ -285,12 +292,12 @@ class CostModel:
         """Seconds by which a step is longer than a plain one of the same texts, as far as times are certain."""
         if not work.drafts:
             return 0.0
-        seconds = self.work_seconds(work)
-        return seconds * (1.0 + self.uncertainty(work.rows, work.texts)) - self.step_seconds(work.texts, work.context)
+        seconds, plain = self.work_seconds(work), work.plain_rows
+        return seconds * (1.0 + self.uncertainty(work.rows, plain)) - self.step_seconds(plain, work.context)
 
-    def uncertainty(self, rows: int, texts: int) -> float:
-        """By which share the times of passes of so many rows may be wrong beside those of plain ones of so many texts."""
-        return 0.0 if rows == texts else hypot(self.passes.uncertainty(rows), self.passes.uncertainty(texts))
+    def uncertainty(self, rows: int, plain: int) -> float:
+        """By which share the times of passes of so many rows may be wrong beside those of plain ones of so many rows."""
+        return 0.0 if rows == plain else hypot(self.passes.uncertainty(rows), self.passes.uncertainty(plain))
 
     def observe(self, work: StepWork, times: StepTimes) -> bool:
         """Learn from a step in which nothing but decoding was done. Returns whether such passes seem to cost something else

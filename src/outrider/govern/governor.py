@@ -71,6 +71,7 @@ class Running:
         methods: Names of the candidates that may draft for it.
         lags: By name, tokens that a method's own model has yet to read.
         why_plain: Why none may be drafted, if so.
+        forced: Rows of the step, beside its own, for tokens that the structure of its output forces.
     """
 
     request: int
@@ -79,6 +80,7 @@ class Running:
     methods: tuple[str, ...]
     lags: Mapping[str, int] = field(default_factory=dict)
     why_plain: str = ""
+    forced: int = 0
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class Governor:
         free = [each for each in running if each.longest > 0 and each.methods]
         if free and self._must_plan(running):
             self._make_plan(running, free)
-        measuring = bool(free) and self._is_time_for_plain(len(running))
+        measuring = bool(free) and self._is_time_for_plain(len(running) + sum(each.forced for each in running))
         decisions = {each.request: self._decision(each, measuring=measuring) for each in running}
         if not self._begin_step(self._work(running, decisions)):
             self._changed = True  # another plan may cost less
@@ -241,7 +243,7 @@ class Governor:
         plain = costs.step_seconds(work.texts, work.context)
         longer = costs.most_longer(work)
         if not self._purse.affords(longer):
-            self._open = _Open(StepWork(work.texts, work.texts, work.context), plain)
+            self._open = _Open(replace(work, rows=work.plain_rows, drafts=()), plain)
             return False
         self._open = _Open(work, plain, longer)
         self._purse.spend(longer)
@@ -259,8 +261,9 @@ class Governor:
             DraftWork(name, len(found), max(length for length, _ in found), sum(reads for _, reads in found))
             for name, found in by_method.items()
         )
-        rows = len(running) + sum(decision.num_draft_tokens for decision in decisions.values())
-        return StepWork(rows, len(running), sum(each.context for each in running), drafts)
+        forced = sum(each.forced for each in running)
+        rows = len(running) + forced + sum(decision.num_draft_tokens for decision in decisions.values())
+        return StepWork(rows, len(running), sum(each.context for each in running), drafts, forced)
 
     def _reads(self, each: Running, method: str) -> int:
         """Tokens that a method's own model reads in the coming step, where it did not draft in the one before."""
@@ -321,16 +324,17 @@ class Governor:
             options[name] = Option(name, outlook, longest, each.lags.get(name, 0), self._reads(each, name))
         return options
 
-    def _is_time_for_plain(self, num_texts: int) -> bool:
+    def _is_time_for_plain(self, num_rows: int) -> bool:
+        """Whether a step should be plain, which then has so many rows."""
         if not self._plan.rows:
             return False
         here = self._here
         every = _PLAIN_SOON if here.gain < _CLOSE else _PLAIN_EVERY
         passes = here.costs.passes
-        if not passes.knows(num_texts) or passes.uncertainty(num_texts) > _SURE * (here.gain - 1.0):
+        if not passes.knows(num_rows) or passes.uncertainty(num_rows) > _SURE * (here.gain - 1.0):
             every = _PLAIN_FIRST
-        since = passes.last_seen(num_texts)
-        due = since > every or (here.plain_due and since) or (passes.is_odd(num_texts) and since > 2)
+        since = passes.last_seen(num_rows)
+        due = since > every or (here.plain_due and since) or (passes.is_odd(num_rows) and since > 2)
         here.plain_due = False
         return bool(due)
 

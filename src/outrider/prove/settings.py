@@ -342,6 +342,26 @@ STRUCTURES: dict[str, StructuredOutputs] = {
     "gbnf": StructuredOutputs(grammar=f"root ::= {_RULE}"),
 }
 
+#: A structure that forces the first four tokens, leaves a choice, and forces the end.
+_FORCING = ('"aa"a', '"aa""')
+_FORCED: dict[str, Any] = {"structured_outputs": StructuredOutputs(choice=_FORCING), "max_tokens": 7}
+
+#: Who drafts behind what is forced, with the parameters that each needs.
+_BEHIND_FORCED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nobody": ({"method": "none"}, {}),
+    "nobody, seeded": ({"method": "none"}, {"seed": 8}),
+    "nobody, two samples": ({"method": "none"}, {"n": 2}),
+    "block": (_drafted("block"), {}),
+    "token": (_drafted("token"), {"temperature": 1.4}),
+    "tree": (_drafted("block", tree=(2, 1)), {}),
+    "coupled": (_drafted("auto"), {"seed": 8}),
+    "lookup": (LOOKUP, {}),
+    "merge": ({"method": "merge", "methods": [LOOKUP, _ONE]}, {}),
+    "the engine's choice": ({"method": "auto", "methods": [LOOKUP, _ONE]}, {}),
+    "a text that ends among them": (_ONE, {"max_tokens": 3}),
+    "a stop string among them": (_ONE, {"stop": ("aa",)}),
+}
+
 #: Ends of texts that need a tokenizer.
 _STUCK_ENDS = {"a stop string": {"stop": ('"',), **_stuck_behind(0)}, "an end of text": _stuck_behind(2)}
 
@@ -359,6 +379,13 @@ STRUCTURE_SETTINGS = (
         )
         for way, (speculation, extra) in DRAFTED_BY.items()
         if way != "block"
+    ),
+    Setting(
+        "regex, nobody drafts", params={"structured_outputs": STRUCTURES["regex"], "max_tokens": 5}, language=_LANGUAGE
+    ),
+    *(
+        Setting(f"forced tokens, then {way}", speculation, {**_FORCED, **extra}, language=_FORCING)
+        for way, (speculation, extra) in _BEHIND_FORCED.items()
     ),
     *(
         Setting(f"nothing may follow {end}, {way}", DRAFTED_BY[way][0], {**asked, **DRAFTED_BY[way][1]})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from threading import Lock
 from time import thread_time
 from typing import Any
@@ -24,6 +25,8 @@ from outrider.params import StructuredOutputs
 from outrider.structured.structures import StructureError, Vocabulary, Written, compiled
 from outrider.structured.trials import Trials
 
+#: Tokens behind the committed text.
+Path = tuple[int, ...]
 _FIELD = "structured_outputs"
 #: The largest structures that the automaton begins with in a fraction of a second. Beyond them its time grows with the
 #: square of the size, and all requests wait for it.
@@ -92,12 +95,15 @@ class GrammarState:
     def __init__(self, matcher: Any, bits: bytes | None = None, times: _Times | None = None) -> None:
         self._matcher = matcher
         self._times = _Times() if times is None else times
-        self._bits = bits  # of what may follow the committed text; asked for by the draft and by the target
+        self._ahead: Path = ()  # tokens behind the committed text that the automaton has consumed
+        #: By path, of what may follow it; None where the path itself may not. The draft and the target ask for the same.
+        self._masks: dict[Path, bytes | None] = {} if bits is None else {(): bits}
 
     def copy(self) -> GrammarState:
         """Another text of the same request, at the same place. They share what the automaton has computed, so nothing is
         compiled anew, and where one has failed all have. So is the time that their masks may take."""
-        return GrammarState(self._matcher.deep_copy(), self._bits, self._times)
+        self._go_to(())
+        return GrammarState(self._matcher.deep_copy(), self._masks.get(()), self._times)
 
     def advance(self, token_id: int) -> None:
         """A token was committed; one that the structure allows.
@@ -105,19 +111,22 @@ class GrammarState:
         Raises:
             GrammarError: It does not allow it, or the automaton gave up.
         """
-        self._bits = None
+        self._masks.clear()
         with self._times.counted(num_masks=0):
-            taken = self._matcher.consume_token(token_id)
+            known = self._ahead[:1] == (token_id,)
+            self._go_to(self._ahead[:1] if known else ())
+            taken = known or self._matcher.consume_token(token_id)
+            self._ahead = ()
         if not taken:
             raise GrammarError(_gave_up(self._matcher.get_error()))
 
-    def allowed(self, path: tuple[int, ...], vocab_size: int) -> Tensor | None:
+    def allowed(self, path: Path, vocab_size: int) -> Tensor | None:
         """Tokens [vocab_size] bool that may follow the committed text and `path`; None where the path itself may not.
 
         Raises:
             GrammarError: The automaton gave up (its limits on complexity), or its masks take too long.
         """
-        bits = self._bits_behind(path) if path else self._committed_bits()
+        bits = self._mask(path)
         if bits is None:
             return None
         flags = _flags(bits)[:vocab_size]
@@ -125,20 +134,34 @@ class GrammarState:
         mask[: len(flags)] = torch.from_numpy(flags)
         return mask
 
-    def _committed_bits(self) -> bytes:
-        if self._bits is None:
-            with self._times.counted(num_masks=1):
-                self._bits = self._compute()
-        return self._bits
+    def only(self, path: Path) -> int | None:
+        """The token that alone may follow the committed text and `path`; None where several may, or the path may not.
 
-    def _bits_behind(self, path: tuple[int, ...]) -> bytes | None:
-        with self._times.counted(num_masks=1):
-            taken = self._matcher.try_consume_tokens(list(path))
-            try:
-                return self._compute() if taken == len(path) else None
-            finally:
-                if taken and not self._matcher.is_error():
-                    self._matcher.rollback(taken)
+        Where the structure leaves no choice of the next bytes, a mask of the library has one token: the first of their
+        canonical tokenisation, in so far as what comes behind the bytes cannot change it.
+
+        Raises:
+            GrammarError: As for `allowed`.
+        """
+        bits = self._mask(path)
+        flags = 0 if bits is None else int.from_bytes(bits, "little")
+        return flags.bit_length() - 1 if flags.bit_count() == 1 else None
+
+    def _mask(self, path: Path) -> bytes | None:
+        if path not in self._masks:
+            with self._times.counted(num_masks=1):
+                self._masks[path] = self._compute() if self._go_to(path) else None
+        return self._masks[path]
+
+    def _go_to(self, path: Path) -> bool:
+        """Let the automaton stand behind `path`; False where the path may not follow. Paths of one draft begin alike, so it
+        goes back no farther than to where they part."""
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._ahead, path, strict=False)))
+        if len(self._ahead) > shared and not self._matcher.is_error():
+            self._matcher.rollback(len(self._ahead) - shared)
+        taken = self._matcher.try_consume_tokens(list(path[shared:])) if len(path) > shared else 0
+        self._ahead = path[: shared + taken]
+        return len(self._ahead) == len(path)
 
     def _compute(self) -> bytes:
         bits: bytes = self._matcher.compute_bitmask()

@@ -110,6 +110,25 @@ class Processing:
         if self._grammar is not None:
             self._grammar.advance(token_id)
 
+    def forced(self, most: int) -> Path:
+        """Tokens that must come next, `most` at most: after each of them the structure admits one alone. Empty where there
+        is no structure, and where its automaton raises: its next row will tell why.
+
+        They are a guess like any other. What else is asked for may forbid them.
+        """
+        path: Path = ()
+        try:
+            while self._grammar is not None and len(path) < most and not self._is_over(path):
+                token = self._grammar.only(path)
+                if token is None:
+                    break
+                path = (*path, token)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            return ()
+        return path
+
     def _biased(self, logits: Tensor) -> Tensor:
         bias = self._sampling.logit_bias
         if not bias:

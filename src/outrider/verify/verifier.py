@@ -105,13 +105,14 @@ class Verdict:
         path: Accepted nodes, root side first.
         token_id: The one more token.
         origin: How it came about.
-        chance: With which the target chose the token by itself, 1 where it is greedy; None where a test had a part in it.
+        chances: With which the target chose each of these tokens by itself, 1 where it is greedy; empty where a test had a
+            part in it.
     """
 
     path: tuple[int, ...]
     token_id: int
     origin: TokenOrigin
-    chance: float | None = None
+    chances: tuple[float, ...] = ()
 
 
 def rule_for(draft: Draft, rule_name: RuleName, *, coupled: bool = False) -> Rule:
@@ -171,6 +172,7 @@ class Verifier:
         """Depth by depth over all trees at once, drawing only at rows that are reached."""
         rows = _TargetRows(candidates, logits)
         paths: list[list[int]] = [[] for _ in candidates]
+        chances: list[list[float]] = [[] for _ in candidates]
         verdicts: dict[int, Verdict] = {}
         alive = list(range(len(candidates)))
         while alive:
@@ -179,8 +181,9 @@ class Verifier:
             for i, node, (token, chance) in zip(alive, nodes, drawn, strict=True):
                 draft = candidates[i].draft
                 child = draft.child(node, token)
+                chances[i].append(chance)
                 if child is None:
-                    verdicts[i] = Verdict(tuple(paths[i]), token, _origin(draft, node), chance)
+                    verdicts[i] = Verdict(tuple(paths[i]), token, _origin(draft, node), tuple(chances[i]))
                 else:
                     paths[i].append(child)
             alive = [i for i in alive if i not in verdicts]

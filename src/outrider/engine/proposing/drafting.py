@@ -14,16 +14,19 @@ from outrider.engine.scheduling.scheduler import ScheduledSequence, Turn
 from outrider.engine.sequence import Sequence
 from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest
 from outrider.propose.inspection import sound_prefix
-from outrider.propose.trees.tree import TreeBuilder
+from outrider.propose.trees.tree import CHAIN, TreeBuilder
 from outrider.verify.noise import NoiseSource
+
+#: As which method the tokens are counted and shown that the structure of the output forces.
+FORCED = "forced"
 
 
 @dataclass(frozen=True)
 class DraftPart:
-    """One proposer's part of a step's draft.
+    """One proposer's part of a step's draft, or what the structure of the output forces.
 
     Attributes:
-        drafter: Whose.
+        drafter: Whose; None for what is forced.
         builder: Who shaped it.
         draft: What it drafted.
         root: The node of the whole draft that it follows; -1 is the last committed token.
@@ -33,14 +36,19 @@ class DraftPart:
         turn: Which turn of the step it was.
     """
 
-    drafter: Drafter
+    drafter: Drafter | None
     builder: TreeBuilder
     draft: Draft
     root: int
     nodes: tuple[int, ...]
     draws: tuple[int, int]
     scratch: tuple[int, int]
-    turn: int = 0
+    turn: int = -1
+
+    @property
+    def member(self) -> str:
+        """The name under which its tokens are counted and shown: that of the method."""
+        return FORCED if self.drafter is None else self.drafter.method.name
 
     def outcome(self, accepted: Collection[int]) -> tuple[int, int]:
         """At how many places of the text it proposed a token, and at how many of them one of its tokens stands."""
@@ -69,11 +77,30 @@ class StepDraft:
     parts: list[DraftPart] = field(default_factory=list)
     spare: int = 0
 
+    @staticmethod
+    def of_forced(token_ids: Seq[int]) -> StepDraft:
+        """What the structure forces, which everybody else drafts behind. It is verified like any guess: what else the
+        request asks for may forbid it."""
+        step = StepDraft()
+        step.add(None, CHAIN, Draft.chain(token_ids, Law.OPAQUE), -1, -1)
+        return step
+
+    @property
+    def drafted(self) -> list[tuple[DraftPart, Drafter]]:
+        """The parts that proposers drafted, and whose each is."""
+        return [(part, part.drafter) for part in self.parts if part.drafter is not None]
+
+    @property
+    def num_forced(self) -> int:
+        """Its nodes that the structure forces; they are its first."""
+        return sum(len(part.nodes) for part in self.parts if part.drafter is None)
+
     def root(self, turns: Collection[int]) -> int:
-        """The first of the deepest nodes that these turns drafted; -1 where they drafted nothing."""
+        """The first of the deepest nodes that these turns drafted; where they drafted nothing, that which turns begin
+        behind."""
         nodes = sorted({node for part in self.parts if part.turn in turns for node in part.nodes})
         depths = self.draft.depths if nodes else []
-        return max(nodes, key=lambda node: depths[node], default=-1)
+        return max(nodes, key=lambda node: depths[node], default=self.num_forced - 1)
 
     def leave_over(self, budget: int, before: int, tail: Draft) -> None:
         """A pooled turn with `budget` rows has drafted `tail`, with `before` rows before it. What drawn tokens leave is
@@ -81,7 +108,7 @@ class StepDraft:
         if Law.SAMPLED not in tail.laws:
             self.spare += max(0, budget - (self.draft.num_rows - before))
 
-    def add(self, drafter: Drafter, builder: TreeBuilder, tail: Draft, root: int, turn: int) -> None:
+    def add(self, drafter: Drafter | None, builder: TreeBuilder, tail: Draft, root: int, turn: int) -> None:
         """Join what another proposer drafted behind node `root`."""
         if not tail.num_rows:
             return
@@ -134,7 +161,7 @@ def propose_all(
         noise: Source of all chance.
         vocab_size: Width of the target's logits.
     """
-    drafts = [StepDraft() for _ in items]
+    drafts = [StepDraft.of_forced(item.forced) for item in items]
     for turn in range(max((len(item.turns) for item in items), default=0)):
         groups: defaultdict[int, list[_Asked]] = defaultdict(list)
         for item, who, step in zip(items, drafters, drafts, strict=True):
@@ -222,7 +249,7 @@ def _asked(
     budget, max_depth = turn.budget, turn.max_depth
     if turn.pooled:
         budget, step.spare = budget + step.spare, 0
-        max_depth -= len(step.draft.paths[root]) if root >= 0 else 0
+        max_depth -= len(step.draft.paths[root]) - step.num_forced if root >= 0 else 0
         if drafter is None or budget <= 0 or max_depth <= 0:
             step.spare = budget
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from time import perf_counter
 from outrider.draft import Draft
 from outrider.engine.proposing.drafting import StepDraft
 from outrider.engine.proposing.proposers import ProposerSet
-from outrider.engine.scheduling.scheduler import ScheduledSequence, as_requested
+from outrider.engine.scheduling.scheduler import MOST_FORCED, ScheduledSequence, as_requested
 from outrider.engine.sequence import Sequence, Status
 from outrider.govern.costs import CostTable, DraftWork, StepTimes, StepWork
 from outrider.govern.governor import HOLDS, Candidate, Decision, Governor, Running, Shadow
@@ -321,7 +321,9 @@ class Governing:
             why = "plain, since rows depend on their pass here, and this text must not depend on a clock"
         methods = tuple(name for name, method in found.methods.items() if _usable(seq, method))
         lags = {name: self._lag(seq, found.methods[name]) for name in methods if name in found.models}
-        return Running(seq.seq_id, len(seq.token_ids), 0 if why else depth, methods, lags, why)
+        forced = len(seq.view.processing.forced(min(depth, MOST_FORCED)))
+        longest = 0 if why else depth - forced
+        return Running(seq.seq_id, len(seq.token_ids), longest, methods, lags, why, forced)
 
     def _lag(self, seq: Sequence, method: Method) -> int:
         drafter = seq.drafter(method)
@@ -368,9 +370,9 @@ class Governing:
         governed, decision = self._of.get(seq.seq_id), self.decisions.get(seq.seq_id)
         return governed is not None and decision is not None and decision.method is None and bool(governed.models)
 
-    def note(self, seq: Sequence, prob: float) -> None:
-        """The target wrote a token with this probability."""
-        self._probs.setdefault(seq.seq_id, deque(maxlen=CATCH_UP_ROWS)).append(prob)
+    def note(self, seq: Sequence, probs: Iterable[float]) -> None:
+        """The target wrote tokens with these probabilities."""
+        self._probs.setdefault(seq.seq_id, deque(maxlen=CATCH_UP_ROWS)).extend(probs)
 
     def spent(self, seq: Sequence, shadow: Shadow, seconds: float) -> None:
         """A shadow took so long."""
@@ -444,17 +446,18 @@ class Governing:
                         governed.governor.observe_step(work, believed)
 
     def _observe_draft(self, governed: _Governed, item: ScheduledSequence, step: StepDraft, accepted: int) -> None:
-        decision = self.decisions.get(item.seq.seq_id)
-        if decision is None or decision.method is None or not item.turns:
+        """Count what the method drafted: behind what the structure forces, and so it was tried where all of that stands."""
+        decision, accepted = self.decisions.get(item.seq.seq_id), accepted - step.num_forced
+        if decision is None or decision.method is None or not item.turns or accepted < 0:
             return
         ended = item.seq.status is Status.FINISHED
         governed.governor.observe_draft(
             item.seq.seq_id,
             decision.method,
             item.budget,
-            len(step.draft),
+            len(step.draft) - step.num_forced,
             accepted,
-            rejected=accepted < step.draft.depth and not ended,
+            rejected=accepted < step.draft.depth - step.num_forced and not ended,
         )
 
 
@@ -474,4 +477,5 @@ def _work(items: Seq[ScheduledSequence], drafts: Seq[StepDraft], decisions: Mapp
             by_method.setdefault(decision.method, []).append(item.budget)
     work = tuple(DraftWork(name, len(budgets), max(budgets)) for name, budgets in sorted(by_method.items()))
     context = sum(len(item.seq.token_ids) for item in items)
-    return StepWork(len(items) + sum(step.draft.num_rows for step in drafts), len(items), context, work)
+    rows, forced = sum(step.draft.num_rows for step in drafts), sum(step.num_forced for step in drafts)
+    return StepWork(len(items) + rows, len(items), context, work, forced)

@@ -20,6 +20,10 @@ from outrider.verify.verifier import RuleName
 
 logger = logging.getLogger(__name__)
 
+#: Tokens of a draft that the structure of the output may force. A longer run takes several steps, so that the masks of one
+#: text do not hold up the others.
+MOST_FORCED = 32
+
 #: Decides, before anything is drawn, who drafts for a sequence in this step: settings for each turn, the first turn's draft
 #: at the end of the text and each further one behind the one before. () decodes plainly. The first one's rule checks all;
 #: for a seeded request a ratio test is not among them. Settings are whole: nothing is filled in from the LLM's own.
@@ -41,8 +45,9 @@ class Turn:
         tree: Shape that was asked for, or the name of one that adapts.
         greedy: Whether the most likely tokens were asked for.
         budget: Most rows it may have.
-        max_depth: Longest path that may be of use; where rows are pooled, counted from the end of the text.
-        behind: The turns of this draft behind whose deepest token it goes on; without any it begins at the end of the text.
+        max_depth: Longest path that may be of use; where rows are pooled, counted from where the first turn begins.
+        behind: The turns of this draft behind whose deepest token it goes on; without any it begins at the end of the text,
+            or behind what the structure forces there.
         pooled: Whether it shares rows with the other members of a composition: it gets what turns without drawn tokens
             have left over, and so may begin with none of its own.
     """
@@ -66,6 +71,7 @@ class ScheduledSequence:
         turns: Who drafts behind them, in order.
         rule: How the draft is checked.
         is_prompt_of_drafts: Whether the rows are a chunk of a prompt, and drafts may follow it.
+        forced: Draft tokens that the structure of the output forces; all turns draft behind these.
     """
 
     seq: Sequence
@@ -73,6 +79,7 @@ class ScheduledSequence:
     turns: tuple[Turn, ...] = ()
     rule: RuleName = "auto"
     is_prompt_of_drafts: bool = False
+    forced: tuple[int, ...] = ()
 
     @property
     def completes(self) -> bool:
@@ -251,18 +258,30 @@ class Scheduler:
         return False
 
     def _budget_drafts(self, plan: Schedule, rows_left: int) -> None:
+        """What structures force comes first: these rows are as good as sure to stand, and no proposer works for them."""
+        decoding = [item for item in plan.items if item.completes and item.num_rows == 1]
         for item in plan.items:
-            if item.completes and item.num_rows == 1:
-                rows_left -= self._plan_turns(item, rows_left) if rows_left > 0 else 0
+            if item in decoding:
+                item.forced = self._forced(item.seq, rows_left)
+                rows_left -= len(item.forced)
             else:
                 item.is_prompt_of_drafts = self.useful_depth(item.seq) > 1  # a token less of it is left for the first draft
+        for item in decoding:
+            rows_left -= self._plan_turns(item, rows_left) if rows_left > 0 else 0
+
+    def _forced(self, seq: Sequence, rows_left: int) -> tuple[int, ...]:
+        """What the structure of the output forces next, as far as there are rows and memory for it."""
+        found = seq.view.processing.forced(min(rows_left, self.useful_depth(seq), MOST_FORCED))
+        while found and not seq.kv.grow(len(seq.token_ids) + len(found)):
+            found = found[:-1]
+        return found
 
     def _plan_turns(self, item: ScheduledSequence, rows_left: int) -> int:
         """Share rows out to those who draft for a sequence; returns how many."""
         seq, asked = item.seq, self._asked(item.seq)
         if not any(config.method for config in asked):
             return 0
-        depth, num_rows = self.useful_depth(seq), 0
+        depth, num_rows, before = self.useful_depth(seq) - len(item.forced), 0, len(seq.token_ids) + len(item.forced)
         turns: list[Turn] = []
         for place, config in enumerate(asked):
             if config.method is None or depth <= 0:
@@ -270,7 +289,7 @@ class Scheduler:
             budget = min(config.num_draft_tokens, rows_left - num_rows)
             if not config.tree and not config.method.branches_freely:
                 budget = min(budget, depth)
-            while budget > 0 and not seq.kv.grow(len(seq.token_ids) + num_rows + budget):
+            while budget > 0 and not seq.kv.grow(before + num_rows + budget):
                 budget -= 1
             if budget <= 0:
                 break
