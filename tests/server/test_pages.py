@@ -478,13 +478,16 @@ def test_a_page_is_light_and_loads_nothing_from_elsewhere(page: Any, server: Ser
     for path in ("/", "/learn"):
         page.goto(server.url + path)
         page.wait_for_load_state("networkidle")
-        sizes = page.evaluate("performance.getEntriesByType('resource').map(e => e.decodedBodySize)")
-        assert sum(sizes) + len(httpx.get(server.url + path).content) < 300_000
+        sent = "['resource', 'navigation'].flatMap(kind => performance.getEntriesByType(kind)).map(e => e.encodedBodySize)"
+        assert 10_000 < sum(page.evaluate(sent)) < 50_000
         assert page.evaluate("performance.getEntriesByName('first-contentful-paint').length") == 1
         response = httpx.get(server.url + path)
         assert "default-src 'none'" in response.headers["content-security-policy"]
         assert "'unsafe" not in response.headers["content-security-policy"]
     assert {url.startswith((server.url, "data:")) for url in page.watch.urls} == {True}
+    plain = httpx.get(server.url, headers={"accept-encoding": "identity"})
+    assert "content-encoding" not in plain.headers
+    assert plain.text == httpx.get(server.url).text
     assert httpx.get(f"{server.url}/assets/digests.json").status_code == 404
     assert httpx.get(f"{server.url}/assets/..%2Ffiles.py").status_code == 404
 

@@ -2,9 +2,9 @@
 
 import type { Row } from "./api";
 import { h, s } from "./dom";
-import { duration, factor, percent, roughly, shown, times } from "./format";
+import { duration, factor, percent, roughly, shown } from "./format";
 import { PARTS, type Part, type Run } from "./run";
-import { bestLength, speedup } from "./speedup";
+import { bestLength } from "./speedup";
 
 const NAMES: Record<Part, string> = {
   draft: "drafting",
@@ -63,37 +63,44 @@ export interface Measured {
   high?: number | null;
 }
 
-/** The expected speedup by length of the draft, with what was measured. */
-export function curve(chance: number, cost: number, measured: Measured[], longest = 12): HTMLElement {
+/**
+ * The expected speedup by length of the draft, with what was measured.
+ *
+ * @param gain By length, which need not be whole.
+ * @param given The longest draft; and a length to point at.
+ */
+export function curve(gain: (length: number) => number, measured: Measured[], given: { longest?: number; here?: number } = {}): HTMLElement {
+  const { longest = 12, here } = given;
   const [width, height, left, bottom] = [360, 200, 38, 34];
-  const top = Math.max(1.5, ...measured.map((each) => each.high ?? each.gain), ...lengths(longest).map((k) => speedup(chance, k, cost))) * 1.1;
+  const top = Math.max(1.5, ...measured.map((each) => each.high ?? each.gain), ...lengths(longest).map(gain)) * 1.1;
   const x = (k: number) => left + (k / longest) * (width - left - 12);
-  const y = (gain: number) => height - bottom - (gain / top) * (height - bottom - 10);
-  const path = lengths(longest * 4).map((step) => `${x(step / 4).toFixed(1)},${y(speedup(chance, step / 4, cost)).toFixed(1)}`);
-  const best = bestLength(chance, cost, longest);
-  const ticks = [1, 2, 3, 4, 5, 6].filter((gain) => gain < top);
-  const said = `Expected speedup by length of the draft: most, ${times(speedup(chance, best, cost))}, with ${best} guesses. Measured: ${measured
-    .map((each) => `${factor(each.gain)}× with ${each.length.toFixed(1)}`)
-    .join(", ")}.`;
+  const y = (value: number) => height - bottom - (value / top) * (height - bottom - 10);
+  const path = lengths(longest * 4).map((step) => `${x(step / 4).toFixed(1)},${y(gain(step / 4)).toFixed(1)}`);
+  const best = bestLength(gain, longest);
+  const ticks = (top > 6 ? [1, 2, 4, 6, 8, 10, 12] : [1, 2, 3, 4, 5, 6]).filter((value) => value < top);
   const points = measured.flatMap((each) => {
     const place = x(Math.min(each.length, longest));
-    const whisker = each.low != null && each.high != null && s("path.whisker", { d: `M${place} ${y(each.low)}V${y(each.high)}` });
+    const whisker = each.low != null && each.high != null && s("path.whisker", { d: `M${place} ${y(each.low)}V${y(Math.min(each.high, top))}` });
     return [whisker, s("circle.point", { cx: place, cy: y(each.gain), r: 5.5 })];
   });
+  const found = measured.map((each) => `${factor(each.gain)}× with ${each.length.toFixed(1)}`);
+  const said = `Expected speedup by length of the draft: most, ${factor(gain(best))}×, with ${best} guesses.${found.length ? ` Measured: ${found.join(", ")}.` : ""}`;
   return h(
     "figure.curve",
     {},
     s(
       "svg",
       { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": said },
-      ...ticks.map((gain) => s(gain === 1 ? "line.grid.one" : "line.grid", { x1: left, x2: width - 12, y1: y(gain), y2: y(gain) })),
-      ...ticks.map((gain) => s("text.tick", { x: left - 8, y: y(gain) + 4, "text-anchor": "end" }, `${gain}×`)),
+      ...ticks.map((value) => s(value === 1 ? "line.grid.one" : "line.grid", { x1: left, x2: width - 12, y1: y(value), y2: y(value) })),
+      ...ticks.map((value) => s("text.tick", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, `${value}×`)),
       ...lengths(longest).filter((k) => k % 2 === 0).map((k) => s("text.tick", { x: x(k), y: height - bottom + 17, "text-anchor": "middle" }, String(k))),
       s("text.tick", { x: width - 12, y: height - 2, "text-anchor": "end" }, "guesses a round"),
       s("polyline.line", { points: path.join(" ") }),
+      s("circle.best", { cx: x(best), cy: y(gain(best)), r: 6.5 }),
+      here === undefined ? null : s("path.here", { d: `M${x(here)} ${y(0)}V${y(gain(here))}` }),
       ...points,
     ),
-    h("figcaption", {}, s("svg.dot", { viewBox: "0 0 12 12", "aria-hidden": "true" }, s("circle.point", { cx: 6, cy: 6, r: 5 })), "measured, with its interval where it is known; the line is what the formula expects"),
+    h("figcaption", {}, h("span.key-ring", { "aria-hidden": "true" }), "the best point of the formula", ...(measured.length ? [h("span.key-dot", { "aria-hidden": "true" }), "measured, with its interval where it is known"] : [])),
   );
 }
 

@@ -2,6 +2,8 @@
 
 import { type Asked, type Facts, type MethodFacts, type Written, writeAll } from "./api";
 import { fill, h } from "./dom";
+import { factor } from "./format";
+import { type Gain, LEAST_TURNS, gainOf } from "./interval";
 import { Run } from "./run";
 import { Status } from "./status";
 
@@ -34,6 +36,23 @@ export class Lab {
     return found.map((each) => new Run(each, asked.temperature));
   }
 
+  /** Both ways in turns, each beginning with the other one; the first turns are warm. */
+  async compare(speculation: Asked["speculation"], say: (text: string) => void, given: Partial<Asked> = {}, turns = LEAST_TURNS): Promise<Compared> {
+    const found: Compared = { gain: gainOf([1]), plain: [], fast: [] };
+    const factors: number[] = [];
+    await this.runs({ ...given, speculation, max_tokens: 2 });
+    for (let turn = 0; turn < turns; turn++) {
+      say(`Turn ${turn + 1} of ${turns}: plainly and with guesses…`);
+      const write = async (each: Asked["speculation"]) => this.runs({ ...given, speculation: each });
+      const [one, other] = turn % 2 ? [await write(speculation), await write("off")] : [await write("off"), await write(speculation)];
+      const [plain, fast] = turn % 2 ? [other, one] : [one, other];
+      factors.push(together(fast) / together(plain));
+      found.plain.push(...plain);
+      found.fast.push(...fast);
+    }
+    return { ...found, gain: gainOf(factors) };
+  }
+
   /** Let the model read a prompt, so that what is timed next finds it in the prefix cache. */
   async warmUp(speculation: Asked["speculation"], prompt = PROMPT): Promise<void> {
     await this.run({ prompt, speculation, max_tokens: 2 });
@@ -46,17 +65,24 @@ export class Lab {
  * @param label On the button.
  * @param hint What will be asked of the server.
  * @param measure Measures, says what it does, and returns what is shown.
+ * @param before What is shown before anything is measured: recorded numbers.
  */
-export function experiment(label: string, hint: string, measure: (say: (text: string) => void) => Promise<Node[]>): HTMLElement {
+export function experiment(
+  label: string,
+  hint: string,
+  measure: (say: (text: string) => void) => Promise<Node[]>,
+  before: () => Node[] = () => [],
+): HTMLElement {
   const status = new Status();
   status.say(hint);
-  const found = h("div.found");
+  const found = h("div.found", {}, ...before());
   const button = h<HTMLButtonElement>("button", { type: "button" }, label);
   button.addEventListener("click", async () => {
     button.disabled = true;
     status.clear();
     try {
-      fill(found, ...(await measure((text) => status.say(text))));
+      fill(found, ...(await measure((text) => status.show(text))));
+      found.dataset.measured = "";
       button.textContent = "Measure again";
       status.say("Measured.");
     } catch (error) {
@@ -65,7 +91,14 @@ export function experiment(label: string, hint: string, measure: (say: (text: st
     button.disabled = false;
     button.focus({ preventScroll: true });
   });
-  return h("div.experiment", {}, h("div.go", {}, button, status.element), status.problem, found);
+  return h("div.experiment", {}, h("div.go", {}, button, status.element, status.quiet), status.problem, found);
+}
+
+/** Plain decoding and speculation in turns, after which it is known how many times as fast it was. */
+export interface Compared {
+  gain: Gain;
+  plain: Run[];
+  fast: Run[];
 }
 
 /** What was found, as the sentence that matters. */
@@ -88,4 +121,18 @@ export function bars(caption: string, kind: string, rows: { name: string; value:
     return h("tr", {}, h("th", { scope: "row" }, row.name), cell, h("td.number", { "data-value": row.value }, row.text));
   });
   return h("table.chart", {}, h("caption", {}, caption), h("tbody", {}, ...body));
+}
+
+/** Tokens a second of several texts, behind the first token of each. */
+export function together(runs: Run[]): number {
+  const start = Math.min(...runs.map((run) => run.firstToken));
+  const end = Math.max(...runs.map((run) => run.total));
+  return runs.reduce((sum, run) => sum + run.tokens.length - 1, 0) / (end - start);
+}
+
+/** A gain as it is known: "2.1 to 2.6×", or that no difference was seen. */
+export function told({ low, high, middle }: Gain): string {
+  if (low === null || high === null) return `${factor(middle)}×, from one turn`;
+  const range = factor(low) === factor(high) ? `${factor(low)}×` : `${factor(low)} to ${factor(high)}×`;
+  return low <= 1 && high >= 1 ? `${range}: no difference seen` : range;
 }

@@ -1,4 +1,4 @@
-/** The Learn page: five scenes, each with a measurement on this server and a question. */
+/** The Learn page: scenes with something to move, a measurement on this server, and a question. */
 
 import { facts } from "./api";
 import { byId, fill, h } from "./dom";
@@ -6,9 +6,11 @@ import { bytes } from "./format";
 import { Lab } from "./lab";
 import { type Option, Score, question } from "./quiz";
 import { limits } from "./scenes/limits";
+import { members } from "./scenes/members";
 import { memory } from "./scenes/memory";
 import { rejection } from "./scenes/rejection";
 import { speed } from "./scenes/speed";
+import { trees } from "./scenes/trees";
 import { verify } from "./scenes/verify";
 import { Status } from "./status";
 
@@ -48,6 +50,24 @@ const SCENES: { measure: (lab: Lab) => HTMLElement; asks: string; options: Optio
       { text: "About four times the speed, as four of five stand", said: "Guesses are not free here: each costs about half a pass of the target." },
       { text: "Little", right: true, said: "A guess costs about half of what it saves, and a small target waits little for memory. Speculation needs a target that is much slower than its guesses." },
       { text: "As much as a large target with the same guesses", said: "The share that stands is the same, but a guess that costs half a pass eats what it saves." },
+    ],
+  },
+  {
+    measure: trees,
+    asks: "A text is hard to guess: the first guess stands in one of five cases. There is room for six guesses a round. How should they stand?",
+    options: [
+      { text: "In a chain, since one guess may lead to the next", said: "The second in a chain stands only if the first did: in one of twenty-five cases. Most of the chain is paid for in vain." },
+      { text: "Several for the first place, and few behind them", right: true, said: "A second choice for the first place stands more often than a guess behind a guess." },
+      { text: "It does not matter, as there are six either way", said: "They cost the same, but what they bring depends on where they stand." },
+    ],
+  },
+  {
+    measure: members,
+    asks: "A small model and a lookup propose the same token after the same text. What does the pass of the target compute?",
+    options: [
+      { text: "Two rows, one for each guess", said: "Both are about the same token after the same text, so the target's answer is the same." },
+      { text: "One row, and each guess has its own test", right: true, said: "What the target computes depends on the token alone. How it is tested depends on how it was chosen." },
+      { text: "One row, and one test for both", said: "They were chosen by different laws. One test for both would shift the text." },
     ],
   },
   {

@@ -9,18 +9,28 @@ export interface Option {
   said: string;
 }
 
-/** The score: what counts is the first answer to each question. */
+/** The score, kept between visits: what counts is the first answer to each question. */
 export class Score {
-  readonly element = h("div.score", { role: "status" });
-  private readonly answers = new Map<number, boolean>();
+  readonly element = h("div.score");
+  private readonly answers: Map<number, boolean>;
 
   constructor(private readonly questions: number) {
+    this.answers = new Map(remembered());
+    for (const [question, right] of this.answers) mark(question, right);
     this.show();
   }
 
   answer(question: number, right: boolean): void {
     if (!this.answers.has(question)) this.answers.set(question, right);
-    document.querySelector(`[data-scene-link="${question}"]`)?.setAttribute("data-answered", right ? "right" : "later");
+    mark(question, right);
+    remember([...this.answers]);
+    this.show();
+  }
+
+  private forget(): void {
+    this.answers.clear();
+    remember([]);
+    for (const link of document.querySelectorAll("[data-answered]")) link.removeAttribute("data-answered");
     this.show();
   }
 
@@ -28,8 +38,32 @@ export class Score {
     const right = [...this.answers.values()].filter(Boolean).length;
     const open = this.questions - this.answers.size;
     const rest = open ? `${open} still to answer.` : right === this.questions ? "All of it, at the first try." : WORDS;
-    fill(this.element, h("p.big", { "data-value": right }, `${right} of ${this.questions}`), h("p", {}, rest));
+    const again = this.answers.size > 0 && h("button.quiet", { type: "button", id: "forget", click: () => this.forget() }, "Start over");
+    fill(this.element, h("p.big", { "data-value": right }, `${right} of ${this.questions}`), h("p", {}, rest), again);
   }
+}
+
+const KEPT = "outrider-learn";
+
+/** First answers of earlier visits; none where this browser keeps nothing. */
+function remembered(): [number, boolean][] {
+  try {
+    return JSON.parse(localStorage.getItem(KEPT) ?? "[]");
+  } catch {
+    return [];
+  }
+}
+
+function remember(answers: [number, boolean][]): void {
+  try {
+    localStorage.setItem(KEPT, JSON.stringify(answers));
+  } catch {
+    // this browser keeps nothing, and the score is that of this visit
+  }
+}
+
+function mark(question: number, right: boolean): void {
+  document.querySelector(`[data-scene-link="${question}"]`)?.setAttribute("data-answered", right ? "right" : "later");
 }
 
 const WORDS = "Go back to the ones that fell: the feedback says why, and each scene can be measured again.";

@@ -9,6 +9,7 @@ import { Race } from "./race";
 import { Rounds } from "./rounds";
 import type { Session } from "./session";
 import { sharing } from "./share";
+import { speedup } from "./speedup";
 import { Note } from "./tokens";
 import { verdict } from "./verdict";
 
@@ -104,7 +105,7 @@ function figures(session: Session): HTMLElement[] {
     figure("Where does the time go?", timeShares(plain, fast)),
     figure(
       "What was to be expected?",
-      curve(fast.chance, cost, length ? [{ length, gain: gain.middle, low: gain.low, high: gain.high }] : []),
+      curve((each) => speedup(fast.chance, each, cost), length ? [{ length, gain: gain.middle, low: gain.low, high: gain.high }] : []),
       `${stands} with a chance of ${percent(fast.chance)} when those before did, and ${more} costs ${costing(cost)}, drafting and checking together.`,
     ),
     ...(chosen ? [figure("What did the engine choose, and why?", chosen)] : []),

@@ -96,7 +96,7 @@ export function explained(round: Round, stage: number, temperature: number): str
   if (!size) return alone(round, stage);
   const methods = [...new Set(round.drafted_by.map((part) => part.method))];
   if (stage === 0) {
-    return `${listed(methods)} ${methods.length > 1 ? "guess" : "guesses"} ${count(size, "token")}${branches(round) ? ", several for one place; each was drawn from what those before it left" : ""}${chosen(round)}. That takes ${duration(round.seconds.propose)}.`;
+    return `${listed(methods)} ${methods.length > 1 ? "guess" : "guesses"} ${count(size, "token")}${branches(round) ? siblings(round) : ""}${chosen(round)}. That takes ${duration(round.seconds.propose)}.`;
   }
   if (stage === 1) {
     return `One pass of the target looks at ${size === 1 ? "the guess" : `all ${size} guesses`} at once: ${duration(round.seconds.forward)}. Now its own probabilities are known at every place.`;
@@ -107,6 +107,12 @@ export function explained(round: Round, stage: number, temperature: number): str
 /** Why the engine chose so, where it had a choice. */
 function chosen(round: Round): string {
   return round.reason && ` (the engine's choice: ${round.reason})`;
+}
+
+/** What is to be known of guesses for one place: those that were drawn had what the elder ones left. */
+function siblings(round: Round): string {
+  const drawn = round.drafted_by.length === 1 && round.laws.every((law) => law === "sampled");
+  return drawn ? ", several for one place; each was drawn from what those before it left" : ", several for one place";
 }
 
 function branches(round: Round): boolean {

@@ -6,6 +6,7 @@ import { fill, h } from "./dom";
 /** A line that is read aloud when it changes, and a box for errors. */
 export class Status {
   readonly element = h("p.status", { role: "status" });
+  readonly quiet = h("p.status.now");
   readonly problem = h("div.problem", { role: "alert", hidden: true });
   private waiting = 0;
 
@@ -14,6 +15,13 @@ export class Status {
 
   say(text: string): void {
     fill(this.element, text);
+    fill(this.quiet);
+  }
+
+  /** Show what is done at the moment; that is not read aloud. */
+  show(text: string): void {
+    fill(this.element);
+    fill(this.quiet, text);
   }
 
   clear(): void {

@@ -1,9 +1,8 @@
-/** Scene 5: where it breaks. */
+/** Scene 7: where it breaks. */
 
 import { fill, h } from "../dom";
-import { duration, mean, percent, times } from "../format";
-import { type Lab, bars, experiment, figure, finding } from "../lab";
-import type { Run } from "../run";
+import { count, duration, mean, percent } from "../format";
+import { type Lab, bars, experiment, figure, finding, told } from "../lab";
 
 const TOKENS = 32;
 
@@ -12,7 +11,7 @@ export function limits(lab: Lab): HTMLElement {
   fill(
     box,
     experiment("Measure the first token", "A long prompt, twice.", (say) => first(lab, say)),
-    experiment("Measure many texts at a time", "One text, then up to eight together.", (say) => many(lab, say)),
+    experiment("Measure many texts at a time", "From one text to sixteen together, three turns each.", (say) => many(lab, say)),
     experiment("Measure what is hard to guess", "Code, and letters at random.", (say) => hard(lab, say)),
   );
   return box;
@@ -28,42 +27,40 @@ async function first(lab: Lab, say: (text: string) => void): Promise<Node[]> {
     { name: "plain", value: plain.firstToken, text: duration(plain.firstToken) },
     { name: "with guesses", value: fast.firstToken, text: duration(fast.firstToken) },
   ];
-  const told = finding(
+  const longer = fast.firstToken / plain.firstToken;
+  const lesson = longer > 1.1 ? "The prompt has to be read all the same, and whoever guesses has to read it too." : longer > 0.9 ? "That is about the same: the prompt has to be read in any case, and nothing is guessed before it is." : "That is chance: nothing is guessed before the first token, so it cannot come sooner. Measure again.";
+  const head = finding(
     "The first token took ",
     figure("first-plain", plain.firstToken, duration(plain.firstToken)),
     " plainly and ",
     figure("first-fast", fast.firstToken, duration(fast.firstToken)),
-    " with speculation: the prompt has to be read all the same, and whoever guesses has to read it too.",
+    ` with speculation. ${lesson}`,
   );
-  return [told, bars("Time to the first token", "target", rows)];
+  return [head, bars("Time to the first token", "target", rows)];
 }
 
-/** The speedup of one text, and of several at a time. */
+/** The speedup by texts at a time, and where it falls below 1. */
 async function many(lab: Lab, say: (text: string) => void): Promise<Node[]> {
-  const most = Math.min(8, lab.facts.max_texts);
-  const gains: { name: string; value: number; text: string }[] = [];
-  await lab.warmUp(lab.drafting(5));
-  for (const n of [1, most]) {
-    say(`${n === 1 ? "One text" : `${n} texts at a time`}, plainly and with guesses…`);
-    const plain = together(await lab.runs({ n, max_tokens: TOKENS, speculation: "off" }));
-    const fast = together(await lab.runs({ n, max_tokens: TOKENS, speculation: lab.drafting(5) }));
-    gains.push({ name: n === 1 ? "one text" : `${n} texts`, value: fast / plain, text: times(fast / plain) });
+  const sizes = [1, 2, 4, 8, 16].filter((n) => n <= lab.facts.max_texts);
+  const rows: { name: string; value: number; text: string }[] = [];
+  for (const n of sizes) {
+    const found = await lab.compare(lab.drafting(5), (text) => say(`${count(n, "text")} at a time. ${text}`), { n, max_tokens: TOKENS });
+    rows.push({ name: count(n, "text"), value: found.gain.middle, text: told(found.gain) });
   }
-  const told = finding(
-    "One text gained ",
-    figure("gain-one", gains[0].value, gains[0].text),
-    `, ${most} together `,
-    figure("gain-many", gains[1].value, gains[1].text),
-    ". The more texts share a pass, the less of it is waiting, and the more every guess that falls has cost.",
+  const below = rows.find((row) => row.value < 1);
+  const crossing = !below
+    ? `Up to ${rows.at(-1)!.name} speculation pays on average here.`
+    : below === rows[0]
+      ? "Here speculation does not pay even for one text: its guesses cost too much beside such short passes."
+      : `It falls below 1 at ${below.name}.`;
+  const head = finding(
+    "One text: ",
+    figure("gain-one", rows[0].value, rows[0].text),
+    `; ${rows.at(-1)!.name} together: `,
+    figure("gain-many", rows.at(-1)!.value, rows.at(-1)!.text),
+    `. ${crossing}`,
   );
-  return [told, bars("Speedup", "accepted", gains)];
-}
-
-/** Tokens a second of several texts, behind the first token of each. */
-function together(runs: Run[]): number {
-  const start = Math.min(...runs.map((run) => run.firstToken));
-  const end = Math.max(...runs.map((run) => run.total));
-  return runs.reduce((sum, run) => sum + run.tokens.length, 0) / (end - start);
+  return [head, bars("Speedup by texts at a time", "accepted", rows)];
 }
 
 /** The chance of a guess to stand, in code and in noise. */
@@ -78,12 +75,12 @@ async function hard(lab: Lab, say: (text: string) => void): Promise<Node[]> {
     { name: "letters at random", value: noise, text: percent(noise) },
   ];
   const lesson = noise < easy ? "Where nobody can know what comes, guesses are paid for and thrown away." : "This time it was no lower; texts differ, so measure again.";
-  const told = finding(
+  const head = finding(
     "A guess stood with a chance of ",
     figure("chance-easy", easy, percent(easy)),
     " in code, and of ",
     figure("chance-hard", noise, percent(noise)),
     ` behind letters at random. ${lesson}`,
   );
-  return [told, bars("Chance that the next guess stands", "accepted", rows)];
+  return [head, bars("Chance that the next guess stands", "accepted", rows)];
 }

@@ -6,6 +6,7 @@ import { fill, h } from "../dom";
 import { mean, percent, shown } from "../format";
 import { type Lab, experiment, figure, finding } from "../lab";
 import type { Run } from "../run";
+import { coins } from "./coins";
 
 /** A guess whose fate was decided. */
 interface Tested {
@@ -14,6 +15,10 @@ interface Tested {
 }
 
 export function rejection(lab: Lab): HTMLElement {
+  return h("div", {}, coins(), h("h3.sub", {}, "The same, on guesses of this server"), guesses(lab));
+}
+
+function guesses(lab: Lab): HTMLElement {
   return experiment("Draw guesses and toss coins", "One text of 40 tokens at temperature 1.", async (say) => {
     if (!lab.method.adapts) throw new Error("No method of this server draws its guesses. Start it with a draft model.");
     say("Writing 40 tokens with the rule of Leviathan et al. 2023…");
@@ -22,12 +27,17 @@ export function rejection(lab: Lab): HTMLElement {
     if (!tested.length) throw new Error("No guess was tested in this text. Measure again.");
     const shares = tested.map(({ round, node }) => round.rows[round.parents[node] + 1].overlap ?? 0);
     const stood = tested.filter(({ round, node }) => round.accepted.includes(node)).length / tested.length;
+    const expected = mean(shares);
+    const scatter = (2 * Math.sqrt(expected * (1 - expected))) / Math.sqrt(tested.length);
+    const fits = Math.abs(stood - expected) <= scatter ? "That agrees" : "That is further off than in 95 of 100 texts";
     const told = finding(
-      "On average target and draft shared ",
-      figure("overlap", mean(shares), percent(mean(shares))),
-      " of their mass. That is the share of guesses to be expected to stand; of those tested here, ",
+      "Target and draft shared ",
+      figure("overlap", expected, percent(expected)),
+      ` of their mass on average, so as many of the ${tested.length} tested guesses were to be expected to stand, give or take `,
+      figure("scatter", scatter, percent(scatter)),
+      " by chance. ",
       figure("stood", stood, percent(stood)),
-      " did.",
+      ` did. ${fits}.`,
     );
     return [told, viewer(tested)];
   });
@@ -43,7 +53,7 @@ function decided(run: Run): Tested[] {
 /** One guess after the other, beginning with the surest of those that fell. */
 function viewer(tested: Tested[]): HTMLElement {
   const place = h("p.round-title");
-  const said = h("p.round-said", { role: "status" });
+  const said = h("p.round-said", { "aria-live": "polite" });
   const figures = h("div");
   const sure = ({ round, node }: Tested) => (round.accepted.includes(node) ? -1 : round.draft_probs[node]!);
   let at = tested.reduce((best, each, index) => (sure(each) > sure(tested[best]) ? index : best), 0);

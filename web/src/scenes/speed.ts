@@ -1,57 +1,83 @@
 /** Scene 4: what decides the speedup. */
 
-import { curve } from "../charts";
+import { type Measured, curve } from "../charts";
 import { fill, h } from "../dom";
-import { count, mean, median, percent, times } from "../format";
-import { type Lab, experiment, figure, finding } from "../lab";
-import type { Run } from "../run";
-import { bestLength, speedup } from "../speedup";
+import { count, factor, mean, median, percent, roughly } from "../format";
+import { type Compared, type Lab, experiment, figure, finding, told } from "../lab";
+import { Prediction } from "../predict";
+import { type Conditions, bestLength, speedupUnder } from "../speedup";
 
 const LONGEST = 12;
-/** Plain decoding and speculation are measured in turns, since a machine is not equally fast all the time. */
-const TURNS = 2;
-/** Of a guess, in steps of plain decoding, where the target is about as small as the draft model. */
-const COST_BESIDE_SMALL = 0.5;
 
-export function speed(lab: Lab): HTMLElement {
-  const length = h<HTMLInputElement>("input", { id: "learn-length", type: "range", min: lab.method.least_length, max: LONGEST, value: 5 });
-  const number = h("output", { for: "learn-length" }, "5");
-  length.addEventListener("input", () => fill(number, length.value));
-  const runs: Run[] = [];
-  const plain: Run[] = [];
-  const box = experiment("Measure this length", "Plainly and with guesses, in turns.", async (say) => {
-    await lab.warmUp(lab.drafting(5));
-    for (let turn = 0; turn < TURNS; turn++) {
-      say(`Turn ${turn + 1} of ${TURNS}: plainly, and with ${count(Number(length.value), "guess")} a round…`);
-      plain.push(await lab.run({ speculation: "off" }));
-      runs.push(await lab.run({ speculation: lab.drafting(Number(length.value)) }));
-    }
-    return shown(median(plain.map((run) => run.secondsPerRound)), runs);
-  });
-  const field = h("div.field", {}, h("label", { for: "learn-length" }, "Guesses a round"), h("div.with-number", {}, length, number));
-  return h("div", {}, field, box);
+/** A slider of the curve. */
+interface Knob {
+  name: keyof Conditions | "length";
+  label: string;
+  min: number;
+  max: number;
+  step: number;
+  value: number;
+  said: (value: number) => string;
 }
 
-/** `step` is the time of a step of plain decoding. */
-function shown(step: number, runs: Run[]): Node[] {
-  const drafted = runs.filter((run) => run.draftLength > 0);
-  if (!drafted.length) throw new Error("Nothing was guessed in this text. Measure again.");
-  const chance = mean(drafted.map((run) => run.chance));
+const KNOBS: Knob[] = [
+  { name: "chance", label: "A guess stands", min: 0.05, max: 0.98, step: 0.01, value: 0.75, said: roughly },
+  { name: "cost", label: "Drafting a guess costs, in plain steps", min: 0, max: 1, step: 0.01, value: 0.08, said: roughly },
+  { name: "length", label: "Guesses a round", min: 0, max: LONGEST, step: 1, value: 3, said: String },
+  { name: "texts", label: "Texts at a time", min: 1, max: 32, step: 1, value: 1, said: String },
+  { name: "room", label: "Tokens a pass takes before it gets slower", min: 1, max: 256, step: 1, value: 32, said: String },
+];
+
+export function speed(lab: Lab): HTMLElement {
+  const values = Object.fromEntries(KNOBS.map((knob) => [knob.name, knob.value])) as Record<Knob["name"], number>;
+  const measured: Measured[] = [];
+  const drawing = h("div");
+  const sentence = h("p.finding", {});
+  const outputs = new Map<Knob["name"], [HTMLInputElement, HTMLElement, Knob]>();
+  const show = () => {
+    const gain = (length: number) => speedupUnder(values, length);
+    const best = bestLength(gain, LONGEST);
+    for (const [input, output, knob] of outputs.values()) {
+      input.value = String(values[knob.name]);
+      fill(output, knob.said(values[knob.name]));
+    }
+    fill(drawing, curve(gain, measured, { longest: LONGEST, here: values.length }));
+    const most = best ? [figure("best", best, count(best, "guess")), " a round, for ", figure("best-gain", gain(best), `${factor(gain(best))}×`)] : [figure("best", 0, "none"), ": any guess costs more than it brings"];
+    fill(sentence, "With ", figure("here", gain(values.length), `${count(values.length, "guess")}: ${factor(gain(values.length))}×`), ". Best: ", ...most, ".");
+  };
+  const knobs = KNOBS.map((knob) => {
+    const input = h<HTMLInputElement>("input", { id: `knob-${knob.name}`, type: "range", min: knob.min, max: knob.max, step: knob.step, value: knob.value });
+    const output = h("output", { for: input.id });
+    outputs.set(knob.name, [input, output, knob]);
+    input.addEventListener("input", () => {
+      values[knob.name] = Number(input.value);
+      show();
+    });
+    return h("div.field", {}, h("label", { for: input.id }, knob.label), h("div.with-number", {}, input, output));
+  });
+  show();
+  const guess = new Prediction("guess-gain", "How many times as fast will this server be, with as many guesses as you have chosen?", 0.2, 4, 0.1);
+  const box = experiment("Measure this server", "Three turns, plainly and with guesses; the point is pinned into the curve.", async (say) => {
+    const length = Math.max(1, values.length);
+    const found = await lab.compare(lab.drafting(length), say);
+    const fitted = fit(found);
+    measured.push({ length: fitted.length, gain: found.gain.middle, low: found.gain.low, high: found.gain.high });
+    Object.assign(values, { chance: fitted.chance, cost: fitted.cost, length: Math.round(fitted.length), texts: 1, room: 256 });
+    show();
+    return [
+      finding("This server: ", figure("gain", found.gain.middle, told(found.gain)), `. ${guess.against(found.gain.middle)}`),
+      h("p.fine", {}, "Here a guess stood with a chance of ", figure("chance", fitted.chance, percent(fitted.chance)), " and cost ", figure("cost", fitted.cost, percent(fitted.cost)), " of a plain step, drafting and checking together. The sliders stand there now."),
+    ];
+  });
+  return h("div", {}, h("div.toy", {}, h("div.knobs", {}, ...knobs), sentence, drawing), guess.element, box);
+}
+
+/** What the runs tell of chance, cost and length. */
+function fit({ plain, fast }: Compared): { chance: number; cost: number; length: number } {
+  const drafted = fast.filter((run) => run.draftLength > 0);
+  if (!drafted.length) throw new Error("Nothing was guessed in these texts. Measure again.");
+  const step = median(plain.map((run) => run.secondsPerRound));
+  const length = mean(drafted.map((run) => run.draftLength));
   const cost = Math.max(0, mean(drafted.map((run) => (run.secondsPerRound / step - 1) / run.draftLength)));
-  const points = drafted.map((run) => ({ length: run.draftLength, gain: run.speed * step }));
-  const gain = points.at(-1)!.gain;
-  const told = finding(
-    "Here a guess stands with a chance of ",
-    figure("chance", chance, percent(chance)),
-    ", and costs ",
-    figure("cost", cost, cost ? `${percent(cost)} of a plain step` : "too little to be seen here"),
-    ". The last measurement: ",
-    figure("gain", gain, times(gain)),
-    ".",
-  );
-  const best = bestLength(chance, COST_BESIDE_SMALL, LONGEST);
-  const small = speedup(chance, best, COST_BESIDE_SMALL);
-  const limit = best ? `at most ${times(small)}` : "nothing at all";
-  const text = `If the target were so small that a guess cost half of its step, the same guesses would gain ${limit}.`;
-  return [told, curve(chance, cost, points, LONGEST), h("p.fine", { "data-name": "small", "data-value": small }, text)];
+  return { chance: mean(drafted.map((run) => run.chance)), cost, length };
 }

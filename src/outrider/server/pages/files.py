@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+from functools import cache
 from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 BUILT = Path(__file__).parent / "built"
@@ -26,21 +28,30 @@ def page_routes() -> list[Route]:
 
 
 async def _page(request: Request) -> Response:
-    return _file(PAGES[request.url.path], "no-cache")
+    return _file(request, PAGES[request.url.path], "no-cache")
 
 
 async def _asset(request: Request) -> Response:
     name = request.path_params["name"]
     if name not in _assets():
         raise HTTPException(404, "there is no such file")
-    return _file(name, "public, max-age=31536000, immutable")  # its name holds a digest of what is in it
+    return _file(request, name, "public, max-age=31536000, immutable")  # its name holds a digest of what is in it
 
 
 def _assets() -> set[str]:
     return {path.name for path in BUILT.iterdir() if path.suffix in (".css", ".js", ".svg")}
 
 
-def _file(name: str, caching: str) -> Response:
-    path = BUILT / name
-    headers = {**_HEADERS, "cache-control": caching}
-    return FileResponse(path, headers=headers, media_type=_TYPES[path.suffix])
+def _file(request: Request, name: str, caching: str) -> Response:
+    headers = {**_HEADERS, "cache-control": caching, "vary": "accept-encoding"}
+    packs = "gzip" in request.headers.get("accept-encoding", "")
+    if packs:
+        headers["content-encoding"] = "gzip"
+    return Response(_content(name, packed=packs), headers=headers, media_type=_TYPES[Path(name).suffix])
+
+
+@cache
+def _content(name: str, *, packed: bool) -> bytes:
+    """A built file; they do not change while a server runs, and there are few."""
+    content = (BUILT / name).read_bytes()
+    return gzip.compress(content, mtime=0) if packed else content

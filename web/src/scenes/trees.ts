@@ -1,0 +1,58 @@
+/** Scene 5: a chain or a tree, with the same number of guesses. */
+
+import { fill, h } from "../dom";
+import { factor, mean, percent } from "../format";
+import { type Lab, bars, experiment, figure, finding, told } from "../lab";
+
+/** Guesses of both shapes. */
+const SIZE = 6;
+/** Chances that the second and third guess at a place stand, where those before fell, beside that of the first. */
+const LATER = [1, 0.45, 0.25];
+
+/** Tokens that a round brings, by the chance that the first guess at a place stands. */
+export function tokensOfShapes(chance: number): { chain: number; tree: number } {
+  const chain = Array.from({ length: SIZE }, (_, depth) => chance ** (depth + 1)).reduce((sum, each) => sum + each, 1);
+  const some = (width: number) => 1 - LATER.slice(0, width).reduce((none, part) => none * (1 - chance * part), 1);
+  return { chain, tree: 1 + some(3) + some(3) * chance };  // three at the first place, one behind each
+}
+
+export function trees(lab: Lab): HTMLElement {
+  const number = h("output", { for: "tree-chance" });
+  const found = h("div");
+  const input = h<HTMLInputElement>("input", { id: "tree-chance", type: "range", min: 0.05, max: 0.98, step: 0.01, value: 0.4 });
+  const show = () => {
+    const chance = Number(input.value);
+    const { chain, tree } = tokensOfShapes(chance);
+    fill(number, percent(chance));
+    const better = Math.abs(chain - tree) < 0.02 ? "They bring the same" : chain > tree ? "The chain brings more" : "The tree brings more";
+    const why = chain > tree ? "guesses are sure, and depth pays." : "guesses are unsure, and a second choice pays more than a guess behind guesses.";
+    fill(
+      found,
+      finding(figure("shape", chain - tree, better), `: ${why}`),
+      bars("Tokens that a round brings, the target's own included", "accepted", [
+        { name: "a chain of 6", value: chain, text: factor(chain) },
+        { name: "3, and 1 behind each", value: tree, text: factor(tree) },
+      ]),
+    );
+  };
+  input.addEventListener("input", show);
+  show();
+  const field = h("div.field", {}, h("label", { for: "tree-chance" }, "The first guess at a place stands"), h("div.with-number", {}, input, number));
+  return h("div", {}, h("div.toy", {}, field, found), lab.method.takes_tree ? measured(lab) : h("p.fine", {}, "No method of this server draws trees. Start it with a draft model to measure one."));
+}
+
+function measured(lab: Lab): HTMLElement {
+  return experiment("Measure both shapes", "Six guesses a round, three turns each.", async (say) => {
+    const chain = await lab.compare(lab.drafting(SIZE), (text) => say(`A chain. ${text}`));
+    const tree = await lab.compare({ method: lab.method.name, tree: [3, 1] }, (text) => say(`A tree. ${text}`));
+    const rows = [
+      { name: "a chain of 6", value: mean(chain.fast.map((run) => run.tokensPerRound)), text: told(chain.gain) },
+      { name: "3, and 1 behind each", value: mean(tree.fast.map((run) => run.tokensPerRound)), text: told(tree.gain) },
+    ];
+    const word = rows[0].value > rows[1].value ? "The chain" : "The tree";
+    return [
+      finding(`${word} brought more here: `, figure("tokens-chain", rows[0].value, factor(rows[0].value)), " tokens a round in a chain, and ", figure("tokens-tree", rows[1].value, factor(rows[1].value)), " in a tree."),
+      bars("Tokens a round, and what it gained in time", "accepted", rows),
+    ];
+  });
+}
