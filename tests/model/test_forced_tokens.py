@@ -100,6 +100,8 @@ def test_a_whole_text_needs_a_pass_for_each_choice(llm: LLM) -> None:
         stats = output.stats
         assert stats.drafted_by_method == stats.accepted_by_method == {"forced": stats.num_accepted_tokens}
         assert stats.num_accepted_tokens > 0.5 * len(output.token_ids)
+        assert output.origins[0] is TokenOrigin.ACCEPTED, "the last pass over the prompt verifies what begins the text"
+        assert output.origins[-1] is TokenOrigin.BONUS, "the end needs no row"
 
 
 def test_what_something_else_forbids_is_not_written(llm: LLM) -> None:

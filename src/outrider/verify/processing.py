@@ -111,16 +111,17 @@ class Processing:
             self._grammar.advance(token_id)
 
     def forced(self, most: int) -> Path:
-        """Tokens that must come next, `most` at most: after each of them the structure admits one alone. Empty where there
+        """Tokens that must come next, `most` at most: before each of them the structure admits one alone. Empty where there
         is no structure, and where its automaton raises: its next row will tell why.
 
-        They are a guess like any other. What else is asked for may forbid them.
+        They are a guess like any other. What else is asked for may forbid them. An end is none of them: the pass over the
+        tokens before it brings it anyway.
         """
         path: Path = ()
         try:
-            while self._grammar is not None and len(path) < most and not self._is_over(path):
+            while self._grammar is not None and len(path) < most:
                 token = self._grammar.only(path)
-                if token is None:
+                if token is None or token in self._ends:
                     break
                 path = (*path, token)
         except KeyboardInterrupt:

@@ -258,16 +258,17 @@ class Scheduler:
         return False
 
     def _budget_drafts(self, plan: Schedule, rows_left: int) -> None:
-        """What structures force comes first: these rows are as good as sure to stand, and no proposer works for them."""
-        decoding = [item for item in plan.items if item.completes and item.num_rows == 1]
+        """What structures force comes first, behind the end of a prompt too: these rows are as good as sure to stand, and
+        no proposer works for them."""
         for item in plan.items:
-            if item in decoding:
+            if item.completes:
                 item.forced = self._forced(item.seq, rows_left)
                 rows_left -= len(item.forced)
+        for item in plan.items:
+            if item.completes and item.num_rows == 1:
+                rows_left -= self._plan_turns(item, rows_left) if rows_left > 0 else 0
             else:
                 item.is_prompt_of_drafts = self.useful_depth(item.seq) > 1  # a token less of it is left for the first draft
-        for item in decoding:
-            rows_left -= self._plan_turns(item, rows_left) if rows_left > 0 else 0
 
     def _forced(self, seq: Sequence, rows_left: int) -> tuple[int, ...]:
         """What the structure of the output forces next, as far as there are rows and memory for it."""
