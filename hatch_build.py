@@ -34,7 +34,7 @@ X86_SETS = {
     "generic": [],
     "avx2": ["-mavx2", "-mfma"],
     "avx512": AVX512,
-    "avx512bf16": [*AVX512, "-mavx512bf16"],
+    "avx512bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
 }
 
 

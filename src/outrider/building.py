@@ -128,7 +128,7 @@ class EnginePlan:
         if self.recommended is None:
             return self.defaults
         path, profile, config = self.recommended
-        found = Identity.of(runner, self.model.quantization)
+        found = Identity.of(runner, self.model.rounding)
         profile.check_model(path, found)
         misfit = profile.misfit(found)
         if misfit:

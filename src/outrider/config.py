@@ -25,6 +25,8 @@ QuantizationName = Literal[
     "int4-g128-asym",
 ]
 
+ActivationsName = Literal["int8"]
+
 QUANTIZATIONS: tuple[str, ...] = get_args(QuantizationName)
 
 
@@ -55,6 +57,9 @@ class ModelConfig(Frozen):
             "int8-g32", "int8-g64" and "int8-g128" have one for each group of inputs. "int4-g32", "int4-g64" and
             "int4-g128" ("int4" for short) take half as much, and with "-asym" each group has a zero point, too. The model
             that is decoded losslessly is then the rounded one.
+        activations: "int8" rounds what enters a product with rounded weights to whole numbers of 8 bits, too, row by row
+            and group by group. The model that is decoded losslessly is then the one that rounds both. Draft models whose
+            weights are rounded do the same.
         draft_quantization: How the weights of its draft models are rounded, unless their own settings say it.
         batch_invariant: Whether a token's bits must not depend on batch, chunk or draft.
     """
@@ -69,8 +74,25 @@ class ModelConfig(Frozen):
     attention_backend: AttentionName = Field("auto", description="Use auto, fused, paged or gather.")
     max_model_len: int | None = Field(None, ge=2, description="Use 2 tokens or more, or None.")
     quantization: QuantizationName | None = Field(None, description=f"Use {', '.join(QUANTIZATIONS)} or None.")
+    activations: ActivationsName | None = Field(None, description="Use int8 or None.")
     draft_quantization: QuantizationName | None = Field(None, description=f"Use {', '.join(QUANTIZATIONS)} or None.")
     batch_invariant: bool = False
+
+    @property
+    def rounding(self) -> str | None:
+        """All that is rounded, in words. None where nothing is."""
+        return self.quantization if self.activations is None else f"{self.quantization}, {self.activations} activations"
+
+    @model_validator(mode="after")
+    def _rounded_rows_meet_rounded_weights(self) -> ModelConfig:
+        if self.activations is not None and self.quantization is None:
+            raise ContradictionError(
+                "activations",
+                self.activations,
+                "only products with weights that are rounded at load take rounded activations, and quantization is None",
+                'Use quantization="int8" or "int4" with it, or leave it out.',
+            )
+        return self
 
     @model_validator(mode="after")
     def _backend_can_be_invariant(self) -> ModelConfig:

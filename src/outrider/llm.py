@@ -24,7 +24,15 @@ from outrider.arguments import (
     spread,
 )
 from outrider.building import EnginePlan, RecommendedSettings, draft_name, model_name
-from outrider.config import AttentionName, CacheConfig, DTypeName, ModelConfig, QuantizationName, SchedulerConfig
+from outrider.config import (
+    ActivationsName,
+    AttentionName,
+    CacheConfig,
+    DTypeName,
+    ModelConfig,
+    QuantizationName,
+    SchedulerConfig,
+)
 from outrider.embedded import default_model, shown_name
 from outrider.engine.engine import Engine
 from outrider.engine.hosting.dispatcher import Inbox, Mailbox
@@ -81,7 +89,8 @@ class LLM:
         quantization: Rounds linear layers' weights at load: "int8" (a scale for each output), "int8-g128" (for each group
             of 128 inputs; also 64, 32), "int4" (the same as "int4-g128"; also "int4-g64", "int4-g32"), or with a zero
             point for each group "int4-g128-asym" (also 64, 32). What is lossless is then relative to the rounded model.
-        draft_quantization: The same for draft models, whose own settings may say otherwise.
+        activations: "int8" rounds what enters products with rounded weights, too: faster, and not as near to the original.
+        draft_quantization: What quantization is, for draft models, whose own settings may say otherwise.
         batch_invariant: Same seed, same bits: with any proposer or none, in any batch, in any chunks. Free where
             our kernels run the model; elsewhere every row is computed alone, which is slow.
 
@@ -112,6 +121,7 @@ class LLM:
         kv_cache_tokens: int | None = None,
         prefix_caching: bool = True,
         quantization: QuantizationName | None = None,
+        activations: ActivationsName | None = None,
         draft_quantization: QuantizationName | None = None,
         batch_invariant: bool = False,
         **unknown: Never,
@@ -127,6 +137,7 @@ class LLM:
             attention_backend=attention_backend,
             max_model_len=max_model_len,
             quantization=quantization,
+            activations=activations,
             draft_quantization=draft_quantization,
             batch_invariant=batch_invariant,
         )
@@ -180,6 +191,7 @@ class LLM:
             "model": shown_name(loaded.name),
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "quantization": config.quantization,
+            "activations": config.activations,
             "device": loaded.device,
             "attention_backend": runner.backend.name,
             "kernels": runner.backend.instruction_set(loaded.model) or "stock",
@@ -198,7 +210,7 @@ class LLM:
     @property
     def identity(self) -> Identity:
         """What a profile of this LLM holds for: its model, its weights' type and its machine."""
-        return Identity.of(self.engine.runner, self._plan.model.quantization)
+        return Identity.of(self.engine.runner, self._plan.model.rounding)
 
     @property
     def proposers(self) -> ProposerSet:

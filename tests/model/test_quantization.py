@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig, Suffix
 from outrider.embedded import default_model
-from outrider.errors import InvalidParameterError, UnsupportedModelError
+from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError
 from outrider.model.batch import Segment
 from tests.model import checkpoints
 
@@ -58,9 +58,10 @@ def _distance(logits: torch.Tensor, others: torch.Tensor) -> float:
     return float((logits - others).abs().amax(-1).median() / others.abs().max())
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4-g32"])
-def test_speculation_writes_what_the_rounded_model_writes(quantization: Any) -> None:
+@pytest.mark.parametrize(("quantization", "activations"), [("int8", None), ("int4-g32", None), ("int4-g32", "int8")])
+def test_speculation_writes_what_the_rounded_model_writes(quantization: Any, activations: Any) -> None:
     llm = LLM(
+        activations=activations,
         quantization=quantization,
         draft_quantization="int4-g32-asym",
         dtype="bfloat16",
@@ -75,6 +76,31 @@ def test_speculation_writes_what_the_rounded_model_writes(quantization: Any) -> 
         SpeculationConfig(method=Suffix(min_match=1)),
     ):
         assert [o.token_ids for o in llm.generate(prompts, params, speculation=way)] == want
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4-g32-asym"])
+def test_rounded_activations_are_those_of_the_stock_model(
+    grouped: str, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"dtype": "float32", "quantization": quantization}
+    if Path(grouped).name in ("mixtral", "gpt_oss"):
+        with pytest.raises(UnsupportedModelError, match="activations of its experts are not rounded"):
+            LLM(grouped, activations="int8", **settings)
+        return
+    exact = logits(LLM(grouped, **settings))
+    fast = logits(LLM(grouped, activations="int8", **settings))
+    monkeypatch.setenv("OUTRIDER_KERNELS", "off")
+    stock = logits(LLM(grouped, activations="int8", **settings))
+    assert _distance(fast, stock) < 0.3 * _distance(fast, exact), "two that round alike are nearer than one that does not"
+
+
+def test_activations_are_rounded_only_beside_weights_on_cpus() -> None:
+    with pytest.raises(ContradictionError, match=r"activations='int8': .* quantization is None"):
+        LLM(activations="int8")
+    with pytest.raises(ContradictionError, match=r"activations='int8': .* this one is torch\.float64 on cpu"):
+        LLM(activations="int8", quantization="int8", dtype="float64")
+    with pytest.raises(InvalidParameterError, match="activations='int4'"):
+        LLM(activations="int4", quantization="int8")  # type: ignore[arg-type]
 
 
 def test_an_unknown_rounding_is_refused(tmp_path: Path) -> None:

@@ -585,18 +585,25 @@ def kernels_linear() -> None:
 
 def kernels_formats() -> None:
     """Products with weights in groups against float64."""
+    from dataclasses import replace
+    from itertools import product
+
+    from outrider.kernels.activations import row_group, unrounded_rows
     from outrider.kernels.formats.registry import FORMATS
     from outrider.kernels.library import kernel_library
-    from outrider.kernels.packed import PackedWeights, product
+    from outrider.kernels.packed import PackedWeights
+    from outrider.kernels.packed import product as multiply
 
     library = kernel_library()
     assert library is not None
-    for name in ("int8-g64", "int4-g32", "int4-g128-asym"):
-        stored = FORMATS[name].store(torch.randn(70, 1280))
+    for name, rounds_rows in product(("int8", "int8-g64", "int4-g32", "int4-g128-asym"), (False, True)):
+        stored = replace(FORMATS[name], rounds_rows=rounds_rows).store(torch.randn(70, 1280))
         packed, weight = PackedWeights(library, stored), stored.format.dequantise(stored, torch.float64)
         rows = torch.randn(15, 1280)
+        if rounds_rows:
+            rows = unrounded_rows(rows, row_group(stored.format, 1280))
         for count in (1, 2, 15):
-            got = product(library, packed.struct, rows[:count])[:, :70].double()
+            got = multiply(library, packed.struct, rows[:count])[:, :70].double()
             assert torch.allclose(got, rows[:count].double() @ weight.t(), rtol=1e-4, atol=1e-3)
 
 

@@ -406,8 +406,36 @@ NATIVE_MUTANTS = (
     _mutant(
         "a group forgets those before it",
         "product.inc",
-        "(run->first && k == 0 ? (VEC){0} : *total)",
-        "(k == 0 ? (VEC){0} : *total)",
+        "run->first && k == 0 ? (floats){0} : (floats)*total",
+        "k == 0 ? (floats){0} : (floats)*total",
+        "kernels_formats",
+    ),
+    _mutant(
+        "nibbles meet rounded rows in their old order",
+        "rows.inc",
+        "found[k + 2 * (i % 4) + i / 4]",
+        "found[k + i]",
+        "kernels_formats",
+    ),
+    _mutant(
+        "nibbles are not lowered for rounded rows",
+        "rows.inc",
+        "? -8 * total :",
+        "? -7 * total :",
+        "kernels_formats",
+    ),
+    _mutant(
+        "every row has the scale of the first",
+        "product.inc",
+        "numbers[r * GROUP_NUMBERS]",
+        "numbers[0]",
+        "kernels_formats",
+    ),
+    _mutant(
+        "a rounded row keeps the numbers of its first group",
+        "product.inc",
+        "        numbers += run->numbers_stride;\n",
+        "",
         "kernels_formats",
     ),
     _mutant(

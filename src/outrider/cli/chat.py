@@ -44,6 +44,7 @@ def chat(
     device: options.Device = None,
     attention_backend: options.Backend = "auto",
     quantization: options.Quantization = None,
+    activations: options.Activations = None,
     draft_quantization: options.DraftQuantization = None,
     no_color: options.NoColor = False,
 ) -> None:
@@ -72,6 +73,7 @@ def chat(
         device=device,
         attention_backend=attention_backend,
         quantization=quantization,
+        activations=activations,
         draft_quantization=draft_quantization,
     )
     opening = [{"role": "system", "content": system}] if system else []

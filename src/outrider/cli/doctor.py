@@ -54,6 +54,7 @@ def doctor(
     dtype: options.DType = "auto",
     device: options.Device = None,
     quantization: options.Quantization = None,
+    activations: options.Activations = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
     no_color: options.NoColor = False,
 ) -> None:
@@ -68,7 +69,13 @@ def doctor(
         model, draft_model = options.wide_pair(model, method, draft_model, dtype)
     asked = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
     notes = Console(stderr=True, no_color=no_color or None, highlight=False)
-    how = {"dtype": dtype, "device": device, "quantization": quantization, "max_num_seqs": max(batch, 32)}
+    how = {
+        "dtype": dtype,
+        "device": device,
+        "quantization": quantization,
+        "activations": activations,
+        "max_num_seqs": max(batch, 32),
+    }
     llm = options.load(notes, model, "none", prefix_caching=False, **how)
     sample = _sample(llm, prompts, batch, num_prompts, max_tokens, temperature)
     with _progress(notes) as progress:

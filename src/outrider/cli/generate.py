@@ -36,7 +36,16 @@ _SAMPLING = (
     "n",
     "ignore_eos",
 )
-_LOADING = ("dtype", "device", "attention_backend", "max_num_seqs", "quantization", "draft_quantization", "batch_invariant")
+_LOADING = (
+    "dtype",
+    "device",
+    "attention_backend",
+    "max_num_seqs",
+    "quantization",
+    "activations",
+    "draft_quantization",
+    "batch_invariant",
+)
 
 
 def generate(
@@ -70,6 +79,7 @@ def generate(
     device: options.Device = None,
     attention_backend: options.Backend = "auto",
     quantization: options.Quantization = None,
+    activations: options.Activations = None,
     draft_quantization: options.DraftQuantization = None,
     batch_invariant: options.BatchInvariant = False,
     max_num_seqs: Annotated[int, typer.Option(help="Prompts that run at a time.")] = 32,

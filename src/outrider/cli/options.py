@@ -61,6 +61,7 @@ DType = Annotated[str, typer.Option(help="auto, bfloat16, float16, float32 or fl
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Backend = Annotated[str, typer.Option("--attention-backend", help="auto, fused, paged or gather.")]
 DraftQuantization = Annotated[str | None, typer.Option(help="The same for draft models.")]
+Activations = Annotated[str | None, typer.Option(help="int8 rounds what enters products with rounded weights, too.")]
 Quantization = Annotated[str | None, typer.Option(help="Round weights: int8, int8-g128, int4, int4-g32-asym, ...")]
 NoColor = Annotated[bool, typer.Option("--no-color", help="Plain text.")]
 

@@ -85,6 +85,7 @@ _LOADING = (
     "device",
     "attention_backend",
     "quantization",
+    "activations",
     "draft_quantization",
     "batch_invariant",
     "max_model_len",
@@ -127,6 +128,7 @@ def serve(
     device: options.Device = None,
     attention_backend: options.Backend = "auto",
     quantization: options.Quantization = None,
+    activations: options.Activations = None,
     draft_quantization: options.DraftQuantization = None,
     batch_invariant: options.BatchInvariant = False,
     max_model_len: MaxModelLen = None,
@@ -259,6 +261,7 @@ def _serve_replicas(
         "attention_backend",
         "max_model_len",
         "quantization",
+        "activations",
         "draft_quantization",
         "batch_invariant",
     )

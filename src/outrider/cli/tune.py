@@ -42,6 +42,7 @@ def tune(
     dtype: options.DType = "auto",
     device: options.Device = None,
     quantization: options.Quantization = None,
+    activations: options.Activations = None,
     out: Annotated[Path, typer.Option(help="Folder for the profile, the results and the plot.")] = Path("tuning"),
     as_json: Annotated[bool, typer.Option("--json", help="The results as JSON instead of a table.")] = False,
     no_color: options.NoColor = False,
@@ -63,7 +64,7 @@ def tune(
     found = _traffic(model, traffic, log, max_tokens)
     for line in found.bad:
         notes.print(f"{found.source}, {line}", style="yellow", markup=False)
-    how = {"dtype": dtype, "device": device, "quantization": quantization}
+    how = {"dtype": dtype, "device": device, "quantization": quantization, "activations": activations}
     plan = {"concurrency": concurrency, "temperature": temperature, "num_texts": num_texts, "generate": log is None}
     results, profile = _tune(notes, model, draft_model, way or [], found, plan, how)
     _write(results, profile, out)

@@ -60,10 +60,11 @@ class Lows(IntEnum):
 
 
 class Operand(IntEnum):
-    """As what rows enter a product: as the numbers that they are, or rounded to bf16 and in pairs."""
+    """As what rows enter a product: as the numbers that they are, rounded to bf16 and in pairs, or rounded to 8 bits."""
 
     REAL = 0
     PAIRS = 1
+    BYTES = 2
 
 
 class NormKind(IntEnum):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import InvalidParameterError, UnsupportedModelError
+from outrider.kernels.activations import ROW_GROUPS, row_group, takes_rows, unrounded_rows
 from outrider.kernels.formats.format import WeightFormat
 from outrider.kernels.formats.registry import FORMATS, GROUPS, is_plain, plain
 from outrider.kernels.formats.stored import StoredWeight
@@ -92,16 +93,21 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        stored, bias = self.quantised_weight, self.bias
+        stored, bias, dtype = self.quantised_weight, self.bias, self.weight.dtype
+        if stored.format.rounds_rows:  # their rounded numbers have more bits than bf16 has
+            dtype = torch.float32
+            rounded = unrounded_rows(input, row_group(stored.format, self.in_features))
+        else:
+            rounded = input
         outputs = [
             nn.functional.linear(
-                input,
-                stored.format.dequantise(stored.rows(rows.start, rows.stop), self.weight.dtype),
-                None if bias is None else bias[rows],
+                rounded,
+                stored.format.dequantise(stored.rows(rows.start, rows.stop), dtype),
+                None if bias is None else bias[rows].to(dtype),
             )
             for rows in parts(self.weight)
         ]
-        return torch.cat(outputs, -1)
+        return torch.cat(outputs, -1).to(input.dtype)
 
 
 class QuantisedEmbedding(nn.Embedding):
@@ -193,6 +199,7 @@ def check_groups(fmt: WeightFormat, inputs: dict[str, int]) -> None:
     """
     misfit = next((path for path, count in inputs.items() if not fmt.takes(count)), None)
     if misfit is None:
+        _check_rows(fmt, inputs)
         return
     names = {f"int{fmt.bits}-g{size}" + "-asym" * fmt.has_zeros for size in GROUPS}
     fitting = [known for known in FORMATS if known in names and all(FORMATS[known].takes(n) for n in inputs.values())]
@@ -202,6 +209,13 @@ def check_groups(fmt: WeightFormat, inputs: dict[str, int]) -> None:
         f"{misfit} has {inputs[misfit]} inputs, which groups of {fmt.group} do not divide",
         f"Use {' or '.join([*fitting, 'int8'])}.",
     )
+
+
+def _check_rows(fmt: WeightFormat, inputs: dict[str, int]) -> None:
+    uneven = next((path for path, count in inputs.items() if fmt.rounds_rows and not takes_rows(fmt, count)), None)
+    if uneven is not None:
+        problem = f"{uneven} has {inputs[uneven]} inputs, which groups of {ROW_GROUPS[-1]} do not divide"
+        raise InvalidParameterError("activations", "int8", problem, "Leave activations out.")
 
 
 def empty_weight(module: nn.Linear | nn.Embedding) -> None:

@@ -64,7 +64,7 @@ def _untouched(loaded: LoadedModel, changed: Tensor, logits: Tensor) -> bool:
     """
     by_row = (changed - logits).abs().amax(-1)[:_PROBE_CUT] / logits.abs().max()
     differing = by_row.median() if _is_routed(loaded) else by_row.max()
-    return bool(differing <= _SAME[loaded.dtype])
+    return bool(differing <= _SAME[loaded.precision])
 
 
 def _difference(got: Tensor, want: Tensor, logits: Tensor, dtype: torch.dtype) -> float:
@@ -80,7 +80,7 @@ def _texts(loaded: LoadedModel) -> list[list[int]]:
     In narrow types a router's near tie may send a row to another expert than in the stock model, and the rows after it see
     that row. Such ties lie elsewhere in each text, and what is wrong is wrong in all of them.
     """
-    starts = range(_ROUTED_TEXTS if loaded.dtype not in _WIDE and _is_routed(loaded) else 1)
+    starts = range(_ROUTED_TEXTS if loaded.precision not in _WIDE and _is_routed(loaded) else 1)
     return [[(7 * i + 3 + 17 * start) % loaded.vocab_size for i in range(_PROBE_LEN)] for start in starts]
 
 
@@ -102,7 +102,7 @@ def probe(loaded: LoadedModel, backend: AttentionBackend, want: Tensor) -> int:
     least = float("inf")
     for tokens, logits in zip(_texts(loaded), want, strict=True):
         error = _error(loaded, runner, tokens, logits)
-        if error <= TOLERANCE[loaded.dtype]:
+        if error <= TOLERANCE[loaded.precision]:
             return runner.pool.bytes_per_slot()
         least = min(least, error)
     raise ValueError(f"logits differ from a plain forward pass by {least:.1e} of their size")
@@ -118,7 +118,7 @@ def _error(loaded: LoadedModel, runner: ModelRunner, tokens: list[int], want: Te
     got = runner.forward([Segment(rows, _PROBE_CUT, table, tree, long_rope=long)]).logits[[0, 2, 3, 4, 5]]
     runner.blocks.free(table)
     runner.blocks.free(neighbour)
-    return _difference(got, want[_PROBE_CUT:], want, loaded.dtype)
+    return _difference(got, want[_PROBE_CUT:], want, loaded.precision)
 
 
 def probe_bits(loaded: LoadedModel, backend: AttentionBackend) -> None:

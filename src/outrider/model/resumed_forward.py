@@ -132,4 +132,4 @@ def resumes_exactly(runner: ModelRunner, depth: int) -> bool:
         return False
     if runner.backend.invariant:
         return torch.equal(got, want)
-    return bool((got - want).abs().max() <= TOLERANCE[loaded.dtype] * want.abs().max())
+    return bool((got - want).abs().max() <= TOLERANCE[loaded.precision] * want.abs().max())

@@ -24,6 +24,7 @@ class WeightFormat(ABC):
         name: As users write it.
         group: How many inputs share a scale. None where all do, or where there are no scales.
         has_zeros: Whether each group has a zero point of its own.
+        rounds_rows: Whether rows are rounded to 8 bits before they are multiplied with the weights (`activations.py`).
     """
 
     code: ClassVar[FormatCode]
@@ -32,6 +33,7 @@ class WeightFormat(ABC):
     name: str
     group: int | None = None
     has_zeros: bool = False
+    rounds_rows: bool = False
 
     @abstractmethod
     def store(self, weight: Tensor) -> StoredWeight:
@@ -76,4 +78,6 @@ class WeightFormat(ABC):
     def operand(self, dtype: torch.dtype, *, pairs: bool) -> Operand:
         """As what rows enter products with weights that stand for `dtype`. `pairs` says whether the kernels multiply pairs
         of bf16, which is precise enough for bf16 models."""
+        if self.rounds_rows:
+            return Operand.BYTES
         return Operand.PAIRS if pairs and dtype == torch.bfloat16 else Operand.REAL

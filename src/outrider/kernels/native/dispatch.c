@@ -24,6 +24,7 @@ enum { EBX = 1, ECX = 2, EAX = 0 };
 enum { FMA = 1u << 12, OSXSAVE = 1u << 27 };                                             /* leaf 1, ECX */
 enum { AVX2 = 1u << 5, AVX512F = 1u << 16, AVX512DQ = 1u << 17, AVX512BW = 1u << 30 }; /* leaf 7, EBX */
 #define AVX512VL (1u << 31)
+enum { AVX512VNNI = 1u << 11 }; /* leaf 7, ECX */
 enum { AVX512BF16 = 1u << 5 }; /* leaf 7 part 1, EAX */
 enum { SAVES_YMM = 0x06, SAVES_ZMM = 0xe6 };
 #endif
@@ -40,7 +41,8 @@ int64_t outrider_instruction_sets(void) {
     const unsigned saved = basic & OSXSAVE ? saved_registers() : 0;
     if ((basic & FMA) && (vectors & AVX2) && (saved & SAVES_YMM) == SAVES_YMM) sets |= RUNS_AVX2;
     if ((sets & RUNS_AVX2) && (vectors & wide) == wide && (saved & SAVES_ZMM) == SAVES_ZMM) sets |= RUNS_AVX512;
-    if ((sets & RUNS_AVX512) && (feature_words(7, 1, EAX) & AVX512BF16)) sets |= RUNS_AVX512BF16;
+    if ((sets & RUNS_AVX512) && (feature_words(7, 0, ECX) & AVX512VNNI) && (feature_words(7, 1, EAX) & AVX512BF16))
+        sets |= RUNS_AVX512BF16; /* Every processor that multiplies pairs of bf16 multiplies quads of bytes, too. */
 #endif
     return sets;
 }

@@ -22,6 +22,7 @@
 #if defined(__AVX512BF16__)
 #define ISA avx512bf16
 #define BF16_DOTS 1
+#define QUAD_DOTS 1
 #else
 #define ISA avx512
 #endif
@@ -40,6 +41,9 @@
 #ifndef BF16_DOTS
 #define BF16_DOTS 0 /* Whether an instruction multiplies pairs of bf16. */
 #endif
+#ifndef QUAD_DOTS
+#define QUAD_DOTS 0 /* Whether an instruction adds products of four bytes to a sum of 32 bits. */
+#endif
 
 #define JOIN3_(a, b, c) a##_##b##_##c
 #define JOIN3(a, b, c) JOIN3_(a, b, c)
@@ -55,7 +59,7 @@
 
 /* How weights are stored, and as what rows enter a product with them; see kernels/formats and kernels/layout.py. */
 enum { FORMAT_REAL = 0, FORMAT_BF16 = 1, FORMAT_INT8 = 2, FORMAT_INT4 = 3, FORMAT_BLOCKS = 4 };
-enum { OPERAND_REAL = 0, OPERAND_PAIRS = 1 };
+enum { OPERAND_REAL = 0, OPERAND_PAIRS = 1, OPERAND_BYTES = 2 };
 
 /* What the numbers in blocks mean; see formats/blocks.inc. */
 enum { VALUES_WHOLE = 0, VALUES_NL = 1, VALUES_MX = 2, VALUES_HALF = 3, VALUES_BF16 = 4 };
@@ -123,6 +127,12 @@ INLINE floats floats_from_int8(const int8_t *bytes) {
 #else
     return (floats){bytes[0], bytes[1], bytes[2], bytes[3]};
 #endif
+}
+
+/* Bytes as whole numbers of 32 bits. */
+INLINE int_lanes wide_bytes(const uint8_t *bytes) {
+    typedef uint8_t few __attribute__((vector_size(FLOAT_LANES), aligned(1), may_alias));
+    return __builtin_convertvector(*(const few *)bytes, int_lanes);
 }
 
 INLINE floats floats_from_uint8(const uint8_t *bytes) {
@@ -206,5 +216,91 @@ INLINE int_lanes zeros_of_pairs(const uint8_t *zeros) {
     return (int_lanes)_mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
 }
 #endif
+
+/* Whole numbers of 8 bits. Each lane of 32 bits holds four of them. Sums are exact, so all ways to add them have the same bits. */
+typedef int16_t short_lanes __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
+
+enum { GROUP_NUMBERS = 2 }; /* of a group of a row in bytes: see rows.inc */
+
+/* What is added to signed weights, because the instruction for products of four bytes takes unsigned ones. */
+#define BYTE_BIAS (QUAD_DOTS ? 128 : 0)
+
+/* Adds the products of four weights and four numbers of a row to each lane. Weights of 4 bits are unsigned, those of 8 bits signed,
+ * and where there is a bias they count as so much more. */
+INLINE int_lanes add_quads(int_lanes sum, int_lanes weights, const int is_signed, int32_t values) {
+#if QUAD_DOTS
+    if (is_signed) weights ^= (int_lanes){0} + (int32_t)0x80808080;
+    return (int_lanes)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(values));
+#elif defined(__AVX512F__)
+    /* Products of a pair of bytes fit 16 bits where one of them is at most 128 in size, as here. */
+    const __m512i quads = _mm512_set1_epi32(values), ones = _mm512_set1_epi16(1);
+    if (is_signed) {
+        const __m512i low = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)weights, 8), 8), high = _mm512_srai_epi16((__m512i)weights, 8);
+        const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(quads, 8), 8), odd = _mm512_srai_epi16(quads, 8);
+        return sum + (int_lanes)_mm512_madd_epi16(low, even) + (int_lanes)_mm512_madd_epi16(high, odd);
+    }
+    return sum + (int_lanes)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)weights, quads), ones);
+#elif defined(__AVX2__)
+    const __m256i quads = _mm256_set1_epi32(values), ones = _mm256_set1_epi16(1);
+    __m256i size = (__m256i)weights, turned = quads;
+    if (is_signed) size = _mm256_abs_epi8(size), turned = _mm256_sign_epi8(quads, (__m256i)weights);
+    return sum + (int_lanes)_mm256_madd_epi16(_mm256_maddubs_epi16(size, turned), ones);
+#else
+    for (int i = 0; i < 32; i += 8) {
+        const int32_t value = (int32_t)((uint32_t)values << (24 - i)) >> 24;
+        const int_lanes raised = (int_lanes)((uint_lanes)weights << (24 - i));
+        sum += (is_signed ? raised >> 24 : (int_lanes)((uint_lanes)raised >> 24)) * value;
+    }
+    return sum;
+#endif
+}
+
+#if defined(__AVX2__) && !QUAD_DOTS
+/* So many steps of weights of 4 bits are added in 16 bits: 8 times two products of 15 and 127 are 30480. */
+#define SHORT_STEPS 8
+INLINE short_lanes add_quads_shortly(short_lanes sum, int_lanes weights, int32_t values) {
+#if defined(__AVX512F__)
+    return sum + (short_lanes)_mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(values));
+#else
+    return sum + (short_lanes)_mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(values));
+#endif
+}
+
+INLINE int_lanes add_shorts(int_lanes sum, short_lanes shorts) {
+#if defined(__AVX512F__)
+    return sum + (int_lanes)_mm512_madd_epi16((__m512i)shorts, _mm512_set1_epi16(1));
+#else
+    return sum + (int_lanes)_mm256_madd_epi16((__m256i)shorts, _mm256_set1_epi16(1));
+#endif
+}
+#else
+#define SHORT_STEPS 0
+#endif
+
+/* Rounds to whole numbers, and from the middle to even ones. */
+INLINE int_lanes rounded(floats values) {
+#if defined(__AVX512F__)
+    return (int_lanes)_mm512_cvtps_epi32((__m512)values);
+#elif defined(__AVX2__)
+    return (int_lanes)_mm256_cvtps_epi32((__m256)values);
+#elif defined(__SSE2__)
+    return (int_lanes)_mm_cvtps_epi32((__m128)values);
+#else
+    int_lanes found;
+    for (int i = 0; i < FLOAT_LANES; i++) found[i] = (int32_t)rintf(values[i]);
+    return found;
+#endif
+}
+
+/* sum + a * b, rounded once on every processor. */
+INLINE floats fused_everywhere(floats a, floats b, floats sum) {
+#if defined(__AVX2__)
+    return fused(a, b, sum);
+#else
+    floats found;
+    for (int i = 0; i < FLOAT_LANES; i++) found[i] = fmaf(a[i], b[i], sum[i]);
+    return found;
+#endif
+}
 
 #endif

@@ -56,6 +56,7 @@ class DraftLoader:
         if model not in self._given:
             check_sources(draft_model=model)
         target = self._target
+        rounding = quantization or self._settings.draft_quantization
         settings = self._settings.replace(
             model=model,
             dtype=dtype or str(target.loaded.dtype).removeprefix("torch."),
@@ -64,7 +65,8 @@ class DraftLoader:
             trust_remote_code=trust_remote_code,
             attention_backend="auto",
             max_model_len=None,
-            quantization=quantization or self._settings.draft_quantization,
+            quantization=rounding,
+            activations=None if rounding is None else self._settings.activations,
             batch_invariant=False,  # drafts may differ in their bits: they are guesses
         )
         capacity = target.blocks.num_blocks * target.blocks.block_size  # whatever fits the target's memory fits the draft's

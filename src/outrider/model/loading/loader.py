@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from outrider.config import ModelConfig
-from outrider.errors import InvalidParameterError, ModelLoadError, UnsupportedModelError
+from outrider.errors import ContradictionError, InvalidParameterError, ModelLoadError, UnsupportedModelError
 from outrider.kernels.formats.registry import FORMATS
 from outrider.kernels.weights import quantise_linears
 from outrider.model import hf
@@ -57,6 +57,7 @@ class LoadedModel:
         slices_logits: Whether its forward computes the head for chosen rows only.
         long_rope_after: Texts longer than this use other rotary factors for all their tokens; None where none do.
         generation_defaults: What its generation config says of sampling, by the names of SamplingParams; not validated.
+        rounds_rows: Whether what enters its linear layers is rounded to 8 bits.
     """
 
     name: str
@@ -70,6 +71,13 @@ class LoadedModel:
     slices_logits: bool
     long_rope_after: int | None = None
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+    rounds_rows: bool = False
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The dtype by whose rounding two right passes may differ. Where rows are rounded to 8 bits, a number in the middle
+        between two may go to either, and that is as much as the rounding of bfloat16."""
+        return torch.bfloat16 if self.rounds_rows else self.dtype
 
     def uses_long_rope(self, num_tokens: int) -> bool:
         """Whether a text of so many tokens uses the long rotary factors."""
@@ -263,13 +271,27 @@ def _check_rounding(config: ModelConfig, hf_config: Any) -> None:
     )
 
 
+def _check_rounded_rows(config: ModelConfig, model: Any, has_experts: bool) -> None:
+    """Refuse activations of 8 bits where nothing rounds them."""
+    remedy = "Leave activations out."
+    if has_experts:
+        raise UnsupportedModelError(config.model, "the activations of its experts are not rounded", remedy)
+    if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
+        problem = f"the CPU rounds them, in models of float32 and bfloat16; this one is {model.dtype} on {model.device}"
+        raise ContradictionError("activations", config.activations, problem, remedy)
+
+
 def _loaded(
     config: ModelConfig, model: Any, tokenizer: Any | None, device: torch.device, max_model_len: int
 ) -> LoadedModel:
     """Prepare a model that is ours, and find out about it."""
     model.eval().requires_grad_(False)
     if config.quantization is not None:
-        quantise_linears(model, FORMATS[config.quantization], hf.expert_stacks(model), name=config.model)
+        fmt, stacks = FORMATS[config.quantization], hf.expert_stacks(model)
+        if config.activations is not None:
+            fmt = replace(fmt, rounds_rows=True)
+            _check_rounded_rows(config, model, bool(stacks))
+        quantise_linears(model, fmt, stacks, name=config.model)
     if model.dtype == torch.float64:
         hf.use_plain_experts(model)
     text_config = model.config.get_text_config(decoder=True)
@@ -285,6 +307,7 @@ def _loaded(
         eos_token_ids=_eos_token_ids(model, text_config),
         device=device,
         dtype=model.dtype,
+        rounds_rows=config.activations is not None,
         slices_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
         long_rope_after=long_rope_after,
         generation_defaults=_generation_defaults(model),

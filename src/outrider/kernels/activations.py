@@ -1,0 +1,53 @@
+"""Rounding of activations to whole numbers of 8 bits, as the kernels do it, bit for bit.
+
+A row is rounded in groups of inputs: those of the weights, or the largest of 128, 64 and 32 that divides the row where all
+weights of an output share a scale. The largest number of a group is 127 times the group's scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.formats.format import WeightFormat
+
+#: Groups of rows where all weights of an output share a scale. The smallest must divide the inputs.
+ROW_GROUPS = (128, 64, 32)
+#: A group without any number of this size is zero.
+_LEAST = 2.0**-100
+
+
+def takes_rows(fmt: WeightFormat, in_features: int) -> bool:
+    """Whether rows of so many inputs can be rounded for weights of this format."""
+    return in_features % (fmt.group or ROW_GROUPS[-1]) == 0
+
+
+def row_group(fmt: WeightFormat, in_features: int) -> int:
+    """How many inputs of a row share a scale."""
+    return fmt.group or next(group for group in ROW_GROUPS if in_features % group == 0)
+
+
+def rounded_rows(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Round rows.
+
+    Args:
+        rows: [..., in_features], any floating dtype.
+        group: The inputs that share a scale. It divides their number.
+
+    Returns:
+        Whole numbers in float32 [..., groups, group], and scales in float32 [..., groups, 1]. A scale is not a number where
+        a number of the group is not finite.
+    """
+    wide = rows.to(torch.float32).reshape(*rows.shape[:-1], rows.shape[-1] // group, group)
+    largest = wide.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest < _LEAST, 0.0, largest / 127)
+    inverse = torch.where(largest < _LEAST, 0.0, 127 / largest)
+    finite = largest.isfinite()
+    scale, inverse = torch.where(finite, scale, torch.nan), torch.where(finite, inverse, 0.0)
+    return torch.where(finite, wide * inverse, 0.0).round_(), scale
+
+
+def unrounded_rows(rows: Tensor, group: int) -> Tensor:
+    """What rows [..., in_features] stand for once they are rounded, in float32."""
+    numbers, scale = rounded_rows(rows, group)
+    return (numbers * scale).flatten(-2)
