@@ -1,7 +1,9 @@
 """What rows cost in products with weights of every format: T(n) over the time of the bytes, and C(n) = T(n) / T(1).
 
-    python -m benchmarks.row_products --sets avx512bf16,avx2 --formats bfloat16,int8,int4-g32 --rows 1,2,4,8,16
+    python -m benchmarks.row_products --sets avx512bf16,avx2 --formats bfloat16,int8,int4-g32+a8 --rows 1,2,4,8,16
 
+Rows are rounded to 8 bits where a format ends with "+a8". Beside C(n) stands F(n): the time of n rows at the pace that 48
+rows have with weights from the cache, over T(1). So C(n) cannot be much smaller than F(n), nor than 1.
 Weights come from memory: products go through several matrices in turn, which together are larger than the caches.
 Formats and numbers of rows take turns within a round, and each figure is the median of the rounds. The model is bf16, so
 that rows enter products in pairs where the processor multiplies these.
@@ -13,18 +15,22 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 
 from outrider.kernels.formats.registry import FORMATS, plain
-from outrider.kernels.library import available_sets, kernels_for
+from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.library import KernelLibrary, available_sets, kernels_for
 from outrider.kernels.packed import PackedWeights, product
 from outrider.measure.machine import read_bandwidth
 
-USUAL = ("bfloat16", "int8", "int8-g128", "int4-g128", "int4-g32", "int4-g32-asym")
+USUAL = ("bfloat16", "int8", "int8+a8", "int4-g128", "int4-g128+a8", "int4-g32", "int4-g32+a8", "int4-g32-asym+a8")
 #: Together, the matrices of a format take at least so many bytes.
 _BEYOND_CACHES = 128 * 2**20
+#: Inputs and outputs of a matrix that stays in the cache, and the rows that meet it.
+_SMALL, _MANY = 512, 48
 
 
 def main() -> None:
@@ -36,7 +42,8 @@ def main() -> None:
     parser.add_argument("--shape", default="8192x2048", help="outputs x inputs")
     parser.add_argument("--rounds", type=int, default=7)
     asked = parser.parse_args()
-    shape = tuple(int(size) for size in asked.shape.split("x"))
+    outputs, inputs = asked.shape.split("x")
+    shape = (int(outputs), int(inputs))
     counts = [int(count) for count in asked.rows.split(",")]
     bandwidth = read_bandwidth(torch.device("cpu"))
     print(
@@ -47,44 +54,74 @@ def main() -> None:
         print(table(name, times, counts, bandwidth))
 
 
+@dataclass
+class Times:
+    """What products with weights of one format take.
+
+    Attributes:
+        nbytes: The bytes of a matrix.
+        seconds: Of a product with weights from memory, by its rows.
+        pace: Seconds of a row of such a product, where many rows meet weights from the cache.
+    """
+
+    nbytes: int
+    seconds: dict[int, float]
+    pace: float
+
+
 def measured(
-    instruction_set: str, formats: Sequence[str], shape: tuple[int, ...], counts: Sequence[int], rounds: int
-) -> dict[str, tuple[int, dict[int, float]]]:
-    """By format: the bytes of a matrix, and the seconds of a product by its rows."""
+    instruction_set: str, formats: Sequence[str], shape: tuple[int, int], counts: Sequence[int], rounds: int
+) -> dict[str, Times]:
+    """By format, what products take."""
     library = kernels_for(instruction_set)
     weight = torch.randn(shape).bfloat16()
     found: dict[str, list[PackedWeights]] = {}
+    small: dict[str, PackedWeights] = {}
     for name in formats:
-        stored = plain(weight) if name == "bfloat16" else FORMATS[name].store(weight)
+        stored = _stored(name, weight)
         first = PackedWeights(library, stored)
         found[name] = [first, *(PackedWeights(library, stored) for _ in range(_BEYOND_CACHES // first.nbytes))]
+        small[name] = PackedWeights(library, _stored(name, weight[:_SMALL, :_SMALL]))
     seconds: dict[tuple[str, int], list[float]] = {}
+    paces: dict[str, list[float]] = {}
     for _ in range(rounds):
         for count in counts:
             for name, matrices in found.items():
-                rows = torch.randn(count, shape[1])
-                start = time.perf_counter()
-                for matrix in matrices:
-                    product(library, matrix.struct, rows)
-                seconds.setdefault((name, count), []).append((time.perf_counter() - start) / len(matrices))
+                seconds.setdefault((name, count), []).append(_time(library, matrices, torch.randn(count, shape[1])))
+        for name, matrix in small.items():
+            taken = _time(library, [matrix] * 20, torch.randn(_MANY, _SMALL))
+            paces.setdefault(name, []).append(taken / _MANY * shape[0] * shape[1] / _SMALL**2)
     return {
-        name: (matrices[0].nbytes, {count: median(seconds[name, count]) for count in counts})
+        name: Times(matrices[0].nbytes, {n: median(seconds[name, n]) for n in counts}, min(paces[name]))
         for name, matrices in found.items()
     }
 
 
-def table(
-    instruction_set: str, times: dict[str, tuple[int, dict[int, float]]], counts: Sequence[int], bandwidth: float
-) -> str:
+def _stored(name: str, weight: torch.Tensor) -> StoredWeight:
+    if name == "bfloat16":
+        return plain(weight)
+    return replace(FORMATS[name.removesuffix("+a8")], rounds_rows=name.endswith("+a8")).store(weight)
+
+
+def _time(library: KernelLibrary, matrices: Sequence[PackedWeights], rows: torch.Tensor) -> float:
+    """Seconds of a product."""
+    start = time.perf_counter()
+    for matrix in matrices:
+        product(library, matrix.struct, rows)
+    return (time.perf_counter() - start) / len(matrices)
+
+
+def table(instruction_set: str, times: dict[str, Times], counts: Sequence[int], bandwidth: float) -> str:
     """A table in Markdown."""
     few = counts[0]
-    heads = [f"| {instruction_set} | bytes, MB | T({few}), ms | share of bandwidth |"]
-    lines = [*heads, "|---|---|---|---|" + "---|" * (len(counts) - 1)]
-    lines[0] += "".join(f" C({count}) |" for count in counts[1:])
-    for name, (size, by_count) in times.items():
-        first = by_count[few]
-        costs = "".join(f" {by_count[count] / first:.2f} |" for count in counts[1:])
-        lines.append(f"| {name} | {size / 1e6:.1f} | {first * 1e3:.3f} | {size / bandwidth / first:.0%} |{costs}")
+    heads = "".join(f" C({count}), F |" for count in counts[1:])
+    lines = [f"| {instruction_set} | bytes, MB | T({few}), ms | share of bandwidth |{heads}"]
+    lines.append("|---|---|---|---|" + "---|" * (len(counts) - 1))
+    for name, taken in times.items():
+        first = taken.seconds[few]
+        costs = "".join(f" {taken.seconds[n] / first:.2f}, {n * taken.pace / first:.2f} |" for n in counts[1:])
+        share = taken.nbytes / bandwidth / first
+        lines.append(f"| {name} | {taken.nbytes / 1e6:.1f} | {first * 1e3:.3f} | {share:.0%} |{costs}")
     return "\n".join(lines)
 
 
