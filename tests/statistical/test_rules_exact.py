@@ -10,6 +10,7 @@ from outrider.prove.reference import ReferenceRule
 from outrider.prove.tree_reference import TreeRule
 from outrider.verify import rules, verifier
 
+#: Counts of cases are multiples of the kinds of them, which take turns.
 RULES = list(ReferenceRule)
 RATIO_RULES = (ReferenceRule.TOKEN, ReferenceRule.BLOCK)
 
@@ -17,7 +18,7 @@ RATIO_RULES = (ReferenceRule.TOKEN, ReferenceRule.BLOCK)
 @pytest.mark.parametrize("rule", RULES)
 def test_joint_distribution_is_the_targets_exactly(rule):
     length = 3 if rule is ReferenceRule.COUPLED else 4
-    finding = rules_distribution.prove_reference(rule, 56, 2, length)
+    finding = rules_distribution.prove_reference(rule, 28, 2, length)
     assert finding.measured == 0.0
 
 
@@ -33,34 +34,34 @@ def test_acceptance_functions_are_the_reference():
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_decisions_on_a_grid_of_injected_coins(rule):
-    assert rules_distribution.prove_decisions(rule, 16).measured == 0.0
+    assert rules_distribution.prove_decisions(rule, 14).measured == 0.0
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_forked_verifier_has_the_targets_distribution(rule):
-    finding = rules_distribution.prove_verifier(rule, 56, 2, 3)
+    finding = rules_distribution.prove_verifier(rule, 28, 2, 3)
     assert finding.measured <= finding.bound
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_forked_verifier_over_more_rounds(rule):
-    finding = rules_distribution.prove_verifier(rule, 16, 2, 4)
+    finding = rules_distribution.prove_verifier(rule, 7, 2, 4)
     assert finding.measured <= finding.bound
 
 
 @pytest.mark.parametrize("widths", [(2,), (2, 1), (1, 2)])
 @pytest.mark.parametrize("rule", list(TreeRule))
 def test_joint_distribution_of_tree_rules_is_the_targets_exactly(rule, widths):
-    assert rules_distribution.prove_tree_reference(rule, widths, 56 if widths == (2,) else 16, 3).measured == 0.0
+    assert rules_distribution.prove_tree_reference(rule, widths, 28 if widths == (2,) else 14, 3).measured == 0.0
 
 
 @pytest.mark.parametrize("widths", [(2, 2), (3,)])
 @pytest.mark.parametrize("rule", list(TreeRule))
 def test_joint_distribution_of_bushier_trees(rule, widths):
-    assert rules_distribution.prove_tree_reference(rule, widths, 8, 3).measured == 0.0
+    assert rules_distribution.prove_tree_reference(rule, widths, 7, 3).measured == 0.0
 
 
-@pytest.mark.parametrize(("widths", "count", "length"), [((2,), 24, 3), ((2, 1), 8, 3), ((3,), 24, 2)])
+@pytest.mark.parametrize(("widths", "count", "length"), [((2,), 14, 3), ((2, 1), 7, 3), ((3,), 14, 2)])
 @pytest.mark.parametrize("rule", list(TreeRule))
 def test_forked_verifier_on_trees_has_the_targets_distribution(rule, widths, count, length):
     finding = tree_distribution.prove_tree_verifier(rule, widths, count, length)
