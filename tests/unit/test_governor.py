@@ -64,7 +64,7 @@ WORLDS: dict[str, tuple[dict[str, Method], int]] = {
 }
 
 
-@pytest.mark.parametrize(("passes", "seed"), [(FLAT, 0), (STEEP, 1)], ids=["rows cost little", "rows cost much"])
+@pytest.mark.parametrize(("passes", "seed"), [(FLAT, 1), (STEEP, 0)], ids=["rows cost little", "rows cost much"])
 @pytest.mark.parametrize("name", WORLDS)
 def test_it_is_near_the_best_fixed_choice_in_hindsight(name: str, passes: dict[int, float], seed: int) -> None:
     methods, tokens = WORLDS[name]
@@ -434,7 +434,7 @@ BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]]
     ),
     "drafts cost nothing": (
         _costs_forgotten,
-        lambda: test_it_is_near_the_best_fixed_choice_in_hindsight("a draft that costs more than it brings", FLAT, 0),
+        lambda: test_it_is_near_the_best_fixed_choice_in_hindsight("a draft that costs more than it brings", FLAT, 1),
     ),
     "nothing is learnt": (
         _always_the_longest,
