@@ -58,17 +58,20 @@ class Needs:
     kv_token_bytes: int
 
 
-def needs(config: ModelConfig, hf_config: Any) -> Needs | None:
-    """What a checkpoint takes; None where its model is no folder with safetensors files."""
+def needs(config: ModelConfig, hf_config: Any, file_bytes: int | None = None) -> Needs | None:
+    """What a checkpoint takes; None where its model is no folder with safetensors files. `file_bytes` are those of tensors
+    that stay as a file has them."""
     tensors = stored_tensors(Path(config.model))
-    if not tensors:
+    if not tensors and file_bytes is None:
         return None
     dtype = _asked_dtype(config, hf_config)
-    weights = _weight_bytes(tensors, hf_config, dtype, _rounded(config))
+    weights = _weight_bytes(tensors, hf_config, dtype, _rounded(config)) if file_bytes is None else file_bytes
     return Needs(weights, _kv_bytes_per_token(hf_config, dtype or torch.float32))
 
 
-def check_fit(config: ModelConfig, hf_config: Any, device: torch.device, kv_tokens: int | None) -> None:
+def check_fit(
+    config: ModelConfig, hf_config: Any, device: torch.device, kv_tokens: int | None, file_bytes: int | None = None
+) -> None:
     """Refuse a checkpoint that does not fit, with the numbers.
 
     Args:
@@ -76,18 +79,21 @@ def check_fit(config: ModelConfig, hf_config: Any, device: torch.device, kv_toke
         hf_config: transformers' configuration of the model.
         device: Where it is to lie.
         kv_tokens: How many tokens of keys and values are asked for; None for as many as there is room for.
+        file_bytes: The bytes of tensors that stay as a file has them; None where they are loaded in a dtype.
 
     Raises:
         ModelTooLargeError: Weights, and keys and values, take more than there is.
     """
     available = available_bytes(device)
-    found = needs(config, hf_config)
+    found = needs(config, hf_config, file_bytes)
     if available is None or found is None:
         return
     weights, kv = found.weight_bytes, (kv_tokens or 0) * found.kv_token_bytes
     if weights + kv > available:
         dtype = _asked_dtype(config, hf_config)
-        remedy = _remedy(config, hf_config, stored_tensors(Path(config.model)), dtype, available, kv_tokens)
+        remedy = "Use a smaller kv_cache_tokens, a smaller file, or a machine with more memory."
+        if file_bytes is None:
+            remedy = _remedy(config, hf_config, stored_tensors(Path(config.model)), dtype, available, kv_tokens)
         name = str(dtype).removeprefix("torch.") if dtype is not None else "the dtypes of its files"
         keys = f" and {kv / 1e9:.1f} GB for keys and values" if kv else ""
         need = f"it needs {weights / 1e9:.1f} GB for its weights in {config.quantization or name}{keys}"

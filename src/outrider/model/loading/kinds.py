@@ -21,12 +21,12 @@ def check_is_checkpoint(field: str, source: str) -> None:
 
     Raises:
         InvalidParameterError: No checkpoint; the message says what it seems to be.
-        UnsupportedModelError: An adapter, or a GGUF file.
+        UnsupportedModelError: An adapter.
     """
     path = Path(source)
     if path.is_file():
         if path.suffix == ".gguf":
-            raise _gguf(source, "it is a GGUF file")
+            return
         raise InvalidParameterError(field, source, "it is a file, not a folder", _NEEDED)
     if (path / _CONFIG).exists() or not path.is_dir():
         return
@@ -34,7 +34,7 @@ def check_is_checkpoint(field: str, source: str) -> None:
         raise _adapter(source)
     names = sorted(found.name for found in path.iterdir())
     if any(name.endswith(".gguf") for name in names):
-        raise _gguf(source, "it holds GGUF files")
+        raise _gguf(source, names)
     holds = f"it holds no {_CONFIG}, but {', '.join(names[:3])}" if names else "the folder is empty"
     raise InvalidParameterError(field, source, holds, _NEEDED)
 
@@ -61,9 +61,11 @@ def wrong_shape(model: str, mismatched: list[tuple[str, Any, Any]]) -> ModelLoad
     return ModelLoadError(model, problem, f"Put the {_CONFIG} beside the weights that belongs to them.")
 
 
-def _gguf(source: str, problem: str) -> UnsupportedModelError:
-    remedy = 'Give the original checkpoint in safetensors; quantization="int4" rounds it while it is loaded.'
-    return UnsupportedModelError(source, f"{problem}, and these cannot be loaded yet", remedy)
+def _gguf(source: str, names: list[str]) -> UnsupportedModelError:
+    first = next(name for name in names if name.endswith(".gguf"))
+    return UnsupportedModelError(
+        source, "it holds GGUF files, and no other checkpoint", f"Give one of them, as {source}/{first}."
+    )
 
 
 def _adapter(source: str) -> UnsupportedModelError:

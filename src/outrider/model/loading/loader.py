@@ -23,6 +23,10 @@ from outrider.model.loading.exclusive import check_wanted, exclusive_transformer
 from outrider.model.loading.files import check_files
 from outrider.model.loading.fit import Needs, check_fit, needs, stored_tensors
 from outrider.model.loading.from_module import check_given, make_own
+from outrider.model.loading.gguf.architecture import read_config
+from outrider.model.loading.gguf.checkpoint import GgufCheckpoint
+from outrider.model.loading.gguf.header import GgufFile, is_gguf, read_gguf
+from outrider.model.loading.gguf.tokenizer import end_tokens, read_gguf_tokenizer
 from outrider.model.loading.hub import hub_options, local_folder
 from outrider.model.loading.kinds import check_is_checkpoint, missing_head, wrong_shape
 from outrider.model.loading.quantised.checkpoint import QuantisedCheckpoint
@@ -92,7 +96,7 @@ def check_sources(**sources: str | None) -> None:
 
     Raises:
         InvalidParameterError: No such folder, a file, or a folder without a configuration.
-        UnsupportedModelError: An adapter, or a GGUF file.
+        UnsupportedModelError: An adapter.
     """
     for name, source in sources.items():
         if source is None:
@@ -130,6 +134,8 @@ def load_model(config: ModelConfig, tokenizer: Any | None = None, *, kv_tokens: 
         UnsupportedModelError: Not a causal decoder.
     """
     device = usable_device(config.device)
+    if is_gguf(config.model):
+        return _load_gguf(config, tokenizer, device, kv_tokens)
     source = _source(config)
     hf_config = _read_config(config, source)
     longest = _max_model_len(config, hf_config)
@@ -148,6 +154,8 @@ def read_context(config: ModelConfig) -> int:
         InvalidParameterError: max_model_len exceeds the context.
         UnsupportedModelError: Not a causal decoder.
     """
+    if is_gguf(config.model):
+        return _max_model_len(config, _read_gguf_config(config, read_gguf(config.model)))
     source = _source(config)
     return _max_model_len(config, _read_config(config, source))
 
@@ -159,6 +167,9 @@ def read_needs(config: ModelConfig) -> Needs | None:
         ModelLoadError: Not on the hub, or unreadable.
         UnsupportedModelError: Not a causal decoder.
     """
+    if is_gguf(config.model):
+        file = read_gguf(config.model)
+        return needs(config, _read_gguf_config(config, file), file.nbytes)
     source = _source(config)
     return needs(config, _read_config(config, source))
 
@@ -169,6 +180,8 @@ def read_tokenizer(config: ModelConfig) -> Any | None:
     Raises:
         ModelLoadError: Not on the hub, unreadable or corrupt.
     """
+    if is_gguf(config.model):
+        return read_gguf_tokenizer(read_gguf(config.model))
     return _load_tokenizer(config, _source(config))
 
 
@@ -356,10 +369,42 @@ def _load_quantised(config: ModelConfig, hf_config: Any, source: dict[str, Any],
     folder = local_folder(config.model, source)
     dtype = _quantised_dtype(config, hf_config)
     with QuantisedCheckpoint(config.model, folder, layout) as files:
-        model = model_from_state(config, hf_config, source, files.state(dtype), dtype).to(device)
+        empty = _empty_model(config, hf_config, source)
+        files.check(empty)
+        model = _model_from_state(config, empty, files.state(dtype), dtype).to(device)
         files.fill(model, dtype)
     model.generation_config = _read_generation_config(folder) or model.generation_config
     return model
+
+
+def _load_gguf(config: ModelConfig, tokenizer: Any | None, device: torch.device, kv_tokens: int | None) -> LoadedModel:
+    """A model from a GGUF file."""
+    file = read_gguf(config.model)
+    hf_config = _read_gguf_config(config, file)
+    longest = _max_model_len(config, hf_config)
+    check_fit(config, hf_config, device, kv_tokens, file.nbytes)
+    own_tokenizer = read_gguf_tokenizer(file) if tokenizer is None else given_tokenizer(tokenizer)
+    dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    checkpoint = GgufCheckpoint(file, hf_config)
+    with exclusive_transformers():
+        empty = _empty_model(config, hf_config, {})
+        checkpoint.check(empty)
+        model = _model_from_state(config, empty, checkpoint.state(dtype), dtype).to(device)
+        checkpoint.fill(model, dtype)
+        model.generation_config.eos_token_id = end_tokens(file) or None
+        return _loaded(config, model, own_tokenizer, device, longest)
+
+
+def _read_gguf_config(config: ModelConfig, file: GgufFile) -> Any:
+    """The configuration that a file describes. It is quantised already, so it is not rounded again."""
+    found = read_config(file)
+    if config.quantization is not None:
+        raise UnsupportedModelError(
+            config.model,
+            f"its weights are in blocks already, and quantization={config.quantization!r} would round them again",
+            "Leave quantization out.",
+        )
+    return found
 
 
 def _quantised_dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:
@@ -379,23 +424,21 @@ def _read_generation_config(folder: Path) -> Any | None:
     return _attempt(str(folder), "its generation_config.json cannot be read", GenerationConfig.from_pretrained, folder)
 
 
-def model_from_state(
-    config: ModelConfig, hf_config: Any, source: dict[str, Any], state: dict[str, Any], dtype: torch.dtype
-) -> Any:
-    """A model of transformers with these tensors, whose names are checked as those of files are.
-
-    Raises:
-        ModelLoadError: Tensors are missing, or have other shapes.
-        UnsupportedModelError: It is no causal language model.
-    """
+def _empty_model(config: ModelConfig, hf_config: Any, source: dict[str, Any]) -> Any:
+    """The model that a configuration describes, without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
     plain = deepcopy(hf_config)
     plain.__dict__.pop("quantization_config", None)
     trusted = {"trust_remote_code": source.get("trust_remote_code", False)}
     with torch.device("meta"):
-        kind = type(_attempt(config.model, "it cannot be built", AutoModelForCausalLM.from_config, plain, **trusted))
-    return _complete(config, hf_config, kind.from_pretrained, None, config=plain, state_dict=state, dtype=dtype)
+        return _attempt(config.model, "it cannot be built", AutoModelForCausalLM.from_config, plain, **trusted)
+
+
+def _model_from_state(config: ModelConfig, empty: Any, state: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The same model with these tensors, whose names are checked as those of files are."""
+    load = type(empty).from_pretrained
+    return _complete(config, empty.config, load, None, config=empty.config, state_dict=state, dtype=dtype)
 
 
 def _complete(asked: ModelConfig, hf_config: Any, load: Any, /, *args: Any, **kwargs: Any) -> Any:

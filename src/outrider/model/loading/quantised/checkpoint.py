@@ -18,6 +18,7 @@ from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.kernels.weights import keep_quantised
 from outrider.model.loading.exclusive import check_wanted
 from outrider.model.loading.fit import StoredTensor, file_headers
+from outrider.model.loading.kinds import wrong_shape
 from outrider.model.loading.quantised.layout import Layout, MisshapenError
 
 _AGAIN = "Download or save the checkpoint again."
@@ -66,6 +67,19 @@ class QuantisedCheckpoint:
         for layer in self.layers:
             state[f"{layer}.weight"] = torch.full((), float("nan"), dtype=dtype).expand(self._shape(layer))
         return state
+
+    def check(self, empty: nn.Module) -> None:
+        """Refuse quantised matrices of other shapes than those of a model, before anything is made of these shapes.
+
+        Raises:
+            ModelLoadError: A matrix has another shape, or its tensors do not belong together.
+        """
+        weights = empty.state_dict()
+        found = {f"{layer}.weight": self._shape(layer) for layer in self.layers}
+        known = {name: tuple(weights[name].shape) for name in found if name in weights}
+        wrong = [(name, found[name], shape) for name, shape in known.items() if shape != found[name]]
+        if wrong:
+            raise wrong_shape(self._name, wrong)
 
     def fill(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Give the layers of a model their weights, one after another.

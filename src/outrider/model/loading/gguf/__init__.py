@@ -1,0 +1,1 @@
+"""GGUF files become models: their header, their tensors, their vocabulary."""

@@ -1,0 +1,120 @@
+"""The tensors of a GGUF file, which a model of transformers gets one after another and keeps in their blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.kernels.formats.gguf import GGUF_TYPES
+from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.weights import keep_quantised
+from outrider.model import hf
+from outrider.model.loading.exclusive import check_wanted
+from outrider.model.loading.gguf.architecture import FREQUENCY_FACTORS, ORIGINAL, architecture_of, row_order, stock_name
+from outrider.model.loading.gguf.header import GgufFile, GgufTensor
+
+_AGAIN = "Download the file again."
+
+
+class GgufCheckpoint:
+    """The tensors of a file by transformers' names.
+
+    Args:
+        file: The file.
+        config: transformers' configuration of it.
+
+    Raises:
+        UnsupportedModelError: It has a tensor that is not known of its architecture.
+    """
+
+    def __init__(self, file: GgufFile, config: Any) -> None:
+        self._file, self._config = file, config
+        self._known = architecture_of(file)
+        self._tensors: dict[str, GgufTensor] = {}
+        for name, tensor in file.tensors.items():
+            stock = stock_name(self._known, name)
+            if stock is not None:
+                self._tensors[stock] = tensor
+            elif name != FREQUENCY_FACTORS:
+                problem = f"it has a tensor {name}, which is not known of its architecture"
+                raise UnsupportedModelError(file.path, problem, ORIGINAL)
+
+    def check(self, empty: nn.Module) -> None:
+        """Refuse a file whose tensors are not those of a model, before anything is read. What transformers would make for
+        itself might be as large as any number in the file.
+
+        Raises:
+            ModelLoadError: A tensor is missing, has another shape, or is one that the model does not have.
+        """
+        wanted = {name: tuple(weight.shape) for name, weight in empty.state_dict().items()}
+        if self._config.tie_word_embeddings:
+            wanted.pop("lm_head.weight", None)
+        for name, tensor in self._tensors.items():
+            if name not in wanted:
+                problem = f"it has a tensor {tensor.name}, which its architecture does not have"
+                raise ModelLoadError(self._file.path, problem, _AGAIN)
+            if tensor.shape != wanted[name]:
+                shapes = f"has shape {list(tensor.shape)}, and its metadata ask for {list(wanted[name])}"
+                raise ModelLoadError(self._file.path, f"its tensor {tensor.name} {shapes}", _AGAIN)
+        missing = sorted(wanted.keys() - self._tensors.keys())
+        if missing:
+            problem = f"{len(missing)} tensors are missing, that for {missing[0]} first"
+            raise ModelLoadError(self._file.path, problem, _AGAIN)
+
+    def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What transformers loads: vectors and matrices of floats, and empty weights for those in blocks."""
+        state = {}
+        for name, tensor in self._tensors.items():
+            if self._is_packed(tensor):
+                state[name] = torch.full((), float("nan"), dtype=dtype).expand(tensor.shape)
+            else:
+                order = self._order(tensor)
+                values = tensor.floats()
+                state[name] = values if order is None else values[order]
+        return state
+
+    def fill(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Give the layers of a model their blocks, one after another; tied ones share them.
+
+        Raises:
+            ModelLoadError: Numbers of a tensor are not finite, or it has no such layer.
+        """
+        modules = dict(model.named_modules())
+        for name, tensor in self._tensors.items():
+            if self._is_packed(tensor):
+                check_wanted()
+                module = modules[name.removesuffix(".weight")]
+                stored = self._stored(tensor, dtype)
+                keep_quantised(module, stored)
+                if name == "model.embed_tokens.weight" and self._config.tie_word_embeddings:
+                    keep_quantised(modules["lm_head"], stored)
+        self._scale_frequencies(model)
+
+    def _is_packed(self, tensor: GgufTensor) -> bool:
+        return tensor.type in GGUF_TYPES and len(tensor.shape) == 2 and tensor.shape[1] % 32 == 0
+
+    def _stored(self, tensor: GgufTensor, dtype: torch.dtype) -> StoredWeight:
+        stored = GGUF_TYPES[tensor.type].stored(tensor.rows(), dtype)
+        numbers = stored.scale if stored.scale is not None else stored.format.dequantise(stored, torch.float32)
+        if not bool(numbers.isfinite().all()):
+            raise ModelLoadError(self._file.path, f"the tensor {tensor.name} holds numbers that are not finite", _AGAIN)
+        order = self._order(tensor)
+        return stored if order is None else stored.each(lambda column: column[order])
+
+    def _order(self, tensor: GgufTensor) -> Tensor | None:
+        return row_order(self._known, tensor.name, self._config)
+
+    def _scale_frequencies(self, model: nn.Module) -> None:
+        """Divide rotary frequencies by the factors of the file, as those of Llama 3.1 are."""
+        found = self._file.tensors.get(FREQUENCY_FACTORS)
+        if found is None:
+            return
+        rotary: Any = hf.decoder_stack(model).rotary_emb
+        factors = found.floats()
+        if factors.shape != rotary.inv_freq.shape or not bool((factors > 0).all() and factors.isfinite().all()):
+            problem = f"its {FREQUENCY_FACTORS} are no factors of {len(rotary.inv_freq)} frequencies"
+            raise ModelLoadError(self._file.path, problem, _AGAIN)
+        rotary.inv_freq = rotary.inv_freq / factors.to(rotary.inv_freq)

@@ -1,0 +1,240 @@
+"""The tokenizer of a GGUF file, from its vocabulary, its merges or scores, and the name of its pre-tokenizer.
+
+Byte-level BPE is known with the pre-tokenizers named below, and the BPE of SentencePiece with byte fallback as Llama has
+it. Other vocabularies are refused by name: a text that is cut in another way than the model has learnt would be read
+wrongly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.model.loading.gguf.header import GgufFile
+
+_AGAIN = "Download the file again."
+_UNKNOWN = 'Pass tokenizer="FOLDER or hub id" of the original checkpoint.'
+_CONTROL, _USER_DEFINED = 3, 4
+_SPACE = "\u2581"
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How text is cut before merges.
+
+    Attributes:
+        pattern: The regular expression of pieces; None for that of GPT-2.
+        composes: Whether text is brought into the composed form of Unicode (NFC).
+        whole_pieces: Whether a piece that is a token is one, whatever its merges would give.
+    """
+
+    pattern: str | None
+    composes: bool = False
+    whole_pieces: bool = False
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA_3 = Splitting(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}", whole_pieces=True)
+_QWEN_2 = Splitting(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}", composes=True)
+#: The pre-tokenizers of byte-level BPE by their names in files.
+SPLITTINGS = {
+    "gpt-2": Splitting(None),
+    "llama3": _LLAMA_3,
+    "llama-v3": _LLAMA_3,
+    "llama-bpe": _LLAMA_3,
+    "qwen2": _QWEN_2,
+    "deepseek-r1-qwen": _QWEN_2,
+}
+
+
+def read_gguf_tokenizer(file: GgufFile) -> Any | None:
+    """A tokenizer of transformers. None where the file brings placeholders.
+
+    Raises:
+        ModelLoadError: The vocabulary is malformed.
+        UnsupportedModelError: Its kind or its pre-tokenizer is not known.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = _Vocabulary(file)
+    kind = vocabulary.get("model")
+    if kind in (None, "rwkv", "no_vocab", "none"):
+        return None
+    if kind == "gpt2":
+        backend = _byte_level(vocabulary)
+    elif kind == "llama" and file.metadata.get("general.architecture") == "llama":
+        backend = _sentence_piece(vocabulary)
+    else:
+        architecture = file.metadata.get("general.architecture")
+        problem = f"its vocabulary is {kind!r} of {architecture}, and gpt2, and llama of llama, are known"
+        raise UnsupportedModelError(file.path, problem, _UNKNOWN)
+    backend.add_special_tokens(vocabulary.added(special=True))
+    backend.add_tokens(vocabulary.added(special=False))
+    named = {f"{name}_token": vocabulary.named(f"{key}_token_id") for name, key in _NAMED.items()}
+    if vocabulary.flag("add_bos_token", default=kind == "llama"):
+        _put_first(backend, vocabulary, "bos_token_id")
+    template = file.metadata.get("tokenizer.chat_template")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=template if isinstance(template, str) else None,
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, token in named.items() if token is not None},
+    )
+
+
+def end_tokens(file: GgufFile) -> list[int]:
+    """The tokens that end a text, or a turn of a chat.
+
+    Raises:
+        ModelLoadError: One of them is no token.
+    """
+    vocabulary = _Vocabulary(file)
+    found = [vocabulary.number(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    return sorted({number for number in found if number is not None})
+
+
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+class _Vocabulary:
+    """What a file says of its tokens, checked."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+
+    def get(self, name: str) -> Any:
+        return self.file.metadata.get(f"tokenizer.ggml.{name}")
+
+    def wrong(self, name: str, why: str) -> ModelLoadError:
+        return ModelLoadError(self.file.path, f"its tokenizer.ggml.{name} {why}", _AGAIN)
+
+    def texts(self, name: str) -> list[str]:
+        found = self.get(name)
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            raise self.wrong(name, "is no list of texts")
+        return found
+
+    def tokens(self) -> dict[str, int]:
+        """Their numbers."""
+        tokens: dict[str, int] = {}
+        for number, token in enumerate(self.texts("tokens")):
+            if token in tokens:
+                raise self.wrong("tokens", f"holds {token!r} twice")
+            tokens[token] = number
+        return tokens
+
+    def types(self) -> list[int]:
+        found, count = self.get("token_type"), len(self.texts("tokens"))
+        if found is None:
+            return [1] * count
+        if not isinstance(found, list) or len(found) != count or not all(isinstance(each, int) for each in found):
+            raise self.wrong("token_type", f"is no list of {count} numbers")
+        return found
+
+    def scores(self) -> list[float]:
+        found, count = self.get("scores"), len(self.texts("tokens"))
+        if not isinstance(found, list) or len(found) != count or not all(isinstance(each, float) for each in found):
+            raise self.wrong("scores", f"is no list of {count} numbers")
+        return found
+
+    def merges(self) -> list[tuple[str, str]]:
+        tokens, merges = self.tokens(), []
+        for merge in self.texts("merges"):
+            first, _, second = merge.partition(" ")
+            if first not in tokens or second not in tokens or first + second not in tokens:
+                raise self.wrong("merges", f"holds {merge!r}, whose parts or whole are no tokens")
+            merges.append((first, second))
+        return merges
+
+    def added(self, *, special: bool) -> list[Any]:
+        """Tokens that are found in a text as a whole: those of control, or those that are defined by users."""
+        from tokenizers import AddedToken
+
+        wanted = _CONTROL if special else _USER_DEFINED
+        pairs = zip(self.texts("tokens"), self.types(), strict=True)
+        return [AddedToken(token, normalized=False, special=special) for token, kind in pairs if kind == wanted and token]
+
+    def number(self, name: str) -> int | None:
+        found = self.get(name)
+        if found is None:
+            return None
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(self.texts("tokens")):
+            raise self.wrong(name, f"is {found!r}, and no token")
+        return found
+
+    def named(self, name: str) -> str | None:
+        number = self.number(name)
+        return None if number is None else self.texts("tokens")[number]
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        found = self.get(name)
+        if not isinstance(found, bool | None):
+            raise self.wrong(name, f"is {found!r}, and neither true nor false")
+        return default if found is None else found
+
+
+def _byte_level(vocabulary: _Vocabulary) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = vocabulary.get("pre")
+    splitting = SPLITTINGS.get(name) if isinstance(name, str) else None
+    if splitting is None:
+        problem = f"its pre-tokenizer is {name!r}, and {', '.join(SPLITTINGS)} are known"
+        raise UnsupportedModelError(vocabulary.file.path, problem, _UNKNOWN)
+    model = models.BPE(vocab=vocabulary.tokens(), merges=vocabulary.merges(), ignore_merges=splitting.whole_pieces)
+    tokenizer = Tokenizer(model)
+    if splitting.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    if splitting.pattern is None:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(vocabulary: _Vocabulary) -> Any:
+    """The BPE of SentencePiece: of two neighbours the pair whose whole has the highest score is merged first."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens, scores = vocabulary.tokens(), vocabulary.scores()
+    merges = []
+    for token, number in tokens.items():
+        parts = [(token[:i], token[i:]) for i in range(1, len(token))]
+        splits = [pair for pair in parts if pair[0] in tokens and pair[1] in tokens]
+        merges += [(-scores[number], number, tokens[a], tokens[b], a, b) for a, b in splits]
+    merges.sort()
+    model = models.BPE(
+        vocab=tokens,
+        merges=[(a, b) for *_, a, b in merges],
+        byte_fallback=True,
+        fuse_unk=True,
+        unk_token=vocabulary.named("unknown_token_id"),
+    )
+    tokenizer = Tokenizer(model)
+    prefix = vocabulary.flag("add_space_prefix", default=True)
+    steps: list[Any] = [normalizers.Prepend(_SPACE)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    ends: list[Any] = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    return tokenizer
+
+
+def _put_first(tokenizer: Any, vocabulary: _Vocabulary, name: str) -> None:
+    """Let every text begin with a token."""
+    from tokenizers.processors import TemplateProcessing
+
+    token, number = vocabulary.named(name), vocabulary.number(name)
+    if token is None or number is None:
+        raise vocabulary.wrong("add_bos_token", f"is true, and there is no {name}")
+    tokenizer.post_processor = TemplateProcessing(
+        single=[token, "$A"], pair=[token, "$A", "$B"], special_tokens=[(token, number)]
+    )

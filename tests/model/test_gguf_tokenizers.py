@@ -1,0 +1,168 @@
+"""Tokenizers of GGUF files: ids of transformers' own tokenizers over text with Unicode, spaces and special tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from outrider import LLM, SamplingParams
+from outrider.config import ModelConfig
+from outrider.errors import OutriderError
+from outrider.model.loading.loader import read_tokenizer
+from tests.model import checkpoints
+from tests.model.gguf_files import Written
+
+gguf = pytest.importorskip("gguf")
+CORPUS = [
+    "Hello, world! It's what we've had: 12345 + 678 = 13023.",
+    "  two spaces,\ttabs\n\n\nand  lines \r\n end  ",
+    "na\u00efve caf\u00e9, cafe\u0301, \u4f60\u597d\u4e16\u754c, \u3053\u3093\u306b\u3061\u306f, \U0001f600",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \u0130\u00df",
+    "<|im_start|>user\nHi<|im_end|>\n<think>a</think>",
+    "def f(x):\n    return x**2 # don't\n",
+    "\u0000\u00a0\u2028 x\u0301\u0302",
+    "",
+    " ",
+]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+
+
+def byte_level(splitting: Any) -> tuple[list[str], list[str]]:
+    """Tokens and merges of a small vocabulary."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = splitting
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    vocab = tokenizer.get_vocab()
+    merges = [f"{a} {b}" for a, b in json.loads(tokenizer.to_str())["model"]["merges"]]
+    return sorted(vocab, key=lambda token: vocab[token]), merges
+
+
+def vocabulary(pre: str, tokens: list[str], merges: list[str]) -> Any:
+    def write(writer: Any) -> None:
+        every = [*tokens, *SPECIAL, "<think>"]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(every)
+        writer.add_token_types([1] * len(tokens) + [3] * len(SPECIAL) + [4])
+        writer.add_token_merges(merges)
+        writer.add_eos_token_id(len(tokens) + 2)
+        writer.add_pad_token_id(len(tokens))
+        writer.add_chat_template(TEMPLATE)
+
+    return write
+
+
+def metadata_only(path: Path, write: Any, architecture: str = "qwen2") -> str:
+    writer = gguf.GGUFWriter(path, architecture)
+    write(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return str(path)
+
+
+def read(path: str) -> Any:
+    return read_tokenizer(ModelConfig(model=path))
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "gpt-2"])
+def test_byte_level_ids_are_those_of_transformers(tmp_path: Path, pre: str) -> None:
+    from transformers import GPT2Tokenizer, Qwen2Tokenizer
+
+    tokens, merges = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    ours = read(metadata_only(tmp_path / "v.gguf", vocabulary(pre, tokens, merges)))
+    vocab = {token: number for number, token in enumerate([*tokens, *SPECIAL, "<think>"])}
+    theirs = (Qwen2Tokenizer if pre == "qwen2" else GPT2Tokenizer)(
+        vocab=vocab, merges=[tuple(merge.split(" ")) for merge in merges], eos_token="<|im_end|>", unk_token=None
+    )
+    theirs.add_special_tokens({"additional_special_tokens": SPECIAL})
+    theirs.add_tokens(["<think>"])
+    for text in CORPUS:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text), text
+        assert ours.decode(ids) == theirs.decode(ids)
+    assert ours.eos_token_id == len(tokens) + 2
+    assert ours.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x<|im_end|>"
+
+
+def test_llama_3_keeps_pieces_that_are_tokens(tmp_path: Path) -> None:
+    """Its reference tokenizer takes a piece that is a token as it is, even where no merges lead to it."""
+    tokens, merges = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokens = [*tokens, "xyzzy"]
+    path = metadata_only(tmp_path / "v.gguf", vocabulary("llama-bpe", tokens, merges))
+    assert read(path).encode("xyzzy") == [tokens.index("xyzzy")]
+    assert [read(path).decode([i]) for i in read(path).encode("12345")][:1] != ["12345"], "numbers are cut by three"
+    other = metadata_only(tmp_path / "o.gguf", vocabulary("qwen2", tokens, merges))
+    assert len(read(other).encode("xyzzy")) > 1
+
+
+def sentence_piece(tokens: list[str], begins: bool | None) -> Any:
+    def write(writer: Any) -> None:
+        pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *tokens]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(pieces)
+        writer.add_token_scores([0.0] * 259 + [-float(i) for i in range(len(tokens))])
+        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(tokens))
+        writer.add_unk_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        if begins is not None:
+            writer.add_add_bos_token(begins)
+
+    return write
+
+
+@pytest.mark.parametrize("begins", [None, False])
+def test_sentence_piece_ids_are_those_of_transformers(tmp_path: Path, begins: bool | None) -> None:
+    from transformers import LlamaTokenizer
+    from transformers.tokenization_utils_base import generate_merges
+
+    space = "\u2581"
+    pieces = [f"{space}t", "er", "in", f"{space}a", "en", "on", f"{space}th", "or", "an", f"{space}he", "ll"]
+    letters = {letter for text in CORPUS for letter in text.replace(" ", space) if letter.isascii() or letter == space}
+    pieces += [f"{space}hell", f"{space}the", space * 2, "world", "wor", "ld", *sorted(letters)]
+    ours = read(metadata_only(tmp_path / "v.gguf", sentence_piece(pieces, begins), "llama"))
+    every = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    vocab = {token: number for number, token in enumerate(every)}
+    scores = dict.fromkeys(every[:259], 0.0) | {token: -float(i) for i, token in enumerate(pieces)}
+    theirs = LlamaTokenizer(vocab=vocab, merges=generate_merges(vocab, scores), legacy=True, add_bos_token=begins is None)
+    for text in [text for text in CORPUS if "<" not in text and not text.startswith(" ") and text]:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text), text
+        assert (ids[0] == 1) is (begins is None)
+        assert ours.decode(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize(
+    ("write", "problem", "remedy"),
+    [
+        (vocabulary("brand-new", ["a", "b"], []), "pre-tokenizer is 'brand-new'", "tokenizer="),
+        (vocabulary("qwen2", ["a", "b"], ["a b"]), "'a b', whose parts or whole are no tokens", "again"),
+        (vocabulary("qwen2", ["a", "a"], []), "holds 'a' twice", "again"),
+        (lambda writer: writer.add_tokenizer_model("t5"), "its vocabulary is 't5' of qwen2", "tokenizer="),
+        (lambda writer: writer.add_tokenizer_model("gpt2"), "its pre-tokenizer is None", "tokenizer="),
+    ],
+)  # fmt: skip
+def test_unknown_vocabularies_are_refused_by_name(tmp_path: Path, write: Any, problem: str, remedy: str) -> None:
+    with pytest.raises(OutriderError) as caught:
+        read(metadata_only(tmp_path / "v.gguf", write))
+    assert problem in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+def test_text_goes_in_and_comes_out(tmp_path: Path) -> None:
+    tokens, merges = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    size = len(tokens) + len(SPECIAL) + 1
+    source = checkpoints.save("qwen2", tmp_path / "source", layers=1, intermediate_size=64, vocab_size=size)
+    file = Written(source, tmp_path / "model.gguf", ("Q8_0",), vocabulary("qwen2", tokens, merges))
+    llm = LLM(str(file.path), speculation="suffix")
+    out = llm.generate(["Hello, world"], SamplingParams(temperature=0, max_tokens=5))[0]
+    assert out.text == read(str(file.path)).decode(out.token_ids, skip_special_tokens=True)
+    assert len(tokens) + 2 in llm.engine.runner.loaded.eos_token_ids
+    assert llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=2))[0].text is not None
