@@ -243,6 +243,8 @@ class CompletionOutput:
         logprobs: One entry a token, where `SamplingParams.logprobs` asked for them.
         rounds: What happened in each verify pass, where a trace was asked for.
         texts: The text that each token added, where a trace was asked for; "" where a later token completes its character.
+        members: The method that drafted each token, or "forced" where the structure of the output did, aligned with
+            token_ids; None where the target wrote it. Where several methods drafted it, the first of them.
     """
 
     index: int
@@ -255,6 +257,7 @@ class CompletionOutput:
     logprobs: tuple[PositionLogprobs, ...] | None = None
     rounds: tuple[RoundTrace, ...] | None = None
     texts: tuple[str, ...] | None = None
+    members: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -316,6 +319,7 @@ class StreamPiece:
         output: The finished completion, on the last piece of a sample only.
         logprobs: Of `token_ids`, where they were asked for.
         prompt_logprobs: Those of the prompt, as in RequestOutput, on the first piece of a sample.
+        span_members: Who drafted each span, as in `CompletionOutput.members`.
     """
 
     index: int
@@ -326,3 +330,4 @@ class StreamPiece:
     output: CompletionOutput | None = field(default=None)
     logprobs: tuple[PositionLogprobs, ...] | None = field(default=None)
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = field(default=None)
+    span_members: tuple[str | None, ...] = field(default=())

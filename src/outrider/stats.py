@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
+#: As which method the tokens are counted and shown that the structure of an output forces.
+FORCED = "forced"
+
 
 @dataclass
 class RequestStats:
@@ -25,7 +28,7 @@ class RequestStats:
         offered_per_rank: Draft tokens by how many elder siblings they had, whose parent stood; chains have rank 0 alone.
         accepted_per_rank: Of these, the tokens that entered the text.
         drafted_by_method: Draft tokens by the name of the method that proposed them; where two methods propose the same
-            token, both have proposed it.
+            token, both have proposed it. What the structure of the output forces stands under "forced".
         accepted_by_method: Of these, the tokens that entered the text.
         num_proposer_faults: Rounds in which a proposer misbehaved and its draft was cut or dropped.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache.

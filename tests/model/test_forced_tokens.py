@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,6 +103,21 @@ def test_a_whole_text_needs_a_pass_for_each_choice(llm: LLM) -> None:
         assert stats.num_accepted_tokens > 0.5 * len(output.token_ids)
         assert output.origins[0] is TokenOrigin.ACCEPTED, "the last pass over the prompt verifies what begins the text"
         assert output.origins[-1] is TokenOrigin.BONUS, "the end needs no row"
+
+
+@pytest.mark.parametrize("method", ["merge", "auto", "none"])
+def test_every_token_has_the_member_that_drafted_it(llm: LLM, method: str) -> None:
+    params = SamplingParams(structured_outputs=STRUCTURE, max_tokens=40, seed=3)
+    pieces = list(llm.stream(PROMPTS[0], params, speculation=METHODS[method]))
+    assert pieces[-1].output is not None
+    final = pieces[-1].output
+    drafted = Counter(member for member in final.members if member is not None)
+    assert [member is not None for member in final.members] == [o is TokenOrigin.ACCEPTED for o in final.origins]
+    assert drafted["forced"] == final.stats.accepted_by_method["forced"] > 0
+    assert drafted.keys() <= final.stats.accepted_by_method.keys()
+    shown = {member for piece in pieces for member in piece.span_members}
+    assert shown == set(final.members)
+    assert all(len(piece.spans) == len(piece.span_members) for piece in pieces)
 
 
 def test_what_something_else_forbids_is_not_written(llm: LLM) -> None:

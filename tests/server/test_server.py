@@ -548,6 +548,23 @@ def test_metrics_count_what_was_written(server: Server) -> None:
     assert server.metric("outrider:accepted_per_draft_count", 'method="draft_model"') >= drafts
 
 
+def test_metrics_count_by_member(server: Server) -> None:
+    """What a structure forces is a member of the draft, and no part of what its method is credited with."""
+    names = [f"outrider:member_{kind}_tokens_total" for kind in ("draft", "accepted")]
+    labels = [('method="draft_model"', f'member="{member}"') for member in ("draft_model", "forced")]
+    before = [server.metric(name, *which) for name in names for which in labels]
+    body = complete(server, **GREEDY | {"max_tokens": 40}, structured_outputs={"choice": ["temperature", "pressure"]})
+    drafted, forced, accepted, stood = (
+        server.metric(name, *which) - old
+        for (name, which), old in zip([(name, which) for name in names for which in labels], before, strict=True)
+    )
+    assert (drafted + forced, accepted + stood) == (
+        body["speculation"]["draft_tokens"],
+        body["speculation"]["accepted_tokens"],
+    )
+    assert forced == stood > 0
+
+
 def test_the_log_knows_requests_and_no_text(server: Server) -> None:
     response = server.post("/v1/completions", {"prompt": "a secret", **GREEDY}, headers={"x-request-id": "mine-7"})
     assert response.headers["x-request-id"] == "mine-7"

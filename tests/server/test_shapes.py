@@ -21,7 +21,7 @@ from outrider.errors import (
     ProcessingError,
     UnsupportedParameterError,
 )
-from outrider.params import Logprob, SamplingParams, StructuredOutputs
+from outrider.params import CompletionOutput, Logprob, SamplingParams, StructuredOutputs, TokenOrigin
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 from outrider.server.api.allowed import AllowedMethods
 from outrider.server.api.conversation import blamed_tool, conversation, encode
@@ -31,8 +31,10 @@ from outrider.server.api.refusals import IN_CHATS, IN_COMPLETIONS, Refusal
 from outrider.server.api.schemas import ChatRequest, CompletionRequest
 from outrider.server.api.tools import Heard, ToolForm, ToolListener, tool_form
 from outrider.server.api.translate import field_names, sampling
+from outrider.server.api.usage import usage
 from outrider.server.errors import ApiError, api_error
 from outrider.server.settings import ServerSettings
+from outrider.stats import RequestStats
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"a": 1}}'
@@ -421,3 +423,12 @@ def test_too_many_texts_are_counted_in_words(prompts: Any, samples: int, said: s
     maker = JobMaker(nothing, SamplingParams(), 100, nothing, ServerSettings(model_name="m"), 10)
     with pytest.raises(InvalidParameterError, match=said):
         maker.check_size(CompletionRequest(prompt=prompts, n=samples))
+
+
+def test_what_a_structure_forces_is_predicted_by_nobody() -> None:
+    stats = RequestStats(num_draft_tokens=9, num_accepted_tokens=6)
+    stats.observe_method("forced", 5, 4)
+    stats.observe_method("prediction", 4, 2)
+    output = CompletionOutput(0, "", (1, 2), (TokenOrigin.ACCEPTED,) * 2, "length", None, stats)
+    details = usage(3, [output], predicted=True)["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 2}

@@ -19,13 +19,15 @@ from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from outrider.cli import render
 from outrider.cli.app import app
 from outrider.cli.endings import ending, warning
 from outrider.cli.options import speculation, structure
 from outrider.cli.render import write
 from outrider.embedded import default_model
 from outrider.errors import InvalidParameterError
-from outrider.params import CompletionOutput, SamplingParams, TokenOrigin
+from outrider.params import CompletionOutput, SamplingParams, StructuredOutputs, TokenOrigin
+from outrider.propose.speculation import SpeculationConfig
 from outrider.stats import RequestStats
 from tests.model.vocabularies import save_random, sentencepiece_like
 
@@ -257,6 +259,21 @@ def test_a_full_context_is_not_blamed_on_max_tokens() -> None:
     params = SamplingParams(max_tokens=3)
     assert ending(output, params) == "cut off at 2 tokens (the model's context is full)"
     assert warning(output, params).endswith("Give a shorter prompt: the model's context is full.")
+
+
+def test_members_have_colours_and_a_legend_of_their_own() -> None:
+    method = {"method": "merge", "methods": ["suffix", {"method": "draft_model", "model": "d"}]}
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
+    members = render.members_of(SpeculationConfig.of(method), params)
+    assert members == ["suffix", "draft_model", "forced"]
+    styles = render.palette(members)
+    assert len({styles[each] for each in (*members, "recovered", "bonus", "plain", "prompt")}) == 7
+    assert [word for word in str(render.legend(members)).split() if word in styles] == [*members, "recovered", "bonus"]
+    alone = render.members_of(SpeculationConfig.of("suffix"), SamplingParams())
+    assert alone == ["suffix"]
+    assert str(render.legend(alone)).startswith("accepted draft token")
+    assert render.palette(alone)["suffix"] == render.STYLES["accepted"]
+    assert render.members_of(SpeculationConfig(), SamplingParams()) == []
 
 
 STRUCTURE = ("generate", "-p", "x = ", "--json-schema", '{"type": "string", "minLength": 60}')

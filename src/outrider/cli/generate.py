@@ -184,18 +184,20 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no
     from rich.console import Console
 
     from outrider.cli.endings import ending
-    from outrider.cli.render import closing_line, legend, write, write_logprobs
+    from outrider.cli.render import closing_line, legend, members_of, palette, sources, write, write_logprobs
 
     paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
     if compare:
         _warm_up(llm, prompt, params)
+    members = members_of(llm.speculation, params)
+    styles = palette(members)
     start, final = perf_counter(), None
     stream = llm.stream(prompt, params)  # a prompt that is refused is not echoed
-    if notes.is_terminal and llm.speculation.enabled:
-        notes.print(legend())
+    if notes.is_terminal and members:
+        notes.print(legend(members))
     write(paper, [(prompt, "prompt")])
     for piece in stream:
-        write(paper, piece.spans)
+        write(paper, sources(piece), styles)
         final = piece.output or final
     seconds = perf_counter() - start
     paper.print()
@@ -216,18 +218,22 @@ def _batch(
     from rich.console import Console
 
     from outrider.cli.endings import endings
-    from outrider.cli.render import closing_line, write, write_logprobs
+    from outrider.cli.render import closing_line, legend, members_of, palette, write, write_logprobs
 
     paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
     if compare:
         _warm_up(llm, prompts, params)
+    members = members_of(llm.speculation, params)
+    styles = palette(members)
     run = _run_with_progress(llm, prompts, params, notes)
+    if notes.is_terminal and len(members) > 1:
+        notes.print(legend(members))
     for place, output in enumerate(run.outputs):
         if output.error is not None:
             notes.print(f"prompt {place + 1}: {output.error}", style="red", markup=False)
         for completion in output.outputs:
             paper.print(f"── {_name(place, completion, params)} ──", style="bold" if paper.is_terminal else None)
-            write(paper, _spans_of(llm, completion))
+            write(paper, _spans_of(llm, completion), styles)
             paper.print()
             write_logprobs(paper, completion.logprobs)
     if samples := _samples(run):
@@ -267,16 +273,16 @@ def _all_whole(llm: LLM, params: SamplingParams, texts: Mapping[str, CompletionO
 
 
 def _spans_of(llm: LLM, completion: CompletionOutput) -> Iterator[tuple[str, str]]:
-    """A finished text with its colours, replayed token by token and cut where a stop string cut it."""
+    """A finished text with the sources of its tokens, replayed token by token and cut where a stop string cut it."""
     from outrider.engine.detokenizer import TextStream
 
-    stream = TextStream(llm.tokenizer, ())
-    for token, origin in zip(completion.token_ids, completion.origins, strict=True):
-        stream.push(token, origin, watch=False)
+    stream = TextStream[str](llm.tokenizer, ())
+    for token, origin, member in zip(completion.token_ids, completion.origins, completion.members, strict=True):
+        stream.push(token, member or str(origin), watch=False)
     stream.finish()
     left = len(completion.text)
-    for piece, origin in stream.release():
-        yield piece[:left], str(origin)
+    for piece, source in stream.release():
+        yield piece[:left], source
         left -= min(left, len(piece))
 
 

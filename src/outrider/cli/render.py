@@ -1,16 +1,17 @@
-"""Renders tokens in the colours of their origins, the closing line, and outputs as JSON."""
+"""Renders tokens in the colours of their origins and members, the closing line, and outputs as JSON."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from rich.console import Console
     from rich.text import Text
 
-    from outrider.params import CompletionOutput, Logprob, PositionLogprobs
+    from outrider.params import CompletionOutput, Logprob, PositionLogprobs, SamplingParams, StreamPiece
+    from outrider.propose.speculation import SpeculationConfig
     from outrider.stats import RequestStats
 
 #: Chosen to stay apart for colour-blind readers and on light and dark backgrounds; plain tokens keep the default.
@@ -23,20 +24,44 @@ STYLES = {
 }
 
 
-def legend() -> Text:
-    """One line that says what the colours mean."""
+#: Of the members of a draft, in the order in which they are named; beyond the last it begins anew.
+_MEMBERS = ("#12a07a", "#2f86d6", "#c07aa8", "#9a8a1f", "#4fb3c8", "#7d6b5d")
+
+
+def members_of(speculation: SpeculationConfig, params: SamplingParams) -> list[str]:
+    """The names of all that may draft for a text: methods, those that the engine may choose, and its structure."""
+    from outrider.propose.auto import Auto
+    from outrider.propose.compositions import parts_of
+    from outrider.stats import FORCED
+
+    method = speculation.method
+    configs = method.methods if isinstance(method, Auto) else (speculation,)
+    names = [part.name for config in configs for part in parts_of(config) if part.method is not None]
+    return list(dict.fromkeys([*names, *([FORCED] if params.structured_outputs is not None else [])]))
+
+
+def palette(members: Sequence[str]) -> dict[str, str]:
+    """The style of each origin and of each member."""
+    return STYLES | {member: _MEMBERS[place % len(_MEMBERS)] for place, member in enumerate(members)}
+
+
+def legend(members: Sequence[str]) -> Text:
+    """One line that says what the colours mean; where several members draft, each has its own."""
     from rich.text import Text
 
-    meanings = {
-        "accepted": "draft token",
-        "recovered": "after a rejection",
-        "bonus": "after a whole draft",
-    }
-    line = Text()
-    for origin, meaning in meanings.items():
-        line.append(f"{origin} ", STYLES[origin])
+    drafted = {"accepted": "draft token"} if len(members) < 2 else dict.fromkeys(members, "draft token")
+    meanings = {**drafted, "recovered": "after a rejection", "bonus": "after a whole draft"}
+    line, styles = Text(), palette(members)
+    for source, meaning in meanings.items():
+        line.append(f"{source} ", styles[source])
         line.append(f"{meaning}   ", "dim")
     return line
+
+
+def sources(piece: StreamPiece) -> Iterator[tuple[str, str]]:
+    """The spans of a piece, each with the member that drafted it, or else with its origin."""
+    for (text, origin), member in zip(piece.spans, piece.span_members, strict=True):
+        yield text, member or str(origin)
 
 
 def coloured(spans: Any) -> Text:
@@ -49,12 +74,13 @@ def coloured(spans: Any) -> Text:
     return text
 
 
-def write(paper: Console, spans: Iterable[tuple[str, str]]) -> None:
-    """Put (piece, origin) pairs on paper, character for character: rich's Text expands tabs and drops form feeds."""
+def write(paper: Console, spans: Iterable[tuple[str, str]], styles: Mapping[str, str] = STYLES) -> None:
+    """Put (piece, source) pairs on paper, character for character: rich's Text expands tabs and drops form feeds. A source
+    without a style of its own is a member whose tokens look like all draft tokens."""
     from rich.segment import Segment, Segments
     from rich.style import Style
 
-    segments = [Segment(piece, Style.parse(STYLES[str(origin)])) for piece, origin in spans]
+    segments = [Segment(piece, Style.parse(styles.get(str(source), STYLES["accepted"]))) for piece, source in spans]
     paper.print(Segments(segments), end="", soft_wrap=True)
     paper.file.flush()
 
@@ -91,6 +117,7 @@ def completion_json(output: CompletionOutput) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
         "origins": [str(origin) for origin in output.origins],
+        "members": list(output.members),
         "stats": stats_json(output.stats),
         **scores,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from outrider.draft import Draft
 from outrider.engine import rounds
 from outrider.engine.failures import Failures
 from outrider.engine.outputs import piece
@@ -105,7 +104,7 @@ class Committing:
             reason = self._governing.reason(seq, drafted=len(draft) > 0)
             candidate, logits = judged.candidate, judged.logits
             found = rounds.trace(seq, step, candidate, verdict, logits, reason, num_sequences, self._decode)
-        written, fault = _append(seq, draft, judged)
+        written, fault = _append(seq, step, judged)
         score(seq, judged.candidate, written, out.logits, judged.logits, self._decode)
         num_written = len(written)
         num_accepted = min(num_written, len(verdict.path))
@@ -146,17 +145,21 @@ class Committing:
                 drafter.report_fault(seq.request.request_id, f"its tree builder raised {error!r}")
 
 
-def _append(seq: Sequence, draft: Draft, judged: Judged) -> tuple[Written, BaseException | None]:
+def _append(seq: Sequence, step: StepDraft, judged: Judged) -> tuple[Written, BaseException | None]:
     """Append what stands up to the first end of the text; returns the tokens, each with the node that it follows, and why
     the text cannot go on, where it came to a row with a fault."""
-    verdict, written = judged.verdict, list[tuple[int, int]]()
-    for step, node in enumerate((-1, *verdict.path)):
+    verdict, draft, written = judged.verdict, step.draft, list[tuple[int, int]]()
+    for place, node in enumerate((-1, *verdict.path)):
         if seq.status is not Status.RUNNING:
             break
         if node + 1 in judged.faults:
             return written, judged.faults[node + 1]
-        last = step == len(verdict.path)
-        token = verdict.token_id if last else draft.token_ids[verdict.path[step]]
-        seq.append(token, verdict.origin if last else TokenOrigin.ACCEPTED)
+        if place == len(verdict.path):
+            token = verdict.token_id
+            seq.append(token, verdict.origin)
+        else:
+            drafted = verdict.path[place]
+            token = draft.token_ids[drafted]
+            seq.append(token, TokenOrigin.ACCEPTED, step.member(drafted))
         written.append((node, token))
     return written, None

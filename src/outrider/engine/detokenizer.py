@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from outrider.engine.stop_strings import stop_strings
-from outrider.params import TokenOrigin
+
+#: What is kept beside a token, such as where it came from.
+Source = TypeVar("Source")
 
 
-class TextStream:
+class TextStream(Generic[Source]):
     """The growing text of one sequence.
 
     Args:
@@ -23,19 +25,19 @@ class TextStream:
         self._node = 0  # the automaton's, of the text so far
         self._decoder = _decoder(tokenizer)
         self._token_ids: list[int] = []
-        self._marks: list[tuple[int, TokenOrigin]] = []  # (end of text, origin) of each token
+        self._marks: list[tuple[int, Source]] = []  # (end of text, source) of each token
         self._released = 0  # characters handed out
         self._open_mark = 0  # first token whose text is not all handed out
         self._was_cut = False
         self._finished = False
         self.text = ""
 
-    def push(self, token_id: int, origin: TokenOrigin, *, watch: bool) -> str | None:
+    def push(self, token_id: int, source: Source, *, watch: bool) -> str | None:
         """Add a token; returns the stop string that it completed, after cutting the text before it.
 
         Args:
             token_id: The token.
-            origin: Where it came from.
+            source: Where it came from.
             watch: Whether stop strings count yet.
         """
         before, piece, found = len(self.text), self._decoder(token_id), None
@@ -47,7 +49,7 @@ class TextStream:
             start = before + hit.start
             found = self.text[start : start + hit.length]
             self.text, self._node, self._was_cut = self.text[:start], 0, True
-        self._marks.append((len(self.text), origin))
+        self._marks.append((len(self.text), source))
         return found
 
     def finish(self) -> None:
@@ -64,15 +66,15 @@ class TextStream:
         ends = [0, *(min(end, len(self.text)) for end, _ in self._marks)]
         return [self.text[start:end] for start, end in pairwise(ends)]
 
-    def release(self) -> list[tuple[str, TokenOrigin]]:
-        """Text that is certain and was not released before, cut by the origin of its tokens."""
+    def release(self) -> list[tuple[str, Source]]:
+        """Text that is certain and was not released before, cut by the source of its tokens."""
         end = len(self.text) if self._finished else len(self.text) - self._stop.held_back(self._node)
         spans = []
         while self._released < end:
-            mark, origin = self._marks[self._open_mark]
+            mark, source = self._marks[self._open_mark]
             if mark > self._released:
                 cut = min(mark, end)
-                spans.append((self.text[self._released : cut], origin))
+                spans.append((self.text[self._released : cut], source))
                 self._released = cut
             if mark <= self._released:
                 self._open_mark += 1

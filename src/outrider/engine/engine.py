@@ -40,7 +40,7 @@ from outrider.model.batch import Segment
 from outrider.model.resumed_forward import TargetPass
 from outrider.model.row_costs import measure_passes
 from outrider.model.runner import ForwardOutput, ModelRunner
-from outrider.params import SamplingParams
+from outrider.params import SamplingParams, TokenOrigin
 from outrider.propose.base import Proposer
 from outrider.propose.compositions import parts_of
 from outrider.propose.methods.draft_model import DraftModelProposer
@@ -181,7 +181,7 @@ class Engine:
     def _sequence(self, request: Request, index: int, start: GrammarState | None) -> Sequence:
         loaded = self.runner.loaded
         grammar = start if start is None or index == 0 else start.copy()
-        text = TextStream(loaded.tokenizer, request.params.stop)
+        text = TextStream[tuple[TokenOrigin, str | None]](loaded.tokenizer, request.params.stop)
         kv = KVLease(self.runner.blocks, request.options.namespace, loaded.long_rope_after)
         return Sequence(
             next(self._seq_ids), request, index, text, loaded.max_model_len, kv, grammar, loaded.long_rope_after

@@ -21,6 +21,7 @@ def completion(seq: Sequence) -> CompletionOutput:
         text=seq.text.text,
         token_ids=tuple(seq.output_token_ids),
         origins=tuple(seq.origins),
+        members=tuple(seq.members),
         finish_reason=seq.finish_reason,
         stop_reason=seq.stop_reason,
         stats=seq.stats.copy(),
@@ -32,11 +33,12 @@ def completion(seq: Sequence) -> CompletionOutput:
 
 def piece(seq: Sequence, before: int) -> StreamPiece:
     """What a step added to a text that had `before` output tokens."""
-    spans = tuple(seq.text.release())
+    released = seq.text.release()
     return StreamPiece(
         index=seq.index,
-        text="".join(text for text, _ in spans),
-        spans=spans,
+        text="".join(text for text, _ in released),
+        spans=tuple((text, origin) for text, (origin, _) in released),
+        span_members=tuple(member for _, (_, member) in released),
         token_ids=tuple(seq.output_token_ids[before:]),
         origins=tuple(seq.origins[before:]),
         output=completion(seq) if seq.status is Status.FINISHED else None,

@@ -111,7 +111,7 @@ class Sequence:
         seq_id: int,
         request: Request,
         index: int,
-        text: TextStream,
+        text: TextStream[tuple[TokenOrigin, str | None]],
         max_model_len: int,
         kv: KVLease,
         grammar: GrammarState | None = None,
@@ -127,6 +127,7 @@ class Sequence:
         self.retired = False
         self.token_ids = list(request.prompt_token_ids)
         self.origins: list[TokenOrigin] = []
+        self.members: list[str | None] = []
         self.kv = kv
         self.drafters: list[Drafter] = []
         self.num_drafters = 0
@@ -182,11 +183,13 @@ class Sequence:
         """The one with these settings, if it has worked for this sequence."""
         return next((drafter for drafter in self.drafters if same_method(drafter.method, method)), None)
 
-    def append(self, token_id: int, origin: TokenOrigin) -> None:
-        """Commit one token and finish the sequence if it ends the text."""
+    def append(self, token_id: int, origin: TokenOrigin, member: str | None = None) -> None:
+        """Commit one token, which `member` drafted if it was drafted, and finish the sequence if it ends the text."""
         self.token_ids.append(token_id)
         self.origins.append(origin)
-        stop_string = self.text.push(token_id, origin, watch=self.num_output_tokens >= self.request.params.min_tokens)
+        self.members.append(member)
+        watch = self.num_output_tokens >= self.request.params.min_tokens
+        stop_string = self.text.push(token_id, (origin, member), watch=watch)
         if token_id in self.request.stop_token_ids:
             explicit = token_id in self.request.params.stop_token_ids
             self.finish("stop", token_id if explicit else None)

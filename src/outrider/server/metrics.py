@@ -226,6 +226,20 @@ class _EngineCollector(Collector):
         }
         name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position."
         yield self._total(name, text, places, "method", "position")
+        members = {
+            "outrider:member_draft_tokens": (
+                "drafted_by_method",
+                "Draft tokens by the member of the draft that proposed them.",
+            ),
+            "outrider:member_accepted_tokens": ("accepted_by_method", "Of these, the tokens that entered the text."),
+        }
+        for name, (field, text) in members.items():
+            counts_of: dict[Any, float] = {
+                (method, member): count
+                for method, stats in by_method.items()
+                for member, count in getattr(stats, field).items()
+            }
+            yield self._total(name, text, counts_of, "method", "member")
         yield self._lengths(by_method)
 
     def _choices(self, state: EngineState) -> Iterator[Metric]:

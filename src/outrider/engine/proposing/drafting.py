@@ -15,10 +15,8 @@ from outrider.engine.sequence import Sequence
 from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest
 from outrider.propose.inspection import sound_prefix
 from outrider.propose.trees.tree import CHAIN, TreeBuilder
+from outrider.stats import FORCED
 from outrider.verify.noise import NoiseSource
-
-#: As which method the tokens are counted and shown that the structure of the output forces.
-FORCED = "forced"
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,10 @@ class StepDraft:
     def drafted(self) -> list[tuple[DraftPart, Drafter]]:
         """The parts that proposers drafted, and whose each is."""
         return [(part, part.drafter) for part in self.parts if part.drafter is not None]
+
+    def member(self, node: int) -> str:
+        """Who drafted a node, or the first of those who did."""
+        return next(part.member for part in self.parts if node in part.nodes)
 
     @property
     def num_forced(self) -> int:

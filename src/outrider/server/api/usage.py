@@ -7,7 +7,7 @@ from typing import Any
 
 from outrider.params import CompletionOutput
 from outrider.propose.speculation import SpeculationConfig
-from outrider.stats import RequestStats
+from outrider.stats import FORCED, RequestStats
 
 
 def usage(num_prompt_tokens: int, outputs: Iterable[CompletionOutput], *, predicted: bool) -> dict[str, Any]:
@@ -26,10 +26,12 @@ def usage(num_prompt_tokens: int, outputs: Iterable[CompletionOutput], *, predic
         "total_tokens": num_prompt_tokens + num_tokens,
         "prompt_tokens_details": {"cached_tokens": min(stats.num_cached_tokens, num_prompt_tokens)},
     }
-    if predicted:
+    if predicted:  # and what a structure forces is predicted by nobody
+        drafted = stats.num_draft_tokens - stats.drafted_by_method.get(FORCED, 0)
+        accepted = stats.num_accepted_tokens - stats.accepted_by_method.get(FORCED, 0)
         answer["completion_tokens_details"] = {
-            "accepted_prediction_tokens": stats.num_accepted_tokens,
-            "rejected_prediction_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
         }
     return answer
 
