@@ -14,6 +14,9 @@ import pytest
 
 from outrider.kernels.library import available_sets
 
+#: A wheel is compiled for all instruction sets, which takes most of a minute.
+pytestmark = pytest.mark.slow
+
 for needed in ("ziglang", "auditwheel", "build"):
     pytest.importorskip(needed, reason="the extra `release` is not installed")
 
@@ -60,7 +63,6 @@ def test_a_wheel_writes_with_its_kernels_where_there_is_no_compiler(wheel: Path,
     assert done.stdout.split() == [str(site / "outrider" / "__init__.py"), "8", *available_sets()]
 
 
-@pytest.mark.slow
 def test_two_builds_of_one_commit_are_equal(release: ModuleType, wheel: Path, tmp_path: Path) -> None:
     again = release.build_wheel(PLATFORM, tmp_path)
     assert again.read_bytes() == wheel.read_bytes()

@@ -19,9 +19,10 @@ from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from outrider.cli import render
+from outrider.cli import interrupts, render
 from outrider.cli.app import app
 from outrider.cli.endings import ending, warning
+from outrider.cli.main import main
 from outrider.cli.options import speculation, structure
 from outrider.cli.render import write
 from outrider.embedded import default_model
@@ -331,12 +332,26 @@ def test_one_bad_prompt_among_several() -> None:
         (("chat",), 2, "model='the embedded default': it has no chat template"),
     ],
 )
-def test_failures_are_one_clear_line(arguments: tuple[str, ...], code: int, says: str) -> None:
-    result = outrider(*arguments)
-    assert result.returncode == code
-    assert says in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
+def test_failures_are_one_clear_line(
+    arguments: tuple[str, ...], code: int, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["outrider", *arguments])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(interrupts, "watch", lambda: None)  # signals are those of the tests
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as left:
+        main()
+    told = capfd.readouterr()
+    assert left.value.code == code
+    assert says in told.err
+    assert "Traceback" not in told.err
+    assert told.out == ""
+
+
+def test_a_process_that_fails_says_so_in_one_line() -> None:
+    result = outrider("generate", "-p", "x", "--temperature", "-1")
+    assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
+    assert "temperature=-1.0" in result.stderr
 
 
 @pytest.mark.parametrize(

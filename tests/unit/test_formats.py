@@ -71,7 +71,7 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(instruction_set: str,
     rows, threads = torch.randn(40, 1152), torch.get_num_threads()
     alone = torch.cat([multiplied(weight, row[None]) for row in rows])
     try:
-        for count in range(1, 41):
+        for count in (*range(1, 14), 16, 23, 40):
             torch.set_num_threads(1 + count % 3)
             assert torch.equal(multiplied(weight, rows[:count]), alone[:count])
             assert torch.equal(multiplied(weight, rows[-count:]), alone[-count:])
