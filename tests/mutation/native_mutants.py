@@ -383,10 +383,10 @@ NATIVE_MUTANTS = (
         LAYOUT_DIFFERS,
     ),
     _mutant(
-        "nibbles of a group without its zero point",
-        "formats/int4.inc",
-        "else subtracted[half] = (VEC){0} + 8;",
-        "else subtracted[half] = (VEC){0} + 7;",
+        "nibbles of a group without the middle that is subtracted",
+        "simd.h",
+        "words ^ 0x88888888u",
+        "words ^ 0",
         "kernels_formats",
     ),
     _mutant(

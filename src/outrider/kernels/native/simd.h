@@ -167,6 +167,17 @@ INLINE floats floats_from_nibbles(const void *words, const int which) {
 #endif
 }
 
+/* The same, less 8: a nibble whose upper bit is turned has this value as a signed number of 4 bits. */
+INLINE floats floats_from_middle_nibbles(const void *words, const int which) {
+#if defined(__AVX512F__)
+    const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    return (floats)_mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(words), 4 * which), table);
+#else
+    const uint_lanes turned = *(const uint_lanes *)words ^ 0x88888888u;
+    return __builtin_convertvector((int_lanes)(turned << (28 - 4 * which)) >> 28, floats);
+#endif
+}
+
 #if BF16_DOTS
 /* Adds the products of pairs of bf16, whose other factors are the same pair for every lane. */
 INLINE floats add_pairs(floats sum, floats weights, float pair) {
