@@ -15,13 +15,16 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 FOLDER = Path(__file__).parent
-VIEW = {"width": 1240, "height": 1010}
+VIEW = {"width": 1240, "height": 1080}
 
 
 def playground(page: Page, url: str) -> None:
     page.goto(f"{url}/")
-    page.click("#go:enabled")
-    page.wait_for_selector("#results:visible")
+    page.wait_for_selector("#go:enabled")
+    page.select_option("#method", "draft_model")
+    page.click("#go")
+    page.wait_for_selector("#verdict [data-turns]")
+    page.wait_for_selector("#go:enabled")
     page.locator("#verdict").evaluate("e => e.scrollIntoView()")
     fallen = page.locator(".lane >> nth=1").locator(".token.recovered:not(.blank)")
     fallen.nth(min(4, fallen.count() - 1)).hover()
@@ -30,8 +33,7 @@ def playground(page: Page, url: str) -> None:
 
 def learn(page: Page, url: str) -> None:
     page.goto(f"{url}/learn")
-    page.click("#lab-3 .go button")
-    page.wait_for_selector("#lab-3 .distribution")
+    page.click("#lab-3 .toy button:has-text('10,000')")
     page.locator("#scene-3").evaluate("e => e.scrollIntoView()")
     page.screenshot(path=FOLDER / "learn.png")
 

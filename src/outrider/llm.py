@@ -203,6 +203,11 @@ class LLM:
         return f"<LLM {' '.join(f'{name}={fact}' for name, fact in facts.items() if fact is not None)}>"
 
     @property
+    def is_embedded(self) -> bool:
+        """Whether the target is the one that comes with the package."""
+        return self._plan.embedded
+
+    @property
     def engine(self) -> Engine:
         """What drives requests, in a thread of its own. Whoever drives it by hand does so while it has no work."""
         return self._thread.engine

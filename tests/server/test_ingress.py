@@ -45,7 +45,7 @@ SETTINGS = ServerSettings(
 def _own_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both deployments take over the log of their process."""
     for name in ("ingress", "engine"):
-        monkeypatch.setattr(f"outrider.server.replicas.{name}.write_json", lambda: None)
+        monkeypatch.setattr(f"outrider.server.replicas.{name}.write_logs", lambda: None)
 
 
 class Engine:

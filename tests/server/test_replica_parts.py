@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import threading
@@ -17,6 +18,7 @@ from outrider.cli import serve
 from outrider.errors import ClosedError, ContradictionError, InvalidParameterError, MissingExtraError, ModelTooLargeError
 from outrider.model.loading.fit import Needs
 from outrider.profile import Profile
+from outrider.server import logs
 from outrider.server.replicas.asgi_client import Inside
 from outrider.server.replicas.capacity import Machine, Share, check_cluster, share, threads_of
 from outrider.server.replicas.messages import Opening, Parcel
@@ -230,6 +232,30 @@ def test_replicas_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_times_that_are_too_short_are_refused(option: str, value: str, least: int) -> None:
     with pytest.raises(InvalidParameterError, match=f"Use {least} or more"):
         raise refused(option, value)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_log_is_for_people_on_a_terminal_and_json_elsewhere(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    paper = io.StringIO()
+    monkeypatch.setattr(paper, "isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stderr", paper)
+    root, own = logging.getLogger(), logging.getLogger("outrider")
+    before = (root.handlers[:], root.level, own.level)
+    try:
+        logs.write_logs()
+        logs.log("loading", {"model": "m", "from": "a folder"})
+        logs.log("listening", {"url": "http://127.0.0.1:8000", "model": "m"})
+    finally:
+        root.handlers[:], root.level = before[:2]
+        own.setLevel(before[2])
+    told = paper.getvalue()
+    if terminal:
+        assert 'loading model=m from="a folder"' in told
+        assert "Open http://127.0.0.1:8000/ to try it, and http://127.0.0.1:8000/learn" in told
+        assert "use http://127.0.0.1:8000/v1" in told
+    else:
+        events = [json.loads(line) for line in told.splitlines()]
+        assert [(event["event"], event["model"]) for event in events] == [("loading", "m"), ("listening", "m")]
 
 
 def test_the_log_tells_how_many_replicas_run(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(command, "_load", load)
     monkeypatch.setattr("outrider.measure.widen.wide_target", lambda dtype: f"wide-{dtype}")
     monkeypatch.setattr("outrider.server.run.listen", lambda host, port, stalled_seconds: None)
-    monkeypatch.setattr("outrider.server.logs.write_json", lambda: None)
+    monkeypatch.setattr("outrider.server.logs.write_logs", lambda: None)
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_rgb
 from rich.console import Console
 
 from outrider.bench import plots, report
@@ -304,6 +305,35 @@ def test_results_of_earlier_versions_are_read(file: Path) -> None:
     assert all(128 in model.pass_seconds for model in found.models.values())
     page = report.markdown(found, list(found.cells.values()), "outrider bench")
     assert all(name in page for name in found.models)
+
+
+def test_one_round_has_no_range() -> None:
+    once, several = Spread(median=1.5, low=1.5, high=1.5), Spread(median=1.5, low=1.2, high=1.7)
+    assert [report._times(once), report._times(several)] == ["1.50x", "1.50x (1.20-1.70)"]
+    assert [report._spread(once), report._spread(several)] == ["1.5", "1.5 (1.2-1.7)"]
+
+
+def test_every_kind_of_table_has_its_legend_once() -> None:
+    found = results()
+    cells = list(found.cells.values())
+    kinds = (report.PREFILL, report.SPEED, report.DRAFTS)
+    assert report.legends(found, cells) == [report.LEGENDS[columns] for columns in kinds]
+    page = report.markdown(found, cells, "outrider bench")
+    for legend in report.LEGENDS.values():
+        assert page.count(legend) == 1
+        assert len(legend) < 750
+
+
+def test_bars_have_their_values_and_the_colours_of_the_pages() -> None:
+    figure = plots.speedup(results())
+    assert figure is not None
+    (panel,) = figure.axes
+    assert [text.get_text() for text in panel.texts] == ["1.50"]
+    assert panel.patches[0].get_facecolor()[:3] == to_rgb(plots.PALETTE[0])
+    lines = plots.throughput(results())
+    assert lines is not None
+    assert {text.get_text() for text in lines.axes[0].texts} == {"10", "15"}
+    assert len(lines.axes[0].collections) == 2, "a band for the range of each line"
 
 
 def test_plots_are_drawn_for_what_there_is(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from click.testing import Result
@@ -19,15 +20,16 @@ from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from outrider.cli import interrupts, render
+from outrider.cli import generate, interrupts, render
 from outrider.cli.app import app
 from outrider.cli.endings import ending, warning
 from outrider.cli.main import main
 from outrider.cli.options import speculation, structure
-from outrider.cli.render import write
+from outrider.cli.render import Wrapped, write
 from outrider.embedded import default_model
 from outrider.errors import InvalidParameterError
-from outrider.params import CompletionOutput, SamplingParams, StructuredOutputs, TokenOrigin
+from outrider.llm import LLM
+from outrider.params import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs, TokenOrigin
 from outrider.propose.speculation import SpeculationConfig
 from outrider.stats import RequestStats
 from tests.model.vocabularies import save_random, sentencepiece_like
@@ -235,11 +237,60 @@ def test_logprobs_are_shown_as_text_too() -> None:
 
 def test_compare_shows_the_speedup() -> None:
     result = outrider("generate", "-p", "def f(", "--max-tokens", "8", "--seed", "1", "--dtype", "float64", "--compare")
-    assert "speedup" in result.stderr
-    assert "same text, token by token" in result.stderr
+    assert "from one run of each" in result.stderr
+    assert "8 of 8 tokens identical" in result.stderr
     answer = as_json("-p", "x", "--max-tokens", "4", "--compare")
     assert answer["speedup"] > 0
     assert answer["identical"] is None  # unseeded samples promise the same distribution, not the same text
+
+
+@pytest.mark.parametrize(("seconds", "said", "warns"), [
+    (1.1, "no difference seen from one run", True), (0.5, "speedup about 2.0x", False), (2.0, "speedup about 0.5x", True),
+])  # fmt: skip
+def test_a_comparison_has_the_digits_that_one_run_bears(seconds: float, said: str, warns: bool) -> None:
+    notes = Console(file=io.StringIO(), width=200)
+    llm = cast(LLM, SimpleNamespace(is_embedded=True))
+    tokens = CompletionOutput(0, "", (1,) * 100, (TokenOrigin.PLAIN,) * 100, "length", None, RequestStats())
+    run = generate._Run([cast(RequestOutput, SimpleNamespace(outputs=[tokens]))], 1.0, {})
+    generate._show_comparison(notes, llm, run, 100 / seconds)
+    assert isinstance(notes.file, io.StringIO)
+    assert said in notes.file.getvalue()
+    assert ("too small to gain" in notes.file.getvalue()) is warns
+
+
+def test_a_comparison_says_where_texts_part() -> None:
+    runs = [invoked("generate", "-p", "def f(", "--max-tokens", "12", "--compare", *more) for more in ((), ("-n", "2"))]
+    for run, what in zip(runs, ("", " of text "), strict=True):
+        assert f"{what}" in run.stderr
+        assert "the texts differ from token" in run.stderr
+        assert "without --seed they are two draws" in run.stderr
+
+
+def test_lines_of_a_chat_break_between_words() -> None:
+    paper = Console(file=io.StringIO(), force_terminal=True, width=20, color_system=None)
+    wrapped = Wrapped(paper)
+    pieces = (
+        "The quick br",
+        "own fox ju",
+        "mps over",
+        " the lazy dog.",
+        "\nAn",
+        "other line\t",
+        "supercalifragilistic",
+        "!",
+    )
+    for piece in pieces:
+        wrapped.write([(piece, "plain")])
+    wrapped.finish()
+    assert isinstance(paper.file, io.StringIO)
+    lines = paper.file.getvalue().split("\n")
+    assert [line.rstrip() for line in lines] == [
+        "The quick brown fox", "jumps over the lazy", "dog.", "Another line", "supercalifragilistic!",
+    ]  # fmt: skip
+    pipe = Console(file=io.StringIO(), width=20)
+    Wrapped(pipe).write([("The quick brown fox jumps over", "plain")])
+    assert isinstance(pipe.file, io.StringIO)
+    assert pipe.file.getvalue() == "The quick brown fox jumps over"
 
 
 def test_the_closing_line_says_how_the_text_ended() -> None:

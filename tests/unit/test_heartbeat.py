@@ -10,11 +10,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider.bench.settings import BenchSettings
-from outrider.cli import heartbeat, options
+from outrider.cli import heartbeat, options, train
 from outrider.cli.app import app
 from outrider.cli.bench import _duration
 from outrider.errors import ContradictionError
 from outrider.prove.findings import Check, Finding, Report
+from outrider.train.checkpoint import Measurement
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -28,6 +29,37 @@ def test_a_pipe_gets_lines_and_a_terminal_a_bar(terminal: bool, monkeypatch: pyt
         time.sleep(0.2)
     assert isinstance(console.file, io.StringIO)
     assert ("0:00 cost of passes: 2 of 7" in console.file.getvalue()) is not terminal
+
+
+def test_a_line_tells_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10_000, 50))
+    monkeypatch.setattr(heartbeat, "perf_counter", lambda: next(clock))
+    said: list[str] = []
+    beat = heartbeat.Heartbeat(said.append)
+    beat.tell("steps", 10, 40)  # a training that goes on where it was broken off
+    assert beat._left() == ""
+    beat.tell("steps", 20, 40)
+    assert beat._left() == ", about 1:40 left"  # fifty seconds for ten steps, and twenty are left
+    beat.tell("steps", 40, 40)
+    assert beat._left() == ""
+
+
+def test_a_training_in_a_pipe_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(heartbeat, "EVERY", 0.02)
+    with train._watching(8) as watcher:
+        begun = Measurement(step=0, tokens=0, seconds=0.0, loss=0.0, lr=0.1, acceptance=(0.5,), tau=1.5)
+        watcher.on_measurement(begun)
+        watcher.on_step(1, 2.5)
+        watcher.on_step(2, 2.5)
+        time.sleep(0.1)
+        watcher.on_measurement(begun.model_copy(update={"step": 2, "loss": 2.5}))
+    told = capsys.readouterr().err
+    assert "step 0: acceptance 0.500, tau 1.50" in told
+    assert "step 2: loss 2.500, acceptance 0.500, tau 1.50" in told
+    assert "loss 0.000" not in told
+    assert "step 2, loss 2.500: 2 of 8, about" in told
 
 
 def test_nothing_is_said_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

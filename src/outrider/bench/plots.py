@@ -10,8 +10,12 @@ from typing import Any
 
 from outrider.bench.plan import Cell
 from outrider.bench.results import CellResult, PrefillResult, Results, WayResult
+from outrider.measure.figures import Spread
 
 REMEDY = "pip install 'outrider[bench]'"
+#: The colours of the pages, which stay apart for colour-blind readers.
+PALETTE = ("#0b7a5a", "#a85000", "#5b49c0", "#1464a8", "#95327e", "#6d6100", "#33415c", "#b3261e")
+_PLAIN = "#8b8678"
 #: A curve ends where fewer drafts than this reached the position.
 _LEAST_TRIES = 10
 
@@ -69,10 +73,16 @@ def _panels(count: int, height: float, columns: int = 1) -> tuple[Any, list[Any]
 
 
 def _colours(names: Iterable[str]) -> dict[str, Any]:
-    import matplotlib.pyplot as plt
+    """Plain decoding is grey. Others have the colours of the pages, darker each time these are used up."""
+    others = dict.fromkeys(name for name in names if name != "plain")
+    found = {name: _darker(PALETTE[i % len(PALETTE)], 0.7 ** (i // len(PALETTE))) for i, name in enumerate(others)}
+    return {"plain": _PLAIN, **found}
 
-    palette = plt.get_cmap("tab20")
-    return {name: palette(i % 20) for i, name in enumerate(dict.fromkeys(names))}
+
+def _darker(colour: str, share: float) -> tuple[float, ...]:
+    from matplotlib.colors import to_rgb
+
+    return tuple(part * share for part in to_rgb(colour))
 
 
 def speedup(results: Results) -> Any | None:
@@ -96,9 +106,11 @@ def speedup(results: Results) -> Any | None:
                 label = None if way.name in labelled else way.name
                 labelled.add(way.name)
                 x = place - 0.4 + width * (i + 0.5)
-                panel.bar(
-                    x, value.median, width, yerr=error, color=colours[way.name], hatch=hatch, label=label, ecolor="grey"
-                )
+                several = value.low != value.high
+                look = {"color": colours[way.name], "hatch": hatch, "label": label, "ecolor": "#1c2027", "capsize": 2}
+                panel.bar(x, value.median, width, yerr=error if several else None, **look)
+                top = (x, value.high)
+                panel.annotate(f"{value.median:.2f}", top, (0, 2), textcoords="offset points", ha="center", fontsize=6)
         panel.axhline(1, color="black", lw=0.8)
         panel.set_xticks(range(len(cells)), [result.cell.workload.replace("_", "\n") for result in cells], fontsize=8)
         panel.set(
@@ -200,13 +212,13 @@ def _curves(result: CellResult) -> dict[str, list[float]]:
 
 def throughput(results: Results) -> Any | None:
     """Tokens per second against the batch, for workloads that were measured in several batches."""
-    lines: defaultdict[str, defaultdict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    lines: defaultdict[str, defaultdict[str, dict[int, Spread]]] = defaultdict(lambda: defaultdict(dict))
     for result in results.cells.values():
         for way in result.shown:
             if way.tokens_per_second is not None and not result.cell.replay:
                 cell = result.cell
                 title = f"{cell.model}, {cell.dtype}, {cell.workload}, {cell.sampling}"
-                lines[title][way.name][cell.batch] = way.tokens_per_second.median
+                lines[title][way.name][cell.batch] = way.tokens_per_second
     lines_shown = {title: ways for title, ways in lines.items() if len(ways["plain"]) > 1}
     if not lines_shown:
         return None
@@ -215,7 +227,17 @@ def throughput(results: Results) -> Any | None:
     for panel, (title, ways) in zip(panels, lines_shown.items(), strict=True):
         for name, points in ways.items():
             batches = sorted(points)
-            panel.plot(batches, [points[b] for b in batches], marker="o", color=colours[name], label=name)
+            panel.plot(batches, [points[b].median for b in batches], marker="o", color=colours[name], label=name)
+            panel.fill_between(
+                batches,
+                [points[b].low for b in batches],
+                [points[b].high for b in batches],
+                color=colours[name],
+                alpha=0.18,
+                lw=0,
+            )
+            last = (batches[-1], points[batches[-1]].median)
+            panel.annotate(f"{last[1]:.0f}", last, (4, 0), textcoords="offset points", va="center", fontsize=7)
         _count_axis(panel, ways["plain"])
         panel.set(xlabel="texts at a time", ylabel="tokens/s", ylim=(0, None))
         panel.set_title(title, fontsize=9)

@@ -17,21 +17,27 @@ HEADING = "What pays here"
 SPEED = ("way", "tokens/s", "speedup", "first ms", "whole tokens/s", "whole", "gaps ms", "GiB", "8-grams")
 PREFILL = ("model", "position", "rows", "ms", "tokens/s", "GFLOP/s", "of the peak")
 DRAFTS = ("way", "tau", "expected", "a pass", "accepted %", "eta", "1/C", "time %")
-LEGEND = (
-    "Medians over interleaved rounds, with the range. tokens/s and speedup are of decoding, over our own plain decoding in "
-    "the same round. 'first' is the time to the first token; 'whole tokens/s' are all tokens over the time of the whole "
-    "request, prompt included, and 'whole' is its ratio to our own plain decoding; gaps are the median and the 99th "
-    "percentile of the time between arrivals within a text, a step's tokens arriving together; GiB is the peak of memory; "
-    "'8-grams' the share that is repeated. tau is the mean acceptance length, 'expected' the (1 - a^(K+1)) / (1 - a) that "
-    "conditional acceptance a and draft length K would give, 'a pass' the tokens per target pass, with or without a draft; "
-    "'accepted' is conditional, position by position; eta = speedup / tau, and 1/C is what it would be if only the "
-    "target's pass cost time; 'time' goes to propose/forward/verify/host. "
-    f"'loops' marks greedy text with more than {LOOPS_ABOVE:.0%} of its 8-grams repeated, which flatters every proposer: "
-    "not a headline. 'disturbed' marks what seemed to be faster than its tokens per pass allow, also when it was measured "
-    "again. 'replay' is recorded text, forced as the target's choice at full target cost. GFLOP/s are the "
-    "multiplications and additions of a part of a prompt, its products with weights and its attention, over its time; 'the "
-    "peak' is what torch's product of two matrices reaches here in the model's type, or in float32 where that is more."
-)
+#: What the columns of a table mean, by its columns.
+LEGENDS = {
+    SPEED: (
+        "Medians over interleaved rounds, with the range where there are several. tokens/s and speedup: decoding, over our "
+        "own plain decoding in the same round. first: time to the first token. whole: the same two for the whole request, "
+        "prompt included. gaps: median and 99th percentile between arrivals within a text. GiB: peak of memory. 8-grams: "
+        f"share repeated; 'loops' is greedy text with more than {LOOPS_ABOVE:.0%}, which flatters every proposer and is no "
+        "headline. 'replay': recorded text, forced as the target's choice at full target cost. 'disturbed': seemed faster "
+        "than its tokens per pass allow, also when measured again."
+    ),
+    DRAFTS: (
+        "tau: mean acceptance length. expected: (1 - a^(K+1)) / (1 - a) of conditional acceptance a and draft length K. "
+        "a pass: tokens per target pass, with or without a draft. accepted: conditional, position by position. "
+        "eta: speedup / tau; 1/C: what it would be if only the target's pass cost time. time: propose/forward/verify/host."
+    ),
+    PREFILL: (
+        "GFLOP/s: multiplications and additions of a part of a prompt, products with weights and attention, over its time. "
+        "of the peak: of what torch's product of two matrices reaches here in the model's type, or in float32 where that "
+        "is more."
+    ),
+}
 
 
 def tables(results: Results, cells: Sequence[CellResult]) -> list[Table]:
@@ -48,6 +54,12 @@ def tables(results: Results, cells: Sequence[CellResult]) -> list[Table]:
             view.add_row(*row)
         views.append(view)
     return views
+
+
+def legends(results: Results, cells: Sequence[CellResult]) -> list[str]:
+    """What the columns of these tables mean: a text for each kind of table."""
+    kinds = dict.fromkeys(columns for _, columns, _ in _sections(results, cells))
+    return [LEGENDS[columns] for columns in kinds if columns in LEGENDS]
 
 
 def conclusion(advice: Iterable[Advice]) -> Text:
@@ -78,14 +90,19 @@ def markdown(results: Results, cells: Sequence[CellResult], command: str, plots:
         command: The command that makes the page.
         plots: The names of image files beside it.
     """
-    lines = ["# Benchmark", "", f"{machine_line(results)} Made by `{command}`.", "", LEGEND, ""]
+    lines = ["# Benchmark", "", f"{machine_line(results)} Made by `{command}`.", ""]
     lines += [f"- {note}" for note in results.remarks]
     lines += ["", f"## {HEADING}"]
     for said in results.advice:
         lines += ["", f"**{said.group}**: {said.text}"]
         lines += ["", *(f"    {line}" for line in pasted(said))] if pasted(said) else []
+    told: set[tuple[str, ...]] = set()
     for title, columns, rows in _sections(results, cells):
-        lines += ["", f"## {title}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+        lines += ["", f"## {title}"]
+        if columns in LEGENDS and columns not in told:
+            lines += ["", LEGENDS[columns]]
+        told.add(columns)
+        lines += ["", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     lines += [part for name in plots for part in ("", f"![{name}]({name})")]
     return "\n".join(lines) + "\n"
@@ -219,8 +236,13 @@ def _number(value: float | None) -> str:
 
 
 def _times(value: Spread | None) -> str:
-    return "" if value is None else f"{value.median:.2f}x ({value.low:.2f}-{value.high:.2f})"
+    return "" if value is None else f"{value.median:.2f}x{_range(value, 2)}"
 
 
 def _spread(value: Spread) -> str:
-    return f"{value.median:.1f} ({value.low:.1f}-{value.high:.1f})"
+    return f"{value.median:.1f}{_range(value, 1)}"
+
+
+def _range(value: Spread, digits: int) -> str:
+    """From the smallest to the largest value; nothing where one round gave one value."""
+    return "" if value.low == value.high else f" ({value.low:.{digits}f}-{value.high:.{digits}f})"

@@ -114,21 +114,23 @@ def _turn(
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, console: Console, notes: Console) -> str:
     """Stream one turn; an interrupt ends it between two steps and keeps what was written so far."""
     from outrider.cli.endings import ending
-    from outrider.cli.render import closing_line, write
+    from outrider.cli.render import Wrapped, closing_line
 
-    start, written = perf_counter(), ""
+    start, written, paper = perf_counter(), "", Wrapped(console)
     stream = llm.stream(llm.chat_prompt(messages), params)
     with _interrupts() as interrupted:
         for piece in stream:
-            write(console, piece.spans)
+            paper.write(piece.spans)
             written += piece.text
             if piece.output is not None:
+                paper.finish()
                 console.print()
                 spent = perf_counter() - start
                 ended = ending(piece.output, params)
                 notes.print(closing_line(len(piece.output.token_ids), spent, piece.output.stats, ended), style="dim")
             elif interrupted():
                 stream.close()  # type: ignore[attr-defined]
+                paper.finish()
                 console.print(" [dim](stopped)[/dim]")
                 break
     return written

@@ -21,8 +21,9 @@ class Heartbeat:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._ended = say, Event()
-        self._what, self._done, self._total = "", 0, 0
-        self._began = perf_counter()
+        self._what, self._done, self._total = "loading", 0, 0
+        self._began = self._expected = perf_counter()
+        self._first = 0
         self._thread = Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
@@ -36,12 +37,30 @@ class Heartbeat:
     def expect(self, what: str, total: int) -> None:
         """So many turns of this come next."""
         self._what, self._done, self._total = what, 0, total
+        self._expected, self._first = perf_counter(), 0
 
     def advance(self) -> None:
         """A turn is done."""
         self._done += 1
 
+    def tell(self, what: str, done: int, total: int) -> None:
+        """So much of it is done; the first call says where it began."""
+        if not self._total:
+            self._expected, self._first = perf_counter(), done
+        self._what, self._done, self._total = what, done, total
+
     def _run(self) -> None:
         while not self._ended.wait(EVERY):
-            seconds = int(perf_counter() - self._began)
-            self._say(f"{seconds // 60}:{seconds % 60:02d} {self._what}: {self._done} of {self._total}")
+            count = f": {self._done} of {self._total}" if self._total else ""
+            self._say(f"{_clock(perf_counter() - self._began)} {self._what}{count}{self._left()}")
+
+    def _left(self) -> str:
+        """The time that is left, if turns go on to take as long as they did."""
+        done = self._done - self._first
+        if done <= 0 or self._done >= self._total:
+            return ""
+        return f", about {_clock((perf_counter() - self._expected) / done * (self._total - self._done))} left"
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

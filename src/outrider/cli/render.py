@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from outrider.params import CompletionOutput, Logprob, PositionLogprobs, SamplingParams, StreamPiece
     from outrider.propose.speculation import SpeculationConfig
     from outrider.stats import RequestStats
+
+_WORDS = re.compile(r"\s+|\S+")
 
 #: Chosen to stay apart for colour-blind readers and on light and dark backgrounds; plain tokens keep the default.
 STYLES = {
@@ -83,6 +86,57 @@ def write(paper: Console, spans: Iterable[tuple[str, str]], styles: Mapping[str,
     segments = [Segment(piece, Style.parse(styles.get(str(source), STYLES["accepted"]))) for piece, source in spans]
     paper.print(Segments(segments), end="", soft_wrap=True)
     paper.file.flush()
+
+
+class Wrapped:
+    """Paper for a text that grows, with lines that break between words and not within them.
+
+    A word is written once it is whole. Text that is no terminal's is written as it is.
+
+    Args:
+        paper: Where the text goes.
+    """
+
+    def __init__(self, paper: Console) -> None:
+        self._paper, self._column = paper, 0
+        self._word: list[tuple[str, str]] = []
+
+    def write(self, spans: Iterable[tuple[str, str]]) -> None:
+        """Go on with (piece, origin) pairs."""
+        if not self._paper.is_terminal:
+            write(self._paper, spans)
+            return
+        for piece, origin in spans:
+            for part in _WORDS.findall(piece):
+                if part.isspace():
+                    self._end_word()
+                    self._blank(part, origin)
+                else:
+                    self._word.append((part, origin))
+
+    def finish(self) -> None:
+        """Write the last word."""
+        self._end_word()
+
+    def _end_word(self) -> None:
+        from rich.cells import cell_len
+
+        size = sum(cell_len(piece) for piece, _ in self._word)
+        if self._column and self._column + size > self._paper.width:
+            write(self._paper, [("\n", "plain")])
+            self._column = 0
+        if self._word:
+            write(self._paper, self._word)
+        self._column = (self._column + size) % max(1, self._paper.width)
+        self._word = []
+
+    def _blank(self, blank: str, origin: str) -> None:
+        """Blanks that do not fit end the line instead."""
+        last = blank.rpartition("\n")[2]
+        if "\n" not in blank and self._column + len(last) >= self._paper.width:
+            blank, last = "\n", ""
+        write(self._paper, [(blank, origin)])
+        self._column = len(last) if "\n" in blank else self._column + len(last)
 
 
 def write_logprobs(paper: Console, positions: Iterable[PositionLogprobs] | None) -> None:

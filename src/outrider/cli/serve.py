@@ -176,8 +176,10 @@ def serve(
             make, replicas, model, settings, loading, limits, keys, drain_seconds=drain_seconds, **address, **tls
         )
         return
+    from outrider.server.logs import log
     from outrider.server.run import serve as run
 
+    log("loading", {"model": limits.model_name, "from": model or "the embedded pair"})
     run(make(**loading), place, drain_seconds=drain_seconds, **tls)
 
 
@@ -185,7 +187,7 @@ def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, socket]:
     """The server's settings, its keys, and a place where clients reach it, from the options of the command."""
     _check_installed()
     from outrider.server.access import allowed_hosts, allowed_origins
-    from outrider.server.logs import log, write_json
+    from outrider.server.logs import log, write_logs
     from outrider.server.run import check_tls, listen
     from outrider.server.settings import ServerSettings
     from outrider.server.tenancy.keys import ApiKeys
@@ -197,7 +199,7 @@ def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, socket]:
     limits = ServerSettings(model_name=name, hosts=hosts, origins=origins, **{name: given[name] for name in _LIMITS})
     check_tls(given["ssl_certfile"], given["ssl_keyfile"])
     place = listen(host, given["port"], given["stalled_seconds"] or _STALLED_SECONDS)
-    write_json()
+    write_logs()
     if not keys and host not in _LOOPBACK:
         log("everybody who reaches this address is served: give --api-key-file", {"host": host}, logging.WARNING)
     return limits, keys, place

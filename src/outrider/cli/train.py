@@ -274,11 +274,20 @@ def _show(outcome: Outcome, out: Path, *, as_json: bool) -> None:
 
 @contextmanager
 def _bar(console: Console) -> Iterator[Any]:
-    """A bar with the time that is left, on a terminal; what it yields is called with (what, done, total)."""
+    """A bar with the time that is left, on a terminal, and a line every half minute elsewhere.
+
+    What it yields is called with (what, done, total)."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from outrider.cli.heartbeat import Heartbeat
+
+    if not console.is_terminal:
+        with Heartbeat(lambda line: console.print(line, markup=False, soft_wrap=True)) as heartbeat:
+            yield heartbeat.tell
+        return
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task("loading", total=None)
         yield lambda what, done, total: bars.update(task, description=what, completed=done, total=total)
 
@@ -303,9 +312,8 @@ def _watching(steps: int) -> Iterator[Watcher]:
             def on_measurement(self, measurement: Any) -> None:
                 shares = " ".join(f"{share:.3f}" for share in measurement.acceptance)
                 engine = "" if measurement.engine_tau is None else f", in the engine {measurement.engine_tau:.2f}"
-                console.print(
-                    f"step {measurement.step}: loss {measurement.loss:.3f}, acceptance {shares}, "
-                    f"tau {measurement.tau:.2f}{engine}"
-                )
+                loss = f"loss {measurement.loss:.3f}, " if measurement.step else ""  # nothing was learnt before a step
+                said = f"{loss}acceptance {shares}, tau {measurement.tau:.2f}{engine}"
+                console.print(f"step {measurement.step}: {said}", soft_wrap=True)
 
         yield Shown()

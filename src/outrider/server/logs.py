@@ -1,4 +1,4 @@
-"""The server's log: a JSON object a line, without any text of a prompt or an answer."""
+"""The server's log: lines to read on a terminal, a JSON object a line elsewhere, and no text of a prompt or an answer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,30 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-def write_json(level: int = logging.INFO) -> None:
-    """Send all logs of the process to standard error, as JSON."""
+class PlainFormatter(logging.Formatter):
+    """A record as a line for somebody who watches: the event, and its facts as name=value."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        facts = getattr(record, "facts", {})
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        line = f"{clock} {level}{record.getMessage()}" + "".join(f" {name}={_shown(fact)}" for name, fact in facts.items())
+        if record.getMessage() == "listening":
+            line += f"\n\n  Open {facts['url']}/ to try it, and {facts['url']}/learn to see why it works.\n"
+            line += f"  Programs that speak to OpenAI's API use {facts['url']}/v1. Ctrl-C ends the server.\n"
+        if record.exc_info and record.exc_info[0] is not None:
+            line += "\n" + "".join(traceback.format_exception(*record.exc_info))
+        return line
+
+
+def _shown(fact: Any) -> str:
+    return fact if isinstance(fact, str) and " " not in fact else json.dumps(fact, ensure_ascii=False, default=str)
+
+
+def write_logs(level: int = logging.INFO) -> None:
+    """Send all logs of the process to standard error: for people where that is a terminal, else as JSON."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(PlainFormatter() if sys.stderr.isatty() else JsonFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("outrider").setLevel(level)
 

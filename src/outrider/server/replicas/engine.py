@@ -12,7 +12,7 @@ from ray import serve
 from outrider.errors import EngineDiedError
 from outrider.server.app import make_app
 from outrider.server.deadlines import PARTING_SECONDS
-from outrider.server.logs import write_json
+from outrider.server.logs import write_logs
 from outrider.server.replicas.asgi_client import Inside
 from outrider.server.replicas.loopback import keep_replica_local
 from outrider.server.replicas.messages import Opening, Parcel
@@ -27,7 +27,7 @@ class EngineReplica:
     """
 
     def __init__(self, make: Callable[[], Service]) -> None:
-        write_json()
+        write_logs()
         keep_replica_local()
         self._service = make()
         self._inside = Inside(make_app(self._service))

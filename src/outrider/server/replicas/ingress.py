@@ -16,7 +16,7 @@ from outrider.server.api.sizes import check_values
 from outrider.server.app import answer
 from outrider.server.calls import bearer, read_body
 from outrider.server.errors import ApiError, api_error
-from outrider.server.logs import log, write_json
+from outrider.server.logs import log, write_logs
 from outrider.server.metrics import MEDIA_TYPE
 from outrider.server.replicas.loopback import keep_replica_local
 from outrider.server.replicas.messages import Opening, Parcel
@@ -44,7 +44,7 @@ class Ingress:
     """
 
     def __init__(self, engine: Any, keys: ApiKeys, settings: ServerSettings) -> None:
-        write_json()
+        write_logs()
         keep_replica_local()
         self._engine, self._keys, self._settings = engine, keys, settings
 
