@@ -14,6 +14,7 @@ from outrider.kernels.formats.gguf import GGUF_TYPES
 #: The types that the gguf package can round to. Blocks of others are drawn.
 ROUNDED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_ARCHITECTURES |= {"gemma2": "gemma2", "gemma3_text": "gemma3"}
 
 
 def blocks(kind: str, rows: int, cols: int, seed: int) -> np.ndarray:
@@ -77,7 +78,9 @@ class Written:
             heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
             count = next((n for part, n in heads.items() if f"{part}." in stock), None) if name == "llama" else None
             kind = kinds[turn % len(kinds)] if weight.dim() == 2 else "F32"
-            self._add(writer, theirs, stock, weight.numpy(), kind, count, turn)
+            offset = 1 if name.startswith("gemma") and "norm" in stock else 0
+            self._add(writer, theirs, stock, weight.numpy() + offset, kind, count, turn)
+            self.values[stock] -= offset
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -95,7 +98,14 @@ class Written:
         writer.add_value_length(head_dim)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_rope_dimension_count(head_dim)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        rope = config.rope_parameters
+        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+        if config.model_type.startswith("gemma"):
+            writer.add_sliding_window(config.sliding_window)
+            if config.attn_logit_softcapping:
+                writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+            if config.final_logit_softcapping:
+                writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
     def _add(
         self, writer: Any, theirs: str, stock: str, weight: np.ndarray, kind: str, heads: int | None, seed: int

@@ -19,12 +19,20 @@ from tests.model.gguf_files import Written
 pytest.importorskip("gguf")
 SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "layers": 2}
 PROMPT, GREEDY = [5, 3, 8, 1, 2, 3, 8, 1], SamplingParams(temperature=0, max_tokens=10)
+GEMMA: dict[str, Any] = {"tie_word_embeddings": True}
+SEVEN: dict[str, Any] = {
+    "num_hidden_layers": 7,
+    "layers": None,
+    "layer_types": [("sliding" if layer != 5 else "full") + "_attention" for layer in range(7)],
+}
 #: Types of matrices in turn. Queries, keys and values have other types than one another, as in Q4_K_M.
 FILES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "llama-q4_0": ("llama", ("Q4_0",), {}),
     "llama-k": ("llama", ("Q4_K", "Q6_K", "Q5_K"), {}),
     "qwen2-mixed": ("qwen2", ("Q8_0", "F16", "Q5_0", "F32"), {}),
     "qwen3-tied": ("qwen3", ("Q4_1", "Q5_1", "BF16"), {"tie_word_embeddings": True}),
+    "gemma2": ("gemma2", ("Q8_0", "Q5_0"), GEMMA | {"query_pre_attn_scalar": 64}),
+    "gemma3": ("gemma3", ("Q8_0", "F32"), GEMMA | {"query_pre_attn_scalar": 64, "attn_logit_softcapping": None} | SEVEN),
     "llama-tables": ("llama", ("IQ4_NL", "MXFP4", "Q3_K", "Q2_K"), {"tie_word_embeddings": True}),
 }
 
@@ -33,7 +41,7 @@ FILES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
     family, kinds, changes = FILES[request.param]
     folder = tmp_path_factory.mktemp("gguf")
-    checkpoint = checkpoints.save(family, folder / "source", seed=1, head_dim=64, **SHAPE, **changes)
+    checkpoint = checkpoints.save(family, folder / "source", seed=1, head_dim=64, **(SHAPE | changes))
     return Written(checkpoint, folder / "model.gguf", kinds)
 
 
@@ -59,7 +67,7 @@ def test_weights_are_those_of_the_file_to_the_bit(written: Written) -> None:
 
 
 def test_texts_are_those_of_the_stock_model(written: Written, tmp_path: Path) -> None:
-    plain = written.plain(tmp_path / "plain")
+    plain = written.plain(tmp_path / written.model.config.model_type)
     exact = LLM(str(written.path), dtype="float64")
     want = checkpoints.greedy_by_transformers(plain, PROMPT, 10)
     assert tuple(exact.generate([PROMPT], GREEDY, speculation="suffix")[0].token_ids) == want

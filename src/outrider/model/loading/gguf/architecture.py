@@ -35,6 +35,13 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+#: What is called otherwise where norms stand behind the parts of a layer, too.
+_WITH_POST_NORMS = {
+    **_LAYER,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 #: Factors of the rotary frequencies, which belong to no module of transformers.
 FREQUENCY_FACTORS = "rope_freqs.weight"
 
@@ -48,12 +55,16 @@ class Architecture:
         interleaved: Whether the rows of queries and keys are interleaved in the file.
         adjusted: Makes the configuration's values that are not common to all, from a reader of the file.
         layer: The names of tensors of a layer.
+        offset_norms: Whether the weights of norms are kept plus 1.
+        knows: Values that `adjusted` takes care of, and that are refused elsewhere.
     """
 
     config: str
     interleaved: bool = False
     adjusted: Callable[[Values], dict[str, Any]] = lambda values: {}
     layer: dict[str, str] = field(default_factory=lambda: _LAYER)
+    offset_norms: bool = False
+    knows: tuple[str, ...] = ()
 
 
 class Values:
@@ -109,11 +120,48 @@ def _llama(values: Values) -> dict[str, Any]:
     return {"attention_bias": biases, "mlp_bias": values.has("blk.0.ffn_up.bias")}
 
 
+def _gemma(values: Values, largest: int) -> dict[str, Any]:
+    """What Gemma 2 and 3 share. Scores are scaled by the width of heads, but in the largest model, which has `largest`
+    layers, by the hidden size for each head; files do not say it."""
+    heads, hidden = values.count("attention.head_count"), values.count("embedding_length")
+    scale = values.count("attention.key_length", hidden // heads)
+    return {
+        "query_pre_attn_scalar": hidden // heads if values.count("block_count") == largest else scale,
+        "sliding_window": values.count("attention.sliding_window"),
+    }
+
+
+def _gemma_2(values: Values) -> dict[str, Any]:
+    return _gemma(values, 46) | {name: values.number(name) for name in _CAPS}
+
+
+def _gemma_3(values: Values) -> dict[str, Any]:
+    if values.get("attention.sliding_window_pattern") not in (None, 6):
+        raise values.refuse(f"attention.sliding_window_pattern={values.get('attention.sliding_window_pattern')!r}")
+    local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 10_000.0)}
+    caps = {name: values.number(name) if values.get(name) else None for name in _CAPS}
+    return (
+        _gemma(values, 62)
+        | caps
+        | {
+            "rope_parameters": {"full_attention": _rope(values, 1_000_000.0), "sliding_attention": local},
+        }
+    )
+
+
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_GEMMA: dict[str, Any] = {
+    "layer": _WITH_POST_NORMS,
+    "offset_norms": True,
+    "knows": (*_CAPS, "attention.sliding_window"),
+}
 #: The architectures by their names in files.
 ARCHITECTURES = {
     "llama": Architecture("LlamaConfig", interleaved=True, adjusted=_llama),
     "qwen2": Architecture("Qwen2Config"),
     "qwen3": Architecture("Qwen3Config"),
+    "gemma2": Architecture("Gemma2Config", adjusted=_gemma_2, **_GEMMA),
+    "gemma3": Architecture("Gemma3TextConfig", adjusted=_gemma_3, **_GEMMA),
 }
 #: Values that would change what a model computes, and what they are where they change nothing.
 _SPECIAL = {
@@ -157,7 +205,7 @@ def read_config(file: GgufFile) -> Any:
 
     known, values = architecture_of(file), Values(file)
     for name, plain in _SPECIAL.items():
-        if values.get(name) not in (None, plain):
+        if name not in known.knows and values.get(name) not in (None, plain):
             raise values.refuse(f"{values.architecture}.{name}={values.get(name)!r}")
     heads, hidden = values.count("attention.head_count"), values.count("embedding_length")
     layers = values.count("block_count")
@@ -199,8 +247,8 @@ def _vocab_size(file: GgufFile) -> int:
     return table.shape[0]
 
 
-def _rope(values: Values) -> dict[str, Any]:
-    theta = values.number("rope.freq_base", 10_000.0)
+def _rope(values: Values, theta: float = 10_000.0) -> dict[str, Any]:
+    theta = values.number("rope.freq_base", theta)
     kind = values.get("rope.scaling.type")
     if kind in (None, "none"):
         if values.get("rope.scale_linear") not in (None, 1.0):

@@ -72,7 +72,7 @@ class GgufCheckpoint:
                 state[name] = torch.full((), float("nan"), dtype=dtype).expand(tensor.shape)
             else:
                 order = self._order(tensor)
-                values = tensor.floats()
+                values = tensor.floats() - 1 if self._known.offset_norms and "norm" in tensor.name else tensor.floats()
                 state[name] = values if order is None else values[order]
         return state
 
@@ -114,6 +114,10 @@ class GgufCheckpoint:
             return
         rotary: Any = hf.decoder_stack(model).rotary_emb
         factors = found.floats()
+        if not hasattr(rotary, "inv_freq"):
+            raise UnsupportedModelError(
+                self._file.path, f"it has {FREQUENCY_FACTORS} for several kinds of layers", ORIGINAL
+            )
         if factors.shape != rotary.inv_freq.shape or not bool((factors > 0).all() and factors.isfinite().all()):
             problem = f"its {FREQUENCY_FACTORS} are no factors of {len(rotary.inv_freq)} frequencies"
             raise ModelLoadError(self._file.path, problem, _AGAIN)

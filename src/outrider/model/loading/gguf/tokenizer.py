@@ -74,7 +74,8 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
     backend.add_special_tokens(vocabulary.added(special=True))
     backend.add_tokens(vocabulary.added(special=False))
     named = {f"{name}_token": vocabulary.named(f"{key}_token_id") for name, key in _NAMED.items()}
-    if vocabulary.flag("add_bos_token", default=kind == "llama"):
+    begins = kind == "llama" or SPLITTINGS.get(vocabulary.get("pre")) is _LLAMA_3  # where the file says nothing
+    if vocabulary.flag("add_bos_token", default=begins and vocabulary.get("bos_token_id") is not None):
         _put_first(backend, vocabulary, "bos_token_id")
     template = file.metadata.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(
@@ -235,6 +236,7 @@ def _put_first(tokenizer: Any, vocabulary: _Vocabulary, name: str) -> None:
     token, number = vocabulary.named(name), vocabulary.number(name)
     if token is None or number is None:
         raise vocabulary.wrong("add_bos_token", f"is true, and there is no {name}")
+    first = {"id": "begin", "ids": [number], "tokens": [token]}  # its own text may have a meaning in templates
     tokenizer.post_processor = TemplateProcessing(
-        single=[token, "$A"], pair=[token, "$A", "$B"], special_tokens=[(token, number)]
+        single=["begin", "$A"], pair=["begin", "$A", "$B"], special_tokens=[first]
     )

@@ -1,0 +1,108 @@
+"""GGUF files in llama.cpp and here: the same logits of float32 files, near ones of blocks, and the same ids of texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unicodedata import normalize
+from urllib.request import Request, urlopen
+
+import pytest
+from tokenizers import pre_tokenizers
+
+from outrider import LLM, SamplingParams
+from outrider.config import ModelConfig
+from outrider.model.loading.loader import read_tokenizer
+from tests.model import checkpoints
+from tests.model.gguf_files import Written
+from tests.model.test_gguf_models import GEMMA, SEVEN, SHAPE
+from tests.model.test_gguf_tokenizers import CORPUS, byte_level, sentence_piece, vocabulary
+
+native = pytest.importorskip("xllamacpp")
+#: The last token is a letter, so that the next one is whole Unicode even where embeddings are tied.
+PROMPT = [(7 * i * i + 3 * i) % 300 for i in range(23)] + [65]
+GEMMA_FILE = GEMMA | {"query_pre_attn_scalar": 64, "attn_logit_softcapping": None}
+
+
+@contextmanager
+def server(path: Path) -> Iterator[Any]:
+    """Sends a request to llama.cpp's server of a file."""
+    params = native.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel, params.port, params.verbosity = 128, 1, 0, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.fit_params, params.cache_ram_mib = False, 0
+    params.flash_attn_type = native.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which rounds to float16
+    params.cache_type_k = params.cache_type_v = native.ggml_type.GGML_TYPE_F32
+    running = native.Server(params)
+
+    def send(where: str, body: dict[str, Any]) -> Any:
+        content = json.dumps(body).encode()
+        request = Request(f"{running.listening_address}{where}", content, {"Content-Type": "application/json"})
+        with urlopen(request) as answer:
+            return json.loads(answer.read())
+
+    yield send
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds", "changes", "most"),
+    [
+        ("llama", ("F32",), {}, 1e-3),
+        ("qwen2", ("F32",), {}, 1e-3),
+        ("qwen3", ("F32",), {}, 1e-3),
+        ("gemma2", ("F32",), GEMMA | {"query_pre_attn_scalar": 64}, 1e-3),
+        ("gemma3", ("F32",), GEMMA_FILE | SEVEN, 1e-3),
+        ("llama", ("Q4_0", "Q8_0", "Q5_1"), {}, 0.2),  # llama.cpp rounds activations to 8 bits
+        ("llama", ("Q4_K", "Q6_K", "Q5_K"), {}, 0.2),
+        ("llama", ("IQ4_NL", "MXFP4", "Q3_K", "Q2_K"), {}, 0.2),
+    ],
+    ids=str,
+)
+def test_logits_are_those_of_llama_cpp(
+    tmp_path: Path, family: str, kinds: tuple[str, ...], changes: dict[str, Any], most: float
+) -> None:
+    tokens, merges = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    shape = SHAPE | {"vocab_size": len(tokens) + 4, "head_dim": 64} | changes
+    source = checkpoints.save(family, tmp_path / "source", seed=1, **shape)
+    file = Written(source, tmp_path / "model.gguf", kinds, vocabulary("gpt-2", tokens, merges))
+    with server(file.path) as send:
+        asked = {"prompt": PROMPT, "n_predict": 1, "temperature": 0, "cache_prompt": False, "n_probs": 5}
+        told = send("/completion", asked)["completion_probabilities"][0]["top_logprobs"]
+    llm = LLM(str(file.path), speculation="none")
+    ours = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=1, logprobs=20))[0].logprobs
+    assert ours is not None
+    for entry in told[:3]:
+        assert abs(ours[0][entry["id"]].logprob - entry["logprob"]) < most
+    assert len({entry["id"] for entry in told}) == 5
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "qwen2", "llama-bpe", "sentence_piece"])
+def test_ids_are_those_of_llama_cpp(tmp_path: Path, pre: str) -> None:
+    """Where a tokenizer composes Unicode (NFC), as the original of Qwen does, llama.cpp gets composed text."""
+    tokens, merges = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    space = "\u2581"
+    pieces = [f"{space}t", "er", "in", f"{space}a", "en", f"{space}th", "ll", f"{space}the", space * 2, space]
+    pieces += sorted(set("".join(pieces)) - {space})  # as every vocabulary has the letters of its tokens
+    write, size = vocabulary(pre, tokens, merges), len(tokens) + 4
+    if pre == "sentence_piece":
+        write, size = sentence_piece(pieces, None), 259 + len(pieces)
+    source = checkpoints.save("llama", tmp_path / "source", layers=1, intermediate_size=64, vocab_size=size)
+
+    def with_start(writer: Any) -> None:
+        write(writer)
+        if pre == "llama-bpe":
+            writer.add_bos_token_id(3)
+
+    file = Written(source, tmp_path / "model.gguf", ("Q8_0",), with_start)
+    ours = read_tokenizer(ModelConfig(model=str(file.path)))
+    assert ours is not None
+    with server(file.path) as send:
+        for text in CORPUS:
+            composed = normalize("NFC", text) if pre == "qwen2" else text
+            told = send("/tokenize", {"content": composed, "add_special": True, "parse_special": True})["tokens"]
+            if text:  # of nothing, SentencePiece makes a space here and nothing there
+                assert ours.encode(text) == told, text
