@@ -13,6 +13,8 @@ from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, OutriderError, UnsupportedModelError
 from outrider.kernels.weights import stored_weight
 from outrider.model.loading.loader import load_model, read_context, read_needs
+from outrider.train.models import existing, pruned
+from outrider.train.target import FrozenTarget
 from tests.model import checkpoints
 from tests.model.gguf_files import Written
 
@@ -93,6 +95,20 @@ def test_a_file_drafts_for_a_file(small: Written, written: Written) -> None:
     llm = LLM(str(written.path), draft_model=str(small.path))
     want = llm.generate([PROMPT], GREEDY, speculation="none")[0].token_ids
     assert llm.generate([PROMPT], GREEDY)[0].token_ids == want
+
+
+def test_a_file_is_the_target_or_the_beginning_of_a_training(written: Written) -> None:
+    target = FrozenTarget(str(written.path))
+    begun = existing(str(written.path), target)
+    kept = pruned(target, (1,))
+    for model in (begun, kept):
+        assert all(parameter.requires_grad and bool(parameter.isfinite().all()) for parameter in model.parameters())
+    ids = torch.tensor([PROMPT])
+    torch.testing.assert_close(begun(ids).logits, target.logits(ids))
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(kept.get_parameter(name.replace(".1.", ".0.")), written.values[name])
+    tied = written.model.config.tie_word_embeddings
+    assert (begun.get_input_embeddings().weight is begun.get_output_embeddings().weight) is tied
 
 
 def test_context_and_needs_are_read_from_the_header(small: Written) -> None:

@@ -139,6 +139,16 @@ def keep_quantised(module: nn.Linear | nn.Embedding, stored: StoredWeight) -> No
     module.quantised_weight = stored  # type: ignore[assignment]
 
 
+def use_plain_weights(model: nn.Module) -> None:
+    """Replace quantised weights by those that they stand for, so that they can be trained."""
+    for module in model.modules():
+        stored = getattr(module, "quantised_weight", None)
+        if isinstance(module, QuantisedLinear | QuantisedEmbedding) and stored is not None:
+            del module.quantised_weight
+            module.weight = nn.Parameter(stored.format.dequantise(stored, module.weight.dtype), requires_grad=False)
+            module.__class__ = type(module).__mro__[1]  # what it was
+
+
 def quantise_linears(
     model: nn.Module, fmt: WeightFormat, stacks: Iterable[ExpertStack] = (), *, name: str = "the model"
 ) -> None:

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from outrider.config import ModelConfig
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError, VocabularyMismatchError
+from outrider.kernels.weights import use_plain_weights
 from outrider.model.hf import decoder_layers
 from outrider.model.loading.exclusive import exclusive_transformers
 from outrider.model.loading.loader import check_sources, load_model
@@ -110,7 +111,7 @@ def pruned(target: FrozenTarget, layers: Sequence[int]) -> Any:
     ):
         problem = f"not some of the target's layers 0 to {count - 1}, in ascending order"
         raise InvalidParameterError("prune", tuple(layers), problem, f"Use a form like 0,{count // 2},{count - 1}.")
-    model = deepcopy(target.model).float()
+    model = _trainable(deepcopy(target.model))
     try:
         stack = decoder_layers(model)
     except ValueError as error:
@@ -130,6 +131,13 @@ def pruned(target: FrozenTarget, layers: Sequence[int]) -> Any:
     return model.requires_grad_(True)
 
 
+def _trainable(model: Any) -> Any:
+    """The same model in float32, its quantised weights replaced by those that they stand for."""
+    use_plain_weights(model)
+    model.tie_weights()
+    return model.float()
+
+
 def existing(name: str, target: FrozenTarget) -> Any:
     """A draft model that is there already, in float32.
 
@@ -143,7 +151,7 @@ def existing(name: str, target: FrozenTarget) -> Any:
     if differ or loaded.vocab_size != target.vocab_size:
         problem = f"its tokens are not those of {target.name}"
         raise VocabularyMismatchError(name, problem, "Begin with a draft model of the same family, or from a shape.")
-    return loaded.model.requires_grad_(True)
+    return _trainable(loaded.model).requires_grad_(True)
 
 
 def draft_to_begin_with(
