@@ -2,12 +2,12 @@
 
 python -m benchmarks.forced_tokens --wide --out benchmarks/results/forced_tokens.json
 
-Every text is written in four ways that take turns, from the same seed: plainly with a pass for each token (the engine then
-drafts nothing that is forced), plainly, and both with the draft model. So all four write the same text, which is checked,
-and times can be compared text by text. The share f of forced tokens is counted apart: the finished text is led through its
-automaton once more. C is the time of a target's pass in plain decoding with forced tokens over that of one with a row for
-each token. Seconds are those of whole requests, prompts included. Tokens a pass are those behind a text's first token over
-the passes behind that of its prompt.
+Every text is written in five ways that take turns, from the same seed: plainly with a pass for each token (the engine then
+drafts nothing that is forced), plainly, both with the draft model, and as the engine chooses. So all write the same text,
+which is checked, and times can be compared text by text. With `--texts` several texts of one kind are written together. The
+share f of forced tokens is counted apart: the finished text is led through its automaton once more. C is the time of a
+target's pass in plain decoding with forced tokens over that of one with a row for each token. Seconds are those of whole
+requests, prompts included. Tokens a pass are those behind a text's first token over the passes behind that of its prompt.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from outrider import LLM, SamplingParams, SpeculationConfig, StructuredOutputs
 from outrider.embedded import default_model
 from outrider.engine.scheduling import scheduler
 from outrider.measure.widen import wide_target
-from outrider.request_options import RequestOptions
 from outrider.server.api.tools import calls_grammar
+from outrider.stats import FORCED
 
 DRAFT = {"method": "draft_model", "num_draft_tokens": 3}
 #: By name: whether forced tokens are drafted, and the method.
@@ -38,6 +38,7 @@ WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
     "none": (True, {"method": "none"}),
     "draft model alone": (False, DRAFT),
     "draft model": (True, DRAFT),
+    "auto": (True, {"method": "auto", "methods": [{**DRAFT, "num_draft_tokens": 5}]}),
 }
 
 
@@ -81,37 +82,42 @@ def workloads() -> dict[str, list[tuple[str, StructuredOutputs]]]:
 
 @dataclass(frozen=True)
 class Text:
-    """One text.
+    """One text, or several that were written together.
 
     Attributes:
-        token_ids: The whole of it.
+        token_ids: The whole of each.
         seconds: From the request to the last token.
-        passes: Target passes, that of the prompt included.
+        passes: Target passes, those of prompts included.
+        gains: Passes in which a text gained tokens, summed over the texts.
         forward: Seconds of these.
-        accepted: Draft tokens that entered it, by member.
+        forced: Draft tokens that entered it and were forced.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[tuple[int, ...], ...]
     seconds: float
     passes: int
+    gains: int
     forward: float
-    accepted: dict[str, int]
+    forced: int
 
 
-def write(llm: LLM, prompt: str, structure: StructuredOutputs, way: str, seed: int) -> Text:
+def write(llm: LLM, prompt: str, structure: StructuredOutputs, way: str, seed: int, num_texts: int) -> Text:
     forces, method = WAYS[way]
     before, scheduler.MOST_FORCED = scheduler.MOST_FORCED, scheduler.MOST_FORCED if forces else 0
     try:
-        params = SamplingParams(structured_outputs=structure, seed=seed, max_tokens=200)
-        config = llm.resolve(SpeculationConfig.of(method))
-        request = llm.engine.add_request(llm.encode(prompt), params, config, RequestOptions(streaming=True))
+        config, tokens = llm.resolve(SpeculationConfig.of(method)), llm.encode(prompt)
+        requests = []
+        for number in range(num_texts):
+            params = SamplingParams(structured_outputs=structure, seed=seed + 100_000 * number, max_tokens=200)
+            requests.append(llm.engine.add_request(tokens, params, config))
         begun, forward, passes = perf_counter(), 0.0, 0
-        while not request.finished:
+        while not all(request.finished for request in requests):
             llm.engine.step()
             forward, passes = forward + llm.stats.step_seconds["forward"], passes + 1
-        (seq,) = request.sequences
-        accepted = dict(seq.stats.accepted_by_method)
-        return Text(tuple(seq.output_token_ids), perf_counter() - begun, passes, forward, accepted)
+        seconds, sequences = perf_counter() - begun, [request.sequences[0] for request in requests]
+        gains = sum(seq.stats.num_target_passes for seq in sequences)
+        forced = sum(seq.stats.accepted_by_method.get(FORCED, 0) for seq in sequences)
+        return Text(tuple(tuple(seq.output_token_ids) for seq in sequences), seconds, passes, gains, forward, forced)
     finally:
         scheduler.MOST_FORCED = before
 
@@ -126,23 +132,24 @@ def forced_share(llm: LLM, token_ids: Sequence[int], structure: StructuredOutput
     return count, len(token_ids) - 1
 
 
-def measured(llm: LLM, tasks: Sequence[tuple[str, StructuredOutputs]], rounds: int) -> dict[str, Any]:
+def measured(llm: LLM, tasks: Sequence[tuple[str, StructuredOutputs]], rounds: int, num_texts: int) -> dict[str, Any]:
     """Figures of one workload."""
     found: dict[str, list[Text]] = {way: [] for way in WAYS}
     forced = all_tokens = 0
     for turn in range(rounds):
         for place, (prompt, structure) in enumerate(tasks):
             names = list(WAYS) if (turn + place) % 2 else list(reversed(WAYS))
-            texts = {way: write(llm, prompt, structure, way, 1000 * turn + place) for way in names}
+            texts = {way: write(llm, prompt, structure, way, 1000 * turn + place, num_texts) for way in names}
             assert len({text.token_ids for text in texts.values()}) == 1, "the texts of a seed differ"
             for way, text in texts.items():
                 found[way].append(text)
-            some, of = forced_share(llm, texts["none"].token_ids, structure)
-            forced, all_tokens = forced + some, all_tokens + of
+            for token_ids in texts["none"].token_ids:
+                some, of = forced_share(llm, token_ids, structure)
+                forced, all_tokens = forced + some, all_tokens + of
     f = forced / all_tokens
     passes = {way: sum(text.forward for text in texts) / sum(text.passes for text in texts) for way, texts in found.items()}
     c = passes["none"] / passes["a pass a token"]
-    per_pass = {way: all_tokens / sum(text.passes - 1 for text in texts) for way, texts in found.items()}
+    per_pass = {way: all_tokens / sum(text.gains - num_texts for text in texts) for way, texts in found.items()}
     return {
         "texts": len(found["none"]),
         "tokens": all_tokens,
@@ -153,7 +160,8 @@ def measured(llm: LLM, tasks: Sequence[tuple[str, StructuredOutputs]], rounds: i
         "speedup": {way: speedup(found["a pass a token"], found[way]) for way in WAYS if way != "a pass a token"},
         "asked_speedup": 0.85 / ((1 - f) * c),
         "draft_model_over_itself_alone": speedup(found["draft model alone"], found["draft model"]),
-        "forced_accepted": sum(text.accepted.get("forced", 0) for text in found["none"]),
+        "auto_over_none": speedup(found["none"], found["auto"]),
+        "forced_accepted": sum(text.forced for text in found["none"]),
     }
 
 
@@ -172,16 +180,23 @@ def main() -> None:
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--texts", type=int, default=1)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     target = wide_target(asked.dtype) if asked.wide else default_model("target")
     draft = SpeculationConfig.of({**DRAFT, "model": default_model("draft")})
     llm = LLM(target, dtype=asked.dtype, speculation=draft, prefix_caching=False)
-    found: dict[str, Any] = {"load": os.getloadavg(), "wide": asked.wide, "dtype": asked.dtype}
+    found: dict[str, Any] = {
+        "load": os.getloadavg(),
+        "wide": asked.wide,
+        "dtype": asked.dtype,
+        "texts_at_a_time": asked.texts,
+    }
     for name, tasks in workloads().items():
         for prompt, structure in tasks:
-            write(llm, prompt, structure, "draft model", 7)  # warm
-        found[name] = measured(llm, tasks, asked.rounds)
+            for way in ("draft model", "auto"):
+                write(llm, prompt, structure, way, 7, asked.texts)  # warm
+        found[name] = measured(llm, tasks, asked.rounds, asked.texts)
     found["load_after"] = os.getloadavg()
     text = json.dumps(found, indent=1)
     print(text)

@@ -227,7 +227,7 @@ def test_it_is_told_how_probable_every_token_was(
     params: dict[str, float], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[float] = []
-    monkeypatch.setattr(governing.Governing, "note", lambda self, seq, prob: told.append(prob))
+    monkeypatch.setattr(governing.Governing, "note", lambda self, seq, probs: told.extend(probs))
     with LLM(pair[0], dtype="float64", speculation=auto({"method": "draft_model", "model": pair[0]})) as llm:
         llm.engine.governing.script(STEEP, steady)
         (output,) = llm.generate([COPY], SamplingParams(max_tokens=30, ignore_eos=True, **params), trace=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
+from outrider.draft import Draft, Law
 from outrider.params import SamplingParams
+from outrider.verify.noise import KeyedNoise
 from outrider.verify.processing import NothingAllowedError, Processing
+from outrider.verify.verifier import Candidate, CandidateKeys, Rule, Verifier
 
 VOCAB = 11
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
@@ -134,3 +139,57 @@ def test_a_processor_cannot_spoil_the_row_it_is_shown() -> None:
     logits = scores(1)
     Processing(SamplingParams(logits_processors=[spoil]), [1], 1).apply(logits, [()])
     assert torch.equal(logits, scores(1))
+
+
+# -- what is forced ------------------------------------------------------------------------------------------------------
+
+
+class Forcing:
+    """A structure that leaves no choice along one path; behind it, it raises or leaves one."""
+
+    def __init__(self, *tokens: int, error: BaseException | None = None) -> None:
+        self._tokens, self._error = tokens, error
+
+    def only(self, path: tuple[int, ...]) -> int | None:
+        if len(path) < len(self._tokens):
+            return self._tokens[len(path)]
+        if self._error is not None:
+            raise self._error
+        return None
+
+
+@pytest.mark.parametrize(
+    ("structure", "most", "wanted"),
+    [
+        (Forcing(4, 5, 6), 9, (4, 5, 6)),
+        (Forcing(4, 5, 6), 2, (4, 5)),
+        (Forcing(4, 5, 6), 0, ()),
+        (Forcing(4, 5, 6), -1, ()),
+        (Forcing(4, 2, 6), 9, (4,)),  # 2 ends the text, and needs no row
+        (Forcing(4, 5, error=RuntimeError("gave up")), 9, ()),
+        (None, 9, ()),
+    ],
+)
+def test_a_forced_run_ends_where_it_must(structure: Any, most: int, wanted: tuple[int, ...]) -> None:
+    assert Processing(SamplingParams(), [1, 3], 2, (2,), (), structure).forced(most) == wanted
+
+
+def test_an_interrupt_is_no_fault_of_a_structure() -> None:
+    structure: Any = Forcing(4, error=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        Processing(SamplingParams(), [1, 3], 2, (2,), (), structure).forced(9)
+
+
+# -- chances of what a walk writes -----------------------------------------------------------------------------------------
+
+
+def test_a_walk_tells_the_chance_of_each_token_that_it_writes() -> None:
+    """The governor compares an idle model with the last tokens of a text, so none of them may be left out."""
+    logits = torch.tensor([[0.0, 30.0, 0.0], [0.0, 0.0, 30.0], [0.0, 0.0, 0.0]])
+    keys = CandidateKeys(0, 1, 0, 0, 5)
+    draft = Draft.chain([1, 2], Law.OPAQUE)
+    for sampling, last in ((SamplingParams(temperature=1.0), 1 / 3), (SamplingParams(temperature=0.0), 1.0)):
+        candidate = Candidate(draft, (0, 3), sampling, keys, Rule.WALK)
+        (verdict,) = Verifier(KeyedNoise()).verify([candidate], logits)
+        assert verdict.path == (0, 1)
+        assert verdict.chances == pytest.approx((1.0, 1.0, last))
