@@ -42,7 +42,7 @@ def main(url: str) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport=VIEW, reduced_motion="reduce")
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(180_000)
         playground(page, url)
         learn(page, url)
         browser.close()

@@ -2,6 +2,8 @@
 
 /** Turns that are measured at least, and at most. */
 export const [LEAST_TURNS, MOST_TURNS] = [3, 7];
+/** Seconds after which no turn is begun that is not needed. */
+const PATIENCE = 30;
 /** A wider interval, in logarithms, is worth another turn. */
 const NARROW = 0.1;
 /** Student's t at 97.5%, by degrees of freedom from 1 on. */
@@ -25,7 +27,11 @@ export function gainOf(factors: number[]): Gain {
   return { middle: Math.exp(middle), low: Math.exp(middle - half), high: Math.exp(middle + half), turns };
 }
 
-/** Whether another turn would tell hardly more. */
-export function isKnown({ low, high, turns }: Gain): boolean {
-  return turns >= MOST_TURNS || (low !== null && high !== null && Math.log(high / low) / 2 <= NARROW);
+/**
+ * Whether another turn would tell hardly more, or would try the reader's patience.
+ *
+ * @param seconds That it took so far.
+ */
+export function isKnown({ low, high, turns }: Gain, seconds: number): boolean {
+  return turns >= MOST_TURNS || (turns >= LEAST_TURNS && seconds > PATIENCE) || (low !== null && high !== null && Math.log(high / low) / 2 <= NARROW);
 }

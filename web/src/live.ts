@@ -9,17 +9,19 @@ class LiveLane {
   readonly element: HTMLElement;
   private readonly clock = h("p.clock", {}, "waits for its turn");
   private readonly text = h("div.tokens", { dir: "auto" });
+  private readonly bar = h("div.bar");
   private tokens = 0;
   private passes = 0;
 
-  constructor(name: string, how: string) {
-    this.element = h("section.lane", { "aria-label": name }, h("h3", {}, name, h("small", {}, how)), h("div.track"), this.clock, this.text);
+  constructor(name: string, how: string, private readonly most: number) {
+    this.element = h("section.lane", { "aria-label": name }, h("h3", {}, name, h("small", {}, how)), h("div.track", {}, this.bar), this.clock, this.text);
   }
 
   heard(piece: Piece): void {
     if (!piece.origins.length) return;
     this.tokens += piece.origins.length;
     this.passes += 1;
+    this.bar.style.width = `${(this.tokens / this.most) * 100}%`;
     this.text.append(h(`span.token.${mark(piece.origins)}`, {}, piece.text));
     this.text.scrollTop = this.text.scrollHeight;
     fill(this.clock, `${count(this.tokens, "token")} · ${count(this.passes, "pass")}`);
@@ -34,10 +36,13 @@ function mark(origins: Origin[]): Origin {
 /** Both lanes, with a button that ends them. */
 export class Live {
   readonly element = h("div.race");
-  readonly plain = new LiveLane("Plain decoding", "one pass of the target for every token");
-  readonly fast = new LiveLane("With speculation", "one pass of the target for a whole draft");
+  readonly plain: LiveLane;
+  readonly fast: LiveLane;
 
-  constructor() {
+  /** @param most Tokens that are asked for. */
+  constructor(most: number) {
+    this.plain = new LiveLane("Plain decoding", "one pass of the target for every token", most);
+    this.fast = new LiveLane("With speculation", "one pass of the target for a whole draft", most);
     const text = "One after the other: at the same time each would slow the other. Every block of colour came in one pass.";
     fill(this.element, h("p.fine", {}, text), h("div.lanes", {}, this.plain.element, this.fast.element));
   }

@@ -84,7 +84,7 @@ async function compare(found: Facts, chosen: Controls, signal: AbortSignal): Pro
   toAddress(asked.prompt, chosen.settings);
   status.say("Reading the prompt.");
   await write({ ...asked, max_tokens: 2 }, { signal }); // so that both find it in the prefix cache
-  const live = new Live();
+  const live = new Live(maxTokens);
   results.watch(live);
   const first = turn();
   status.say("Plain decoding is written, then the same with guesses.");
@@ -105,7 +105,8 @@ async function compare(found: Facts, chosen: Controls, signal: AbortSignal): Pro
 
 /** Further turns, each beginning with the other side. */
 async function measure(session: Session, turn: () => Asked, signal: AbortSignal): Promise<void> {
-  while (!isKnown(session.gain)) {
+  const begun = performance.now();
+  while (!isKnown(session.gain, (performance.now() - begun) / 1000)) {
     const [asked, number] = [turn(), session.gain.turns + 1];
     results.measuring(session, number);
     const order = number % 2 ? [true, false] : [false, true];

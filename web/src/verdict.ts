@@ -50,7 +50,7 @@ function sureness(session: Session, turn: number): string {
   const fell = session.fast.written.speculation.accepted_tokens ? "" : "No guess stood, so there was nothing to gain. ";
   switch (session.outcome) {
     case "unknown":
-      return `${fell}${count(turns, "turn")} gave ${factor(middle)}×, which may be chance. It takes three to know.`;
+      return `${fell}${turns === 1 ? "One turn" : `${turns} turns`} gave ${factor(middle)}×, which may be chance. It takes three to know.`;
     case "none":
       return `${fell}Speculation was ${range(low!, high!)} as fast in ${turns} turns, and that cannot be told from 1×.`;
     default:

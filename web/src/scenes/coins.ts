@@ -123,7 +123,8 @@ function finding(tallies: Tally[], total: number, p: number[], q: number[], repa
   const stood = h("b", { "data-name": "stood-share" }, percent(sum(tallies.map((each) => each.stood)) / total));
   const head = [`${count(total, "throw").replace(/\d+/, total.toLocaleString("en"))}: `, stood, " of the guesses stood. "];
   if (repair || Math.abs(expected[token] - p[token]) < 0.005) {
-    return [...head, `No bar is further than ${percent(off)} from p, and chance alone allows ${percent(chance)}: the text is the target's, however bad q is.`];
+    const verdict = off <= chance ? "the text is the target's, however bad q is." : "that happens once in some hundred series. Throw on.";
+    return [...head, `No bar is further than ${percent(off)} from p, and chance alone allows ${percent(chance)}: ${verdict}`];
   }
   return [...head, "Without the repair ", h("code", {}, NAMES[token]), ` settles on ${percent(expected[token])}, and the target wants ${percent(p[token])}. More throws do not mend that.`];
 }
