@@ -62,7 +62,7 @@ def test_every_scene_is_alive_before_a_click(page: Any) -> None:
     for scene in (1, 2, 6):
         assert page.locator(f"#lab-{scene} .recorded").count() == 1
         assert page.locator(f"#lab-{scene} .chart, #lab-{scene} .tree").count() > 0
-    for scene in (1, 3, 4, 5):
+    for scene in (1, 3, 4, 5, 7):
         assert page.locator(f"#lab-{scene} .toy").count() > 0
     page.click("#lab-6 .round-buttons button:last-child")
     assert page.inner_text("#lab-6 [aria-current=step]") == "Verify"
@@ -158,6 +158,15 @@ def test_the_curve_follows_its_sliders(page: Any) -> None:
         if told(page, "best"):
             assert told(page, "best-gain") == pytest.approx(max(gains))
         assert told(page, "here") == pytest.approx(gains[int(page.input_value("#knob-length"))])
+
+
+@pytest.mark.parametrize("room", [2, 24, 128])
+def test_the_gain_melts_with_the_texts_of_a_pass(page: Any, room: int) -> None:
+    page.locator("#batch-room").evaluate("(e, v) => { e.value = v; e.dispatchEvent(new Event('input')) }", str(room))
+    gains = {texts: expected_gain(0.75, 0.08, texts, room, 5) for texts in (1, 2, 4, 8, 16)}
+    shown = page.locator("#lab-7 .toy td.number").evaluate_all("all => all.map(e => Number(e.dataset.value))")
+    assert shown == pytest.approx(list(gains.values()))
+    assert told(page, "crossing") == next((texts for texts, gain in gains.items() if gain < 1), 0)
 
 
 def expected_gain(chance: float, cost: float, texts: int, room: int, length: int) -> float:

@@ -1,20 +1,43 @@
 /** Scene 7: where it breaks. */
 
 import { fill, h } from "../dom";
-import { count, duration, mean, percent } from "../format";
+import { count, duration, factor, mean, percent } from "../format";
 import { type Lab, bars, experiment, figure, finding, told } from "../lab";
+import { speedupUnder } from "../speedup";
 
 const TOKENS = 32;
+/** Guesses a round, and texts at a time. */
+const LENGTH = 5;
+const SIZES = [1, 2, 4, 8, 16];
 
 export function limits(lab: Lab): HTMLElement {
   const box = h("div");
   fill(
     box,
+    batches(),
     experiment("Measure the first token", "A long prompt, twice.", (say) => first(lab, say)),
     experiment("Measure many texts at a time", "From one text to sixteen together, three turns each.", (say) => many(lab, say)),
     experiment("Measure what is hard to guess", "Code, and letters at random.", (say) => hard(lab, say)),
   );
   return box;
+}
+
+/** How the gain melts when texts share a pass: guesses that often stand, and a pass with room for so many tokens. */
+function batches(): HTMLElement {
+  const number = h("output", { for: "batch-room" });
+  const found = h("div");
+  const input = h<HTMLInputElement>("input", { id: "batch-room", type: "range", min: 2, max: 128, step: 1, value: 24 });
+  const show = () => {
+    const room = Number(input.value);
+    fill(number, input.value);
+    const rows = SIZES.map((texts) => ({ texts, gain: speedupUnder({ chance: 0.75, cost: 0.08, texts, room }, LENGTH) }));
+    const below = rows.find((row) => row.gain < 1);
+    const said = below ? finding("Below 1 from ", figure("crossing", below.texts, count(below.texts, "text")), " on: the guesses fill the pass, and what falls of them is paid for.") : finding(figure("crossing", 0, "Up to 16 texts"), " there is room left, and guesses pay.");
+    fill(found, said, bars("Expected speedup by texts at a time, where three of four guesses stand", "accepted", rows.map(({ texts, gain }) => ({ name: count(texts, "text"), value: gain, text: `${factor(gain)}×` }))));
+  };
+  input.addEventListener("input", show);
+  show();
+  return h("div.toy", {}, h("div.field", {}, h("label", { for: "batch-room" }, "Tokens a pass takes before it gets slower"), h("div.with-number", {}, input, number)), found);
 }
 
 /** Time to the first token, of prompts that no cache knows. */
@@ -41,10 +64,10 @@ async function first(lab: Lab, say: (text: string) => void): Promise<Node[]> {
 
 /** The speedup by texts at a time, and where it falls below 1. */
 async function many(lab: Lab, say: (text: string) => void): Promise<Node[]> {
-  const sizes = [1, 2, 4, 8, 16].filter((n) => n <= lab.facts.max_texts);
+  const sizes = SIZES.filter((n) => n <= lab.facts.max_texts);
   const rows: { name: string; value: number; text: string }[] = [];
   for (const n of sizes) {
-    const found = await lab.compare(lab.drafting(5), (text) => say(`${count(n, "text")} at a time. ${text}`), { n, max_tokens: TOKENS });
+    const found = await lab.compare(lab.drafting(LENGTH), (text) => say(`${count(n, "text")} at a time. ${text}`), { n, max_tokens: TOKENS });
     rows.push({ name: count(n, "text"), value: found.gain.middle, text: told(found.gain) });
   }
   const below = rows.find((row) => row.value < 1);
