@@ -21,6 +21,7 @@ from outrider.cache.lease import KVLease
 from outrider.cli.main import main
 from outrider.engine.verification import Verification
 from outrider.propose.methods.draft_model import DraftModelProposer
+from outrider.server import run
 from outrider.server.api.answers import CompletionAnswer
 from outrider.server.api.jobs import Job, JobMaker
 from outrider.server.api.schemas import CommonRequest
@@ -40,6 +41,7 @@ def plant_faults() -> None:
             if _due.pop() == signal.SIGUSR2:
                 plan.items[0].seq.kv.block_table.pop()
             while "OUTRIDER_HANGS" in os.environ:
+                run._HANGING_SECONDS = run.PARTING_SECONDS = 1  # it waits no longer than this for what never comes
                 time.sleep(1)
             raise RuntimeError("a planted fault")
         return sound(self, plan, drafts, out)

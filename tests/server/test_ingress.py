@@ -165,6 +165,13 @@ def test_a_body_that_is_too_large_reaches_no_replica(body: bytes) -> None:
     assert (status, json.loads(found)["error"]["code"], engine.parcels) == (413, "body_too_large", [])
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/metrics"])
+def test_headers_that_are_too_large_reach_no_replica(path: str) -> None:
+    engine = Engine([EVENTS])
+    status, found = asked(engine, path, x="y" * 70_000)
+    assert (status, json.loads(found)["error"]["code"], engine.parcels) == (431, "headers_too_large", [])
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/metrics", "/"])
 @pytest.mark.parametrize(("name", "value"), [("host", "evil.example"), ("origin", "http://evil.example")])
 def test_a_request_from_elsewhere_reaches_no_replica(path: str, name: str, value: str) -> None:

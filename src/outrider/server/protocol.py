@@ -11,12 +11,11 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from outrider.server.api.sizes import MAX_HEADERS, check_headers
 from outrider.server.errors import ApiError
 from outrider.server.logs import log
 from outrider.server.streams import encoded
 
-#: Bytes of the headers of a request, with its path.
-_MAX_HEADERS = 64 * 2**10
 #: A client that has closed its side is asked for a sign of life after so long, and then each time after twice as long.
 _FIRST_PROBE_SECONDS = 0.1
 _MOST_PROBE_SECONDS = 2.0
@@ -33,7 +32,7 @@ class Protocol(H11Protocol):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._checked = _Connection(h11.SERVER, _MAX_HEADERS)
+        self._checked = _Connection(h11.SERVER, MAX_HEADERS)
         self.conn = self._checked
         self._half_closed = False
 
@@ -89,9 +88,10 @@ class _Connection(h11.Connection):
         """What the client has sent next."""
         event = super().next_event()
         if isinstance(event, h11.Request):
-            size = len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers)
-            if size > _MAX_HEADERS:
-                raise h11.RemoteProtocolError("the headers are too large", error_status_hint=431)
+            try:
+                check_headers(event.target, event.headers)
+            except ApiError as error:
+                raise h11.RemoteProtocolError(str(error), error_status_hint=431) from error
         return event
 
     def send(self, event: Any) -> Any:

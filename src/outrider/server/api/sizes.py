@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from outrider.errors import InvalidParameterError
 from outrider.server.api.schemas import CommonRequest
 from outrider.server.errors import ApiError
 from outrider.server.settings import ServerSettings
 
+#: Bytes of the headers of a request, with its path.
+MAX_HEADERS = 64 * 2**10
 #: Lists whose entries each cost work, when a request is prepared or in every step.
 _LISTS = ("logit_bias", "bad_words", "stop_token_ids", "allowed_token_ids")
 #: Lists of texts.
@@ -26,6 +28,12 @@ def check_lists(asked: CommonRequest, settings: ServerSettings) -> None:
         size = _num_characters(getattr(asked, name))
         if size > settings.max_list_characters:
             raise _too_large(name, size, "characters in all", settings.max_list_characters)
+
+
+def check_headers(path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raise ApiError where the headers of a request, with its path, are larger than any server takes."""
+    if len(path) + sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEADERS:
+        raise ApiError(431, "the headers of the request are too large", code="headers_too_large")
 
 
 def check_values(body: bytes, most: int) -> None:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from outrider.server.access import check_access
-from outrider.server.api.sizes import check_values
+from outrider.server.api.sizes import check_headers, check_values
 from outrider.server.app import answer
 from outrider.server.calls import bearer, read_body
 from outrider.server.errors import ApiError, api_error
@@ -51,6 +51,7 @@ class Ingress:
     async def __call__(self, request: Request) -> Response:
         """One request."""
         try:
+            check_headers(request.scope.get("raw_path", b""), request.headers.raw)  # Ray Serve's proxy takes larger ones
             check_access(request.headers, self._settings)
             if request.url.path == "/metrics":
                 return await self._metrics()
