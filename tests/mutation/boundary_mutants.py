@@ -72,8 +72,8 @@ BOUNDARY_MUTANTS = (
     _mutant(
         "the second draft hangs on the last node instead of the deepest",
         "engine/proposing/drafting.py",
-        "return max(nodes, key=lambda node: depths[node], default=-1)",
-        "return max(nodes, default=-1)",
+        "return max(nodes, key=lambda node: depths[node], default=self.num_forced - 1)",
+        "return max(nodes, default=self.num_forced - 1)",
         "a_turn_goes_on_where_the_last_stopped",
     ),
     _mutant(
