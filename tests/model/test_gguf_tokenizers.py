@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
+from outrider.doctor.pairing import examine_pairing
 from outrider.errors import OutriderError
 from outrider.model.loading.loader import read_tokenizer
 from tests.model import checkpoints
@@ -164,5 +165,8 @@ def test_text_goes_in_and_comes_out(tmp_path: Path) -> None:
     llm = LLM(str(file.path), speculation="suffix")
     out = llm.generate(["Hello, world"], SamplingParams(temperature=0, max_tokens=5))[0]
     assert out.text == read(str(file.path)).decode(out.token_ids, skip_special_tokens=True)
+    assert LLM(str(file.path), tokenizer=str(file.path)).engine.runner.loaded.tokenizer is not None
+    pairing = examine_pairing(str(file.path), str(file.path), "draft_model", "Hello")
+    assert pairing.draft == str(file.path)
     assert len(tokens) + 2 in llm.engine.runner.loaded.eos_token_ids
     assert llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=2))[0].text is not None

@@ -243,12 +243,21 @@ def given_tokenizer(tokenizer: Any) -> Any:
     if isinstance(tokenizer, str | os.PathLike):
         source = os.fspath(tokenizer)
         check_sources(tokenizer=source)
+        if is_gguf(source):
+            return _tokenizer_of_file(source)
         check_files(source)
         return _attempt(source, "its tokenizer cannot be read", AutoTokenizer.from_pretrained, source)
     if callable(tokenizer) and hasattr(tokenizer, "decode"):
         return deepcopy(tokenizer)
     remedy = "Give a tokenizer of transformers, a folder or a hub id."
     raise InvalidParameterError("tokenizer", tokenizer, "neither a tokenizer nor the name of one", remedy)
+
+
+def _tokenizer_of_file(source: str) -> Any:
+    found = read_gguf_tokenizer(read_gguf(source))
+    if found is None:
+        raise InvalidParameterError("tokenizer", source, "this file has no vocabulary", "Give one that has.")
+    return found
 
 
 #: More layers than any model has. Files that tell how many tensors they hold set a lower limit.
