@@ -19,6 +19,7 @@ from outrider.embedded import default_model
 from outrider.engine import engine
 from outrider.propose import registry
 from outrider.propose.trees import growth
+from outrider.propose.trees.pace import FixedPace
 from outrider.prove.tiny_heads import save_random_heads
 
 #: The chance that a proposer that draws right fails.
@@ -75,7 +76,10 @@ CHOSEN: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(dtype="float32")
+    llm = LLM(dtype="float32")
+    # On a busy machine a clock would leave too few rows to trees that adapt.
+    llm.engine.builders.use_pace(FixedPace({1: 1.0, 2: 1.0, 3: 1.02, 4: 1.1, 8: 1.6}))
+    return llm
 
 
 @pytest.fixture(scope="module")
