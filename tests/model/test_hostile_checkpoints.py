@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,8 @@ from outrider import LLM
 from outrider.errors import ModelError, ModelLoadError, UnsupportedModelError
 from outrider.model.loading import numbers
 from outrider.model.loading.fit import stored_tensors
-from tests.model import checkpoints
 
 UP, HEAD, NORM = "model.layers.1.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(checkpoints.save("llama", tmp_path_factory.mktemp("hostile"), layers=2))
-
-
-@pytest.fixture
-def folder(sound: Path, tmp_path: Path) -> Path:
-    shutil.copytree(sound, tmp_path / "model")
-    return tmp_path / "model"
 
 
 def refusal(folder: Path, **settings: Any) -> ModelError:

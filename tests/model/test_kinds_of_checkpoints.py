@@ -15,18 +15,6 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM
 from outrider.errors import OutriderError
 from outrider.model.loading import hub
-from tests.model import checkpoints
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(checkpoints.save("llama", tmp_path_factory.mktemp("kinds"), layers=1))
-
-
-@pytest.fixture
-def folder(sound: Path, tmp_path: Path) -> Path:
-    shutil.copytree(sound, tmp_path / "model")
-    return tmp_path / "model"
 
 
 def configured(folder: Path, **values: object) -> None:
