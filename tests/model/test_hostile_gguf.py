@@ -174,6 +174,18 @@ def test_numbers_that_are_not_finite_are_named(tmp_path: Path, sound: bytes) -> 
         load_model(ModelConfig(model=str(tmp_path / "m.gguf")))
 
 
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_halves_that_are_not_finite_are_named(tmp_path: Path, kind: str) -> None:
+    source = checkpoints.save("llama", tmp_path / "source", layers=1, intermediate_size=64)
+    path = Written(source, tmp_path / "m.gguf", (kind,)).path
+    load_model(ModelConfig(model=str(path)))
+    data = path.read_bytes()
+    begin = data.index(read_gguf(str(path)).tensors["blk.0.ffn_up.weight"].data.tobytes())
+    path.write_bytes(data[:begin] + b"\x80\x7f" + data[begin + 2 :])
+    with pytest.raises(ModelError, match=r"blk\.0\.ffn_up\.weight holds numbers that are not finite"):
+        load_model(ModelConfig(model=str(path)))
+
+
 def test_files_in_parts_are_one_model(sound: bytes, tmp_path: Path) -> None:
     whole = _saved(tmp_path, sound)
     reader = gguf.GGUFReader(whole)

@@ -98,7 +98,8 @@ class GgufCheckpoint:
 
     def _stored(self, tensor: GgufTensor, dtype: torch.dtype) -> StoredWeight:
         stored = GGUF_TYPES[tensor.type].stored(tensor.rows(), dtype)
-        numbers = stored.scale if stored.scale is not None else stored.format.dequantise(stored, torch.float32)
+        halves = torch.bfloat16 if tensor.type == "BF16" else torch.float16
+        numbers = stored.data.view(halves) if stored.scale is None else stored.scale  # no copy in float32
         if not bool(numbers.isfinite().all()):
             raise ModelLoadError(self._file.path, f"the tensor {tensor.name} holds numbers that are not finite", _AGAIN)
         order = self._order(tensor)
