@@ -220,9 +220,10 @@ def a_turn_goes_on_where_the_last_stopped() -> None:
     """The target drafts for itself, twice in every step: what does not start behind the deepest token is refused."""
     name = _tiny().engine.runner.loaded.name
     behind = SpeculationConfig(method=DraftModel(model=name, dtype="float64"), num_draft_tokens=2)
-    for tree in ((), (2,)):
+    greedy, seeded = SamplingParams(temperature=0, max_tokens=40), SamplingParams(seed=3, max_tokens=40)
+    for tree, params in (((), greedy), ((2,), greedy), ((), seeded)):  # a seeded text is guessed with its own noise
         first = SpeculationConfig(method=DraftModel(model=name), num_draft_tokens=2, tree=tree)
-        output = _in_turns(_tiny(), (first, behind), SamplingParams(temperature=0, max_tokens=40))
+        output = _in_turns(_tiny(), (first, behind), params)
         rounds = [found for found in output.rounds if len(found.drafted_by) == 2]
         assert len(rounds) > 5
         assert all(len(found.accepted) == max(depths_of(found.parents)) for found in rounds), tree
