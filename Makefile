@@ -1,6 +1,6 @@
 # Two commands, each from nothing on a fresh machine:
-#   make demo    environment, install, then the default pair writes code with and without speculation, and is timed in turns
-#   make test    environment, install, then lint, types and the tests, in some 25 minutes on two cores
+#   make demo    environment, install of what this needs, then the default pair writes code with and without speculation, and is timed in turns
+#   make test    environment, install of everything, then lint, types and the tests, in some 25 minutes on two cores
 # and further ones:
 #   make playground  the pages of the server at http://127.0.0.1:8000/, on the wide target, where speculation gains
 #   make pages       builds the pages from web/ again; needs Node.js
@@ -13,6 +13,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# Two installs: what the package itself needs, for the demo, and what the tests and the other commands need besides.
+LIGHT  := $(VENV)/.installed-light
 STAMP  := $(VENV)/.installed
 # Two workers, a thread each: more would spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -21,7 +23,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 install: $(STAMP)
 
-demo: $(STAMP)
+demo: $(LIGHT)
 	$(BIN)/python examples/demo.py
 	@echo "The command is in $(BIN): source $(BIN)/activate, then outrider --help"
 
@@ -57,11 +59,20 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/outrider bench --wide --dtype float32 --dtype bfloat16 --out results/bench
 
-$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/outrider/kernels/native/*.[ch] src/outrider/kernels/native/*.inc)
+NATIVE := src/outrider/kernels/native
+BUILT  := pyproject.toml constraints.txt hatch_build.py $(wildcard $(NATIVE)/*.[ch] $(NATIVE)/*.inc $(NATIVE)/formats/*.inc)
+
+$(LIGHT): $(BUILT)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e .
+	touch $@
+
+$(STAMP): $(BUILT)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
-	touch $@
+	touch $(LIGHT) $@
 
 # The source distribution and the wheels of a release, in dist/; docs/releasing.md says the rest.
 wheels: $(STAMP)

@@ -68,6 +68,17 @@ def test_the_extra_for_tests_brings_what_they_would_skip_without() -> None:
     assert "outrider[bench,grammar,ray,release,serve,train]" in extras["dev"]
 
 
+def test_the_demo_installs_only_what_the_package_needs(tmp_path: Path) -> None:
+    fresh = tmp_path / "fresh"
+    assert "-e .\n" in dry("demo", fresh)
+    assert "[dev]" not in dry("demo", fresh)
+    assert "[dev]" in dry("test", fresh)
+    (fresh / "bin").mkdir(parents=True)
+    for stamp in (".installed", ".installed-light"):
+        (fresh / stamp).touch()
+    assert "pip install" not in dry("demo", fresh) + dry("test", fresh)
+
+
 def test_what_is_slow_is_left_out_and_what_is_all_is_all(venv: Path) -> None:
     assert '-m "not slow"' in dry("test", venv)
     assert "-m pytest" in dry("test-all", venv)
