@@ -94,7 +94,7 @@ def race(writers: Sequence[Writer]) -> tuple[Side, ...]:
     with Live(console=console, refresh_per_second=12, transient=not console.is_terminal) as live:
         while not all(side.done for side in sides):
             min((side for side in sides if not side.done), key=lambda side: side.seconds).advance()
-            live.update(Group(legend(), Columns([side.panel() for side in sides])))
+            live.update(Group(legend(()), Columns([side.panel() for side in sides])))
     return sides
 
 

@@ -259,8 +259,8 @@ def test_engine_settings(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("max_num_sequences", "Did you mean max_num_seqs? LLM knows: attention_backend, "),
-        ("unheard_of", "LLM knows: attention_backend, "),
+        ("max_num_sequences", "Did you mean max_num_seqs? LLM knows: activations, attention_backend, "),
+        ("unheard_of", "LLM knows: activations, attention_backend, "),
         ("gpu_memory_utilization", "Use LLM(kv_cache_tokens=...)"),
         ("tensor_parallel_size", "Leave it out: a model lies on one device."),
         ("num_draft_tokens", "Give it in LLM(speculation=SpeculationConfig(num_draft_tokens=...))."),
