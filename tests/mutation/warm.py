@@ -75,7 +75,8 @@ def _check(order: dict[str, str]) -> NoReturn:
 
 def _serve() -> None:
     sys.dont_write_bytecode = True
-    sys.path = [place for place in sys.path if not Path(place or ".").resolve().is_relative_to(ROOT)]
+    own = {ROOT, ROOT / "src", Path(__file__).parent}  # and not all below ROOT: the environment may lie there
+    sys.path = [place for place in sys.path if Path(place or ".").resolve() not in own]
     for name in _BELOW:
         importlib.import_module(name)
     assert "outrider" not in sys.modules
