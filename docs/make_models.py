@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from outrider.kernels.library import kernel_library
 from outrider.model import hf
 from outrider.model.factory import BACKENDS
-from outrider.model.loading.loader import LoadedModel
+from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.probe import probe, reference
 
 PAGE = Path(__file__).parent / "models.md"

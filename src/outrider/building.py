@@ -17,7 +17,9 @@ from outrider.errors import ContradictionError, InputError
 from outrider.model.factory import make_runner
 from outrider.model.loading.draft_loader import DraftLoader
 from outrider.model.loading.from_module import check_given
-from outrider.model.loading.loader import LoadedModel, adopt_model, check_sources, load_model
+from outrider.model.loading.loaded_model import LoadedModel
+from outrider.model.loading.loader import adopt_model, load_model
+from outrider.model.loading.sources import check_sources
 from outrider.model.runner import ModelRunner
 from outrider.model.target import Target
 from outrider.options import Speculation

@@ -41,7 +41,7 @@ from outrider.engine.proposing.proposers import ProposerSet
 from outrider.engine.sequence import Request
 from outrider.engine.stats import EngineStats
 from outrider.errors import ClosedError, InvalidParameterError, OutriderError
-from outrider.model.loading.loader import check_sources
+from outrider.model.loading.sources import check_sources
 from outrider.options import CallOptions, Speculation, TextOptions
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.profile import Identity

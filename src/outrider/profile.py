@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outrider import __version__
 from outrider.errors import InputError, InvalidParameterError, ProfileMismatchError
-from outrider.model.loading.loader import check_sources
+from outrider.model.loading.sources import check_sources
 from outrider.model.processor import processor_name
 from outrider.model.runner import ModelRunner
 from outrider.propose.compositions import parts_of

@@ -21,7 +21,7 @@ from outrider.errors import (
     UnsupportedParameterError,
     VocabularyMismatchError,
 )
-from outrider.model.loading.loader import usable_device
+from outrider.model.loading.devices import usable_device
 from outrider.params import StructuredOutputs
 from tests.model import checkpoints
 

@@ -31,7 +31,7 @@ from outrider.measure.row_costs import row_costs
 from outrider.measure.run import EncodedTask, Run, write
 from outrider.measure.widen import stretched, widen
 from outrider.model.context import LayerReach
-from outrider.model.loading.loader import read_context
+from outrider.model.loading.configuration import read_context
 from outrider.params import SamplingParams
 from outrider.propose.method import Method, ProposerContext
 from outrider.prove.tiny import save_tiny_llama

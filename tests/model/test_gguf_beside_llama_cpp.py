@@ -15,7 +15,7 @@ from tokenizers import pre_tokenizers
 
 from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
-from outrider.model.loading.loader import read_tokenizer
+from outrider.model.loading.tokenizers import read_tokenizer
 from tests.model import checkpoints
 from tests.model.gguf_files import Written
 from tests.model.test_gguf_models import GEMMA, SEVEN, SHAPE

@@ -12,7 +12,8 @@ from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, OutriderError, UnsupportedModelError
 from outrider.kernels.weights import stored_weight
-from outrider.model.loading.loader import load_model, read_context, read_needs
+from outrider.model.loading.configuration import read_context, read_needs
+from outrider.model.loading.loader import load_model
 from outrider.train.models import existing, pruned
 from outrider.train.target import FrozenTarget
 from tests.model import checkpoints

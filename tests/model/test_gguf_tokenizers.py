@@ -13,7 +13,7 @@ from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
 from outrider.doctor.pairing import examine_pairing
 from outrider.errors import OutriderError
-from outrider.model.loading.loader import read_tokenizer
+from outrider.model.loading.tokenizers import read_tokenizer
 from tests.model import checkpoints
 from tests.model.gguf_files import Written
 

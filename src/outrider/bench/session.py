@@ -33,7 +33,9 @@ from outrider.measure.progress import Progress
 from outrider.measure.run import EncodedTask
 from outrider.measure.texts import encoded_tasks
 from outrider.measure.widen import cache_folder, stretched, wide_target
-from outrider.model.loading.loader import check_sources, read_context, usable_device
+from outrider.model.loading.configuration import read_context
+from outrider.model.loading.devices import usable_device
+from outrider.model.loading.sources import check_sources
 from outrider.propose.methods.head_method import HeadMethod
 
 _WARM_UP_TOKENS = 4

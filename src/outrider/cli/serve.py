@@ -252,7 +252,7 @@ def _serve_replicas(
     log("loading", {"model": limits.model_name, "replicas": count})  # what comes now takes its time
     from outrider.config import ModelConfig
     from outrider.embedded import default_model
-    from outrider.model.loading.loader import read_context, read_needs
+    from outrider.model.loading.configuration import read_context, read_needs
     from outrider.profile import read_profile
     from outrider.server.replicas.capacity import check_cluster, own_machine, share, threads_of
     from outrider.server.replicas.loopback import keep_cluster_local

@@ -110,7 +110,9 @@ def _traffic(model: str | None, traffic: Path | None, log: Path | None, max_toke
     with light_imports():
         from outrider.config import ModelConfig
         from outrider.embedded import default_model
-        from outrider.model.loading.loader import check_sources, read_context, read_tokenizer
+        from outrider.model.loading.configuration import read_context
+        from outrider.model.loading.sources import check_sources
+        from outrider.model.loading.tokenizers import read_tokenizer
         from outrider.prompts import PromptEncoder
         from outrider.tuning.traffic import read_traffic, sample_traffic
 

@@ -9,7 +9,9 @@ from typing import Any
 from outrider.config import ModelConfig
 from outrider.doctor.findings import Finding, Level
 from outrider.errors import OutriderError
-from outrider.model.loading.loader import check_sources, given_tokenizer, read_context
+from outrider.model.loading.configuration import read_context
+from outrider.model.loading.sources import check_sources
+from outrider.model.loading.tokenizers import given_tokenizer
 from outrider.model.vocabulary import Vocabulary
 from outrider.propose.vocabulary_report import VocabularyReport, report
 

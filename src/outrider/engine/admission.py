@@ -7,7 +7,7 @@ from typing import Any
 from outrider.cache.blocks import BlockManager
 from outrider.config import SchedulerConfig
 from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError
-from outrider.model.loading.loader import LoadedModel
+from outrider.model.loading.loaded_model import LoadedModel
 from outrider.params import SamplingParams
 from outrider.propose.speculation import SpeculationConfig, tree_size
 

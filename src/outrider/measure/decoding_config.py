@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from outrider.config import QUANTIZATIONS
 from outrider.embedded import default_model
 from outrider.errors import InvalidParameterError
-from outrider.model.loading.loader import check_sources
+from outrider.model.loading.sources import check_sources
 from outrider.propose import registry
 from outrider.propose.auto import Auto
 from outrider.propose.defaults import SpeculationDefaults

@@ -10,7 +10,7 @@ from outrider.config import ModelConfig
 from outrider.errors import InvalidPromptError
 from outrider.measure.run import EncodedTask
 from outrider.measure.tasks import Task
-from outrider.model.loading.loader import read_tokenizer
+from outrider.model.loading.tokenizers import read_tokenizer
 
 
 def encoded_tasks(

@@ -18,7 +18,7 @@ from outrider.model.backends.gather import GatherAttention
 from outrider.model.backends.paged import PagedAttention
 from outrider.model.backends.row_by_row import RowByRowAttention
 from outrider.model.loading.exclusive import check_wanted, exclusive_transformers
-from outrider.model.loading.loader import LoadedModel
+from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.loading.numbers import check_numbers
 from outrider.model.memory import num_blocks
 from outrider.model.probe import probe, probe_bits, reference

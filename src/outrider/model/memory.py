@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.config import CacheConfig
 from outrider.model.loading.available import available_bytes
-from outrider.model.loading.loader import LoadedModel
+from outrider.model.loading.loaded_model import LoadedModel
 
 
 def num_blocks(loaded: LoadedModel, cache: CacheConfig, max_num_seqs: int, bytes_per_token: int) -> int:

@@ -13,7 +13,7 @@ from outrider.cache.blocks import BlockManager
 from outrider.model import hf
 from outrider.model.backends.base import AttentionBackend
 from outrider.model.batch import Segment
-from outrider.model.loading.loader import LoadedModel
+from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.runner import ModelRunner
 
 #: Largest difference from a plain forward, relative to the largest logit, that passes as rounding.

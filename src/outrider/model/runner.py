@@ -15,7 +15,7 @@ from outrider.model import hf
 from outrider.model.backends.base import AttentionBackend, PartialPass
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import ForwardContext
-from outrider.model.loading.loader import LoadedModel
+from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.partial_rows import PartialRows
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outrider.errors import InvalidParameterError
-from outrider.model.loading.loader import check_sources, given_tokenizer
+from outrider.model.loading.sources import check_sources
+from outrider.model.loading.tokenizers import given_tokenizer
 from outrider.model.vocabulary import Vocabulary
 from outrider.propose.bridge import shared_tokens
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from outrider.model.loading.loader import check_sources
+from outrider.model.loading.sources import check_sources
 from outrider.params import SamplingParams
 from outrider.propose.method import Method
 from outrider.propose.methods.cross_vocabulary import CrossVocabulary

@@ -18,7 +18,8 @@ from outrider.errors import ContradictionError, InvalidParameterError, Unsupport
 from outrider.kernels.weights import use_plain_weights
 from outrider.model.hf import decoder_layers
 from outrider.model.loading.exclusive import exclusive_transformers
-from outrider.model.loading.loader import check_sources, load_model
+from outrider.model.loading.loader import load_model
+from outrider.model.loading.sources import check_sources
 from outrider.train.files import storing, write_whole
 from outrider.train.target import FrozenTarget
 from outrider.validation import Frozen

@@ -11,7 +11,8 @@ from outrider.config import DTypeName, ModelConfig
 from outrider.embedded import default_model
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.model.hf import final_norm, noting_layers, only_head
-from outrider.model.loading.loader import check_sources, load_model
+from outrider.model.loading.loader import load_model
+from outrider.model.loading.sources import check_sources
 from outrider.train.batches import Batch
 from outrider.train.manifest import Manifest
 from outrider.train.records import TOP_LOGITS, TOP_TOKENS, hidden_name

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.kernels.linear import packed_for
 from outrider.model.context import ForwardContext
-from outrider.model.loading.loader import LoadedModel
+from outrider.model.loading.loaded_model import LoadedModel
 
 
 @dataclass(frozen=True)

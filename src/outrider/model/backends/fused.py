@@ -29,7 +29,7 @@ from outrider.model.fused.layer_builder import decoder_layer, decoder_shape, des
 from outrider.model.fused.rotary import RotaryTables
 from outrider.model.fused.taken_experts import TakenExperts
 from outrider.model.fused.weight_slice import WeightSlice, restore, stored, whole
-from outrider.model.loading.loader import LoadedModel
+from outrider.model.loading.loaded_model import LoadedModel
 
 _FIRST_POSITIONS = 4096
 

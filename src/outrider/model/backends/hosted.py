@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.model import hf
 from outrider.model.backends.base import AttentionBackend, PartialPass, PassOutput
 from outrider.model.context import ForwardContext, forward_context
-from outrider.model.loading.loader import LoadedModel
+from outrider.model.loading.loaded_model import LoadedModel
 
 
 class HostedAttention(AttentionBackend):

@@ -28,7 +28,7 @@ from outrider.model.backends.hosted import HostedAttention
 from outrider.model.backends.pass_rows import pass_rows
 from outrider.model.backends.row_guard import RowGuard, noting_kinds
 from outrider.model.context import ForwardContext, SeenPart, current_context
-from outrider.model.loading.loader import LoadedModel
+from outrider.model.loading.loaded_model import LoadedModel
 
 #: Weights that may be read once for every row: a share of all, or so many bytes, which take some 0.1 ms. Where there are
 #: more, a pass over the rows of drafts would cost too much.

@@ -7,7 +7,9 @@ from typing import Any
 
 from outrider.config import CacheConfig, ModelConfig
 from outrider.model.factory import make_runner
-from outrider.model.loading.loader import LoadedModel, adopt_model, check_sources, load_model
+from outrider.model.loading.loaded_model import LoadedModel
+from outrider.model.loading.loader import adopt_model, load_model
+from outrider.model.loading.sources import check_sources
 from outrider.model.runner import ModelRunner
 
 

@@ -21,7 +21,7 @@ from outrider.config import QUANTIZATIONS, DTypeName, QuantizationName
 from outrider.draft import Draft
 from outrider.errors import InvalidParameterError, VocabularyMismatchError
 from outrider.model.batch import Segment
-from outrider.model.loading.loader import LoadedModel
+from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.runner import ModelRunner
 from outrider.model.target import Target
 from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest, ProposerSequence

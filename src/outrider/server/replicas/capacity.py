@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from outrider.errors import InvalidParameterError, ModelTooLargeError, UnsupportedParameterError
 from outrider.model.loading.available import available_bytes
+from outrider.model.loading.devices import usable_device
 from outrider.model.loading.fit import Needs
-from outrider.model.loading.loader import usable_device
 
 #: The part of the free memory that keys and values get where their size is not given, as for a single engine.
 _KV_SHARE = 0.25

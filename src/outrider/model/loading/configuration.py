@@ -1,0 +1,143 @@
+"""Configurations of checkpoints: they are read and checked before any weight is."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from outrider.config import ModelConfig
+from outrider.errors import InvalidParameterError, ModelLoadError, UnsupportedModelError
+from outrider.model import hf
+from outrider.model.loading.attempts import attempt
+from outrider.model.loading.files import check_files
+from outrider.model.loading.fit import Needs, needs, stored_tensors
+from outrider.model.loading.gguf.architecture import read_config
+from outrider.model.loading.gguf.header import GgufFile, is_gguf, read_gguf
+from outrider.model.loading.quantised.scheme import declared, layout_of
+from outrider.model.loading.sources import source_options
+
+logger = logging.getLogger(__name__)
+
+#: More layers than any model has. Files that tell how many tensors they hold set a lower limit.
+_MOST_LAYERS = 10_000
+
+
+def read_context(config: ModelConfig) -> int:
+    """The longest sequence of a checkpoint, in tokens. Its configuration alone is read.
+
+    Raises:
+        ModelLoadError: Not on the hub, or unreadable.
+        InvalidParameterError: max_model_len exceeds the context.
+        UnsupportedModelError: Not a causal decoder.
+    """
+    if is_gguf(config.model):
+        return longest_text(config, read_file_config(config, read_gguf(config.model)))
+    source = source_options(config)
+    return longest_text(config, read_hf_config(config, source))
+
+
+def read_needs(config: ModelConfig) -> Needs | None:
+    """What a checkpoint takes of memory; None where that is not known. Its configuration and headers alone are read.
+
+    Raises:
+        ModelLoadError: Not on the hub, or unreadable.
+        UnsupportedModelError: Not a causal decoder.
+    """
+    if is_gguf(config.model):
+        file = read_gguf(config.model)
+        return needs(config, read_file_config(config, file), file.nbytes)
+    source = source_options(config)
+    return needs(config, read_hf_config(config, source))
+
+
+def read_hf_config(config: ModelConfig, source: dict[str, Any]) -> Any:
+    """The configuration of a folder or hub id, checked before transformers makes anything from it.
+
+    Args:
+        config: Which checkpoint, and how it is to be loaded.
+        source: As `source_options` gives it.
+
+    Raises:
+        ModelLoadError: Not on the hub, unreadable, or no decoder can be like this.
+        UnsupportedModelError: Not a causal decoder, or weights in a form that is not loaded here.
+    """
+    from transformers import AutoConfig
+
+    check_files(config.model)
+    found = attempt(config.model, "its configuration cannot be read", AutoConfig.from_pretrained, config.model, **source)
+    check_decoder(config.model, found)
+    _check_depth(config.model, found)
+    check_rounding(config, found)
+    layout_of(config.model, found)  # refuses what is not loaded here
+    return found
+
+
+def read_file_config(config: ModelConfig, file: GgufFile) -> Any:
+    """The configuration that a file describes. It is quantised already, so it is not rounded again."""
+    found = read_config(file)
+    if config.quantization is not None:
+        raise UnsupportedModelError(
+            config.model,
+            f"its weights are in blocks already, and quantization={config.quantization!r} would round them again",
+            "Leave quantization out.",
+        )
+    return found
+
+
+def longest_text(config: ModelConfig, hf_config: Any) -> int:
+    """The checkpoint's context, or less where the caller asks or where rotary factors begin to change with every token.
+
+    Raises:
+        InvalidParameterError: max_model_len exceeds the context.
+        ModelLoadError: The configuration's context is not a positive number.
+    """
+    text_config = hf_config.get_text_config(decoder=True)
+    written = getattr(text_config, "max_position_embeddings", None)
+    context = 2048 if written is None else written
+    if not isinstance(context, int) or context < 1:
+        problem = f"its configuration says max_position_embeddings={context!r}"
+        raise ModelLoadError(config.model, problem, "Correct config.json: a context has 1 token or more.")
+    fixed = hf.fixed_rope_context(text_config)
+    if fixed is not None and fixed < context:
+        logger.warning("%s: context limited to %d tokens, where its rotary factors begin to change", config.model, fixed)
+        context = fixed
+    if config.max_model_len is not None and config.max_model_len > context:
+        raise InvalidParameterError(
+            "max_model_len",
+            config.max_model_len,
+            f"the context of {config.model} is {context}",
+            "Lower it or leave it out.",
+        )
+    return config.max_model_len or int(context)
+
+
+def check_decoder(name: str, hf_config: Any) -> None:
+    """Raise UnsupportedModelError for a model that is no causal decoder."""
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(name, "it is an encoder-decoder", "Use a decoder-only (causal) model.")
+
+
+def check_rounding(config: ModelConfig, hf_config: Any) -> None:
+    """Raise UnsupportedModelError where weights that are quantised already would be rounded again."""
+    given = declared(hf_config)
+    if config.quantization is None or given is None:
+        return
+    method = given.get("quant_method")
+    raise UnsupportedModelError(
+        config.model,
+        f"its weights are quantised already ({method}), and quantization={config.quantization!r} would round them again",
+        "Leave quantization out, or give the original checkpoint.",
+    )
+
+
+def _check_depth(name: str, hf_config: Any) -> None:
+    """Refuse a number of layers that no files can hold, before transformers makes so many."""
+    layers = getattr(hf_config.get_text_config(decoder=True), "num_hidden_layers", 1)
+    if not isinstance(layers, int) or layers < 1:
+        problem = f"its configuration says num_hidden_layers={layers!r}"
+        raise ModelLoadError(name, problem, "Correct config.json: a decoder has 1 layer or more.")
+    most = len(stored_tensors(Path(name))) or _MOST_LAYERS  # a layer has one tensor at least
+    if layers > most:
+        problem = f"its configuration says num_hidden_layers={layers}, and its files hold no more than {most}"
+        raise ModelLoadError(name, problem, "Correct config.json, or download the checkpoint again.")
