@@ -18,6 +18,7 @@ from outrider.bench.prefill import Arithmetic, prefill
 from outrider.bench.results import ModelResult, PrefillResult
 from outrider.bench.session import Session, _positions
 from outrider.bench.settings import BenchSettings
+from outrider.cache.layer_spec import LayerReach
 from outrider.cli.app import app
 from outrider.config import ModelConfig
 from outrider.embedded import default_model
@@ -30,7 +31,6 @@ from outrider.measure.passes import PassTimer
 from outrider.measure.row_costs import row_costs
 from outrider.measure.run import EncodedTask, Run, write
 from outrider.measure.widen import stretched, widen
-from outrider.model.context import LayerReach
 from outrider.model.loading.configuration import read_context
 from outrider.params import SamplingParams
 from outrider.propose.method import Method, ProposerContext

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,12 @@ import pytest
 import torch
 
 from outrider import LLM, Ngram, SamplingParams, SpeculationConfig, Suffix
+from outrider.cache.layer_spec import LayerReach, StateKind
 from outrider.errors import UnsupportedModelError
 from outrider.kernels.library import available_sets
 from outrider.model import context, hf
 from outrider.model.backends import paged
 from outrider.model.batch import Segment
-from outrider.model.context import LayerReach
 from outrider.model.runner import ModelRunner
 from outrider.propose.methods.early_exit import EarlyExit
 from tests.model import checkpoints
@@ -146,7 +147,7 @@ def test_every_layer_type_is_present(path: str) -> None:
     llm = load(path, "auto")
     fused = available_sets() and checkpoints.is_described(Path(path).name)
     assert llm.engine.runner.backend.name == ("fused" if fused else "paged")
-    assert set(hf.layer_types(llm.engine.runner.loaded.model.config)) == {"sliding_attention", "full_attention"}
+    assert {layer.type_name for layer in llm.engine.runner.loaded.layers} == {"sliding_attention", "full_attention"}
 
 
 def test_latent_attention_has_values_of_another_width_and_dense_and_expert_layers(tmp_path: Path) -> None:
@@ -196,8 +197,28 @@ def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
     shape = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16, "n_groups": 1}
     config = Mamba2Config(**shape, state_size=8, eos_token_id=None, bos_token_id=None, pad_token_id=None)
     Mamba2ForCausalLM(config).save_pretrained(tmp_path / "mamba")
-    with pytest.raises(UnsupportedModelError):
+    with pytest.raises(UnsupportedModelError, match=r"running state \(linear_attention\)"):
         LLM(str(tmp_path / "mamba"))
+
+
+@pytest.mark.parametrize(
+    ("name", "keeps", "forgets"),
+    [
+        ("full_attention", {StateKind.KEYS_AND_VALUES}, True),
+        ("mlp", set(), True),
+        ("conv", {StateKind.CONVOLUTION}, False),
+        ("linear_attention", {StateKind.RUNNING, StateKind.CONVOLUTION}, False),
+        ("hybrid", {StateKind.KEYS_AND_VALUES, StateKind.RUNNING, StateKind.CONVOLUTION}, False),
+    ],
+)
+def test_a_layer_says_what_it_keeps(name: str, keeps: set[StateKind], forgets: bool) -> None:
+    from transformers import LlamaConfig
+
+    decoder = LlamaConfig(num_hidden_layers=1)
+    decoder.layer_types = [name]
+    config = SimpleNamespace(get_text_config=lambda **_: decoder)
+    (layer,) = hf.layer_specs(config)
+    assert (layer.keeps, layer.forgets_rows) == (keeps, forgets)
 
 
 def test_encoder_decoders_are_refused(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.cache.layer_spec import LayerReach
 from outrider.kernels.attention import PassAttention, can_attend
 from outrider.kernels.library import available_sets, kernels_for
 from outrider.model.backends.pass_rows import pass_rows
 from outrider.model.batch import RaggedBatch, Segment
-from outrider.model.context import LayerReach, visible
+from outrider.model.context import visible
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 

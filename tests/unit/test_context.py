@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.cache.layer_spec import LayerReach
 from outrider.cache.pool import KVPool
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import (
     ForwardContext,
-    LayerReach,
     additive,
     current_context,
     first_seen,

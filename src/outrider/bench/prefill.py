@@ -11,10 +11,10 @@ from typing import Any, Self
 from torch import nn
 
 from outrider.bench.results import PrefillResult
+from outrider.cache.layer_spec import LayerReach
 from outrider.measure.machine import is_mixture
 from outrider.measure.passes import PassTimer
 from outrider.model import hf
-from outrider.model.context import LayerReach
 
 #: The rows of the passes that a usual run times, and those of a full run.
 USUAL = (32, 128, 512)
@@ -86,7 +86,7 @@ class Arithmetic:
             row_weights=sum(w.numel() for w in matrices),
             head_weights=head.numel(),
             pair_operations=4 * config.num_attention_heads * head_dim,
-            reaches=tuple(hf.layer_reaches(model.config)),
+            reaches=tuple(layer.reach for layer in hf.layer_specs(model.config)),
         )
 
     def operations(self, start: int, rows: int) -> int:

@@ -10,24 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from outrider.cache.layer_spec import LayerReach
 from outrider.cache.pool import KVPool, Slots
 from outrider.kernels.attention import PassAttention
 from outrider.model.batch import RaggedBatch, Segment
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class LayerReach:
-    """How far back a layer's attention looks.
-
-    Attributes:
-        window: Sliding window in tokens, the row itself included; None for no window.
-        chunk: Chunked attention: rows see only positions of their own chunk of so many tokens; None for no chunks.
-    """
-
-    window: int | None = None
-    chunk: int | None = None
 
 
 @dataclass(frozen=True)

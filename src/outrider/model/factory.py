@@ -57,11 +57,11 @@ def make_runner(
         UnsupportedModelError: No backend reproduces a plain forward pass.
         ModelLoadError: Its logits are no numbers.
     """
-    kinds = hf.recurrent_layers(loaded.model.config)
-    if kinds:
+    names = sorted({layer.type_name for layer in loaded.layers if not layer.forgets_rows})
+    if names:
         raise UnsupportedModelError(
             loaded.name,
-            f"it has layers with a running state ({', '.join(kinds)}), which rejected draft tokens would corrupt",
+            f"it has layers with a running state ({', '.join(names)}), which rejected draft tokens would corrupt",
             "Use a model whose layers all attend.",
         )
     stock = reference(loaded)

@@ -15,18 +15,26 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as hf_logging
 
+from outrider.cache.layer_spec import LayerReach, LayerSpec, StateKind
 from outrider.cache.pool import KVPool, Slots
 from outrider.kernels.expert_stacks import pack_stacks, unpack_stacks
 from outrider.kernels.library import KernelLibrary
 from outrider.kernels.weights import ExpertStack
-from outrider.model.context import LayerReach, ongoing_context
+from outrider.model.context import ongoing_context
 
 #: Linear layers that keep their weight as [in_features, out_features].
 TRANSPOSED_LINEARS = (Conv1D,)
 #: The name under which transformers finds `_packed_experts`.
 _PACKED_EXPERTS = "outrider_packed"
-#: Layer types whose state is not a per-token KV, so that rejected rows cannot simply be dropped.
-_RECURRENT = frozenset({"linear_attention", "conv", "mamba", "mamba2", "hybrid", "hybrid_sliding", "recurrent", "rwkv"})
+_RUNNING = frozenset({StateKind.RUNNING, StateKind.CONVOLUTION})
+#: What layers keep of a text by transformers' name for their type; all other types attend and keep nothing else.
+_KEEPS = {
+    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "recurrent"), _RUNNING),
+    **dict.fromkeys(("hybrid", "hybrid_sliding"), _RUNNING | {StateKind.KEYS_AND_VALUES}),
+    "rwkv": frozenset({StateKind.RUNNING}),
+    "conv": frozenset({StateKind.CONVOLUTION}),
+    "dummy": frozenset[StateKind](),  # it does not attend, or reads what an earlier layer keeps
+}
 
 
 @contextmanager
@@ -180,16 +188,15 @@ def stock_attention(model: Any) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
 
 
-def layer_types(config: Any) -> list[str]:
-    """transformers' name for each layer's kind of attention."""
-    return [kind for kind, _ in _layers(config)]
+def layer_specs(config: Any) -> tuple[LayerSpec, ...]:
+    """What each layer of a model keeps of a text and how far back it looks, from the configuration (attention functions are
+    not told reliably)."""
+    return tuple(_layer_spec(name, size) for name, size in _layers(config))
 
 
-def layer_reaches(config: Any) -> list[LayerReach]:
-    """How far each layer looks back, from the configuration (attention functions are not told reliably)."""
-    return [
-        LayerReach(chunk=size) if kind == "chunked_attention" else LayerReach(window=size) for kind, size in _layers(config)
-    ]
+def _layer_spec(name: str, size: int | None) -> LayerSpec:
+    reach = LayerReach(chunk=size) if name == "chunked_attention" else LayerReach(window=size)
+    return LayerSpec(name, _KEEPS.get(name, frozenset({StateKind.KEYS_AND_VALUES})), reach)
 
 
 def _layers(config: Any) -> list[tuple[str, int | None]]:
@@ -432,11 +439,6 @@ def only_head(model: Any, hidden: Tensor) -> Iterator[None]:
             yield
     finally:
         hook.remove()
-
-
-def recurrent_layers(config: Any) -> list[str]:
-    """Kinds of layer in this model that keep a running state instead of a KV cache."""
-    return sorted(set(layer_types(config)) & _RECURRENT)
 
 
 class PoolCache(Cache):  # type: ignore[misc]

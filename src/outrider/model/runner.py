@@ -11,7 +11,6 @@ from torch import Tensor
 from outrider.cache.blocks import BlockManager
 from outrider.cache.lease import KVLease
 from outrider.cache.pool import KVPool
-from outrider.model import hf
 from outrider.model.backends.base import AttentionBackend, PartialPass
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import ForwardContext
@@ -64,7 +63,7 @@ class ModelRunner:
         self.leases: dict[int, KVLease] = {}
         self.partial_rows = PartialRows()
         self.num_passes = 0
-        self._reaches = hf.layer_reaches(loaded.model.config)
+        self._reaches = [layer.reach for layer in loaded.layers]
 
     @property
     def num_layers(self) -> int:

@@ -188,9 +188,8 @@ def _kernel(
     embedding = None if tied else embeddings.weight.data if shared is None else matrices.take(whole(embeddings))
     matrices.empty()
     layers = []
-    kinds = hf.layer_types(config)
-    for layer, kind, reach in zip(hf.decoder_layers(model), kinds, hf.layer_reaches(config), strict=True):
-        layers.append(decoder_layer(layer, reach, rotary.number(kind), config, family, matrices))
+    for layer, spec in zip(hf.decoder_layers(model), hf.layer_specs(config), strict=True):
+        layers.append(decoder_layer(layer, spec.reach, rotary.number(spec.type_name), config, family, matrices))
         matrices.empty()
     table = None if family.positions is None else getattr(stack, family.positions).weight.data[family.first_position :]
     return DecoderKernel(

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from outrider.cache.layer_spec import LayerReach
 from outrider.cache.pool import Slots
 from outrider.model import hf
 from outrider.model.backends.hosted import HostedAttention
-from outrider.model.context import ForwardContext, LayerReach, additive, visible
+from outrider.model.context import ForwardContext, additive, visible
 
 
 class GatherAttention(HostedAttention):
@@ -23,14 +24,13 @@ class GatherAttention(HostedAttention):
     name: ClassVar[str] = "gather"
 
     def install(self, model: Any) -> None:
-        self._layer_types = hf.layer_types(model.config)
-        self._reaches = hf.layer_reaches(model.config)
+        self._layers = hf.layer_specs(model.config)
         self._dtype = model.dtype
         hf.set_attention(model, hf.stock_attention(model))
 
     def forward_kwargs(self, context: ForwardContext) -> dict[str, Any]:
-        masks = {r: _block_diagonal(context, r, self._dtype) for r in set(self._reaches)}
-        by_type = {t: masks[r] for t, r in zip(self._layer_types, self._reaches, strict=True)}
+        masks = {reach: _block_diagonal(context, reach, self._dtype) for reach in {layer.reach for layer in self._layers}}
+        by_type = {layer.type_name: masks[layer.reach] for layer in self._layers}
         mask: Any = next(iter(by_type.values())) if len(by_type) == 1 else by_type
         cache = hf.PoolCache(context.pool, context.batch.slot_mapping, _all_slots(context))
         return {"attention_mask": mask, "past_key_values": cache, "use_cache": True}

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from outrider.cache.layer_spec import LayerReach
 from outrider.kernels.decoder import DecoderLayer, DecoderShape, Norm
 from outrider.kernels.experts import ExpertsShape, PackedExperts
 from outrider.kernels.packed import PackedWeights
-from outrider.model.context import LayerReach
 from outrider.model.fused.families import FAMILIES
 from outrider.model.fused.family import Family
 from outrider.model.fused.weight_slice import Packer, halves, interleaved_qkv, whole

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from outrider.cache.layer_spec import LayerSpec
 from outrider.config import ModelConfig
 from outrider.model import hf
 
@@ -54,6 +56,11 @@ class LoadedModel:
     long_rope_after: int | None = None
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     rounds_rows: bool = False
+
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each of its layers keeps of a text, and how far back it looks."""
+        return hf.layer_specs(self.model.config)
 
     @property
     def precision(self) -> torch.dtype:
