@@ -35,6 +35,7 @@ from outrider.config import (
 )
 from outrider.embedded import default_model, shown_name
 from outrider.engine.engine import Engine
+from outrider.engine.hosting.blocking import stream_pieces, write_all
 from outrider.engine.hosting.dispatcher import Inbox, Mailbox
 from outrider.engine.hosting.thread import EngineThread, Health
 from outrider.engine.proposing.proposers import ProposerSet
@@ -306,7 +307,7 @@ class LLM:
         refusals = self.admit([request], inbox).result()
         if refusals[0] is not None:
             raise cast(OutriderError, refusals.pop())  # taken out: it points at this frame
-        return self._pieces(request, inbox)
+        return stream_pieces(self._thread, request, inbox)
 
     def chat(
         self,
@@ -432,29 +433,11 @@ class LLM:
                 pending[place] = self._prepare(*encode(item), sampling, config, options)
             except OutriderError as error:
                 settle(place, RequestOutput(-1, item if isinstance(item, str) else None, (), (), error))
-        self._write(pending, settle)
+        write_all(self._thread, pending, settle)
         if single and outputs[0].error is not None:
             raise cast(OutriderError, outputs.pop(0).error)
         # Taken out: an error among them points at this frame, and the two would keep everything alive.
         return [outputs.pop(place) for place in range(len(items))]
-
-    def _write(self, pending: dict[int, Request], settle: Callable[[int, RequestOutput], None]) -> None:
-        """Have prepared requests written, and settle each as it ends. Whoever breaks this off leaves none behind."""
-        inbox, places = Inbox(), {request.request_id: place for place, request in pending.items()}
-        admitted = self._thread.admit(list(pending.values()), inbox)
-        try:
-            for request, refusal in zip(list(pending.values()), admitted.result(), strict=True):
-                if refusal is not None:
-                    place = places[request.request_id]
-                    settle(place, RequestOutput(-1, pending.pop(place).prompt, (), (), refusal))
-            while pending:
-                output = inbox.wait().output
-                assert output is not None, "nobody streams"
-                del pending[places[output.request_id]]
-                settle(places[output.request_id], output)
-        finally:
-            for request in pending.values():
-                self._thread.drop(request)
 
     def _prepare(
         self,
@@ -498,16 +481,3 @@ class LLM:
         """
         config = self.resolve(speculation)
         self.between_steps(lambda engine: engine.load_method(config))
-
-    def _pieces(self, request: Request, inbox: Inbox) -> Iterator[StreamPiece]:
-        """What comes in for a streaming request; who drops this drops the inbox, and so cancels the request."""
-        update = None
-        try:
-            while update is None or update.output is None:
-                update = inbox.wait()
-                yield from update.pieces
-            if update.output.error is not None:
-                raise update.output.error
-        finally:
-            del update  # an error in it points at this frame, and the two would keep everything alive
-            self._thread.drop(request)

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Receive, Scope, Send
 from typer.testing import CliRunner
 
-from outrider.cli import serve
+from outrider.cli import replicas, serve
 from outrider.errors import ClosedError, ContradictionError, InvalidParameterError, MissingExtraError, ModelTooLargeError
 from outrider.model.loading.fit import Needs
 from outrider.profile import Profile
@@ -293,7 +293,7 @@ def test_the_log_tells_that_a_profile_is_ignored(
     )
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     with caplog.at_level(logging.INFO, "outrider.server"):
-        serve._say_if_ignored(profile, threads_of(Share(None, 4, 1)))
+        replicas._say_if_ignored(profile, threads_of(Share(None, 4, 1)))
     assert [record.levelname for record in caplog.records] == ["WARNING"] * is_ignored
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import options
-from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError
+from outrider.cli.replicas import check_replicas, run_replicas
+from outrider.errors import InvalidParameterError, MissingExtraError
 
 if TYPE_CHECKING:
     from socket import socket
 
     from outrider.llm import LLM
-    from outrider.profile import Profile
-    from outrider.server.replicas.capacity import Machine, Share
     from outrider.server.service import Service
     from outrider.server.settings import ServerSettings
     from outrider.server.tenancy.keys import ApiKeys
@@ -153,7 +151,7 @@ def serve(
     _check_seconds("drain_seconds", drain_seconds, 0)
     _check_seconds("stalled_seconds", stalled_seconds, 1)
     if replicas is not None:
-        _check_replicas(replicas, stalled_seconds)
+        check_replicas(replicas, stalled_seconds)
     if wide:
         served_model_name = served_model_name or "outrider-wide"
         model, usual = options.wide_pair(model, method, draft_model, dtype)
@@ -172,9 +170,7 @@ def serve(
     if replicas is not None:
         address = {"host": host, "port": place.getsockname()[1]}
         place.close()  # Ray Serve opens it again, in a process of its own
-        _serve_replicas(
-            make, replicas, model, settings, loading, limits, keys, drain_seconds=drain_seconds, **address, **tls
-        )
+        run_replicas(make, replicas, model, settings, loading, limits, keys, drain_seconds=drain_seconds, **address, **tls)
         return
     from outrider.server.logs import log
     from outrider.server.run import serve as run
@@ -237,106 +233,10 @@ def _service(
     return Service(AsyncLLM(llm), limits, methods, keys)
 
 
-def _serve_replicas(
-    make: Callable[..., Service],
-    count: int,
-    model: str | None,
-    settings: Any,
-    given: dict[str, Any],
-    limits: ServerSettings,
-    keys: ApiKeys,
-    **how: Any,
-) -> None:
-    from outrider.server.logs import log
-
-    log("loading", {"model": limits.model_name, "replicas": count})  # what comes now takes its time
-    from outrider.config import ModelConfig
-    from outrider.embedded import default_model
-    from outrider.model.loading.configuration import read_context, read_needs
-    from outrider.profile import read_profile
-    from outrider.server.replicas.capacity import check_cluster, own_machine, share, threads_of
-    from outrider.server.replicas.loopback import keep_cluster_local
-
-    names = (
-        "dtype",
-        "device",
-        "attention_backend",
-        "max_model_len",
-        "quantization",
-        "activations",
-        "draft_quantization",
-        "batch_invariant",
-    )
-    target = ModelConfig(model=model or default_model("target"), **{name: given[name] for name in names})
-    profile, recommended = (None, settings) if given["profile"] is None else read_profile(given["profile"])
-    draft = _draft_model(model, recommended)
-    configs = [target] if draft is None else [target, target.replace(model=draft, max_model_len=None)]
-    found = [each for each in map(read_needs, configs) if each is not None]
-    most_tokens = given["max_num_seqs"] * read_context(target)
-
-    def shared(machines: list[Machine]) -> Share:
-        return share(target.model, found, count, machines, given["kv_cache_tokens"], most_tokens)
-
-    own, address = own_machine(given["device"]), os.environ.get("RAY_ADDRESS")
-    each = None if address else shared([own])  # before anything starts
-    if address:
-        check_cluster(address)
-    else:
-        keep_cluster_local()
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would tell its makers about this cluster
-    from outrider.server.replicas.run import cluster, cluster_machines, serve_replicas
-
-    with cluster():
-        each = each or shared(cluster_machines())
-        if profile is not None:
-            _say_if_ignored(profile, threads_of(each))
-        ready = partial(make, **{**given, "kv_cache_tokens": each.kv_tokens})
-        slack = max(1, given["max_num_seqs"] // 2)
-        serve_replicas(ready, count, each, limits, keys, slack=slack, **how)
-
-
-def _say_if_ignored(profile: Profile, threads: str) -> None:
-    """Log a warning where the replicas have another number of threads than the profile. They ignore it then, and their own
-    warnings go to files of Ray that nobody reads."""
-    from outrider.server.logs import log
-
-    if str(profile.identity.threads) != threads.split(",")[0]:
-        facts = {
-            "made_with_threads": profile.identity.threads,
-            "threads_of_a_replica": threads,
-            "remedy": f"Make it with OMP_NUM_THREADS={threads} outrider tune ...",
-        }
-        log("the replicas ignore the profile", facts, logging.WARNING)
-
-
-def _draft_model(model: str | None, settings: Any) -> str | None:
-    """The model that drafts; None where none does."""
-    from outrider.embedded import default_model
-    from outrider.propose.defaults import SpeculationDefaults
-
-    asked = {"method": "draft_model", **settings} if isinstance(settings, dict) else settings
-    draft = SpeculationDefaults.of(asked, None, default_model("draft") if model is None else None).draft
-    return None if draft is None else draft.model
-
-
 def _check_seconds(name: str, value: int | None, least: int) -> None:
     """Raise InvalidParameterError where a time is too short. Ranges of typer's own would make the help too wide."""
     if value is not None and value < least:
         raise InvalidParameterError(name, value, "out of range", f"Use {least} or more.")
-
-
-def _check_replicas(count: int, stalled_seconds: int | None) -> None:
-    """Raise where so many replicas cannot be, or not here."""
-    if count < 1:
-        raise InvalidParameterError("replicas", count, "somebody must write", "Use 1 or more, or leave --replicas out.")
-    if stalled_seconds is not None:
-        problem = "with --replicas Ray Serve has the connections, and it knows no such limit"
-        raise ContradictionError("stalled_seconds", stalled_seconds, problem, "Leave one of them out.")
-    from importlib.util import find_spec
-
-    if find_spec("ray") is None:
-        remedy = "Install outrider[serve,ray]."
-        raise MissingExtraError("outrider serve --replicas", "the package ray is not installed", remedy)
 
 
 def _check_installed() -> None:
