@@ -47,16 +47,22 @@ class ServerMetrics:
         self._tenants = _TenantCollector(model)
         self._registry.register(self._tenants)
         ProcessCollector(registry=self._registry)
-        self._ended = self._counter("vllm:request_success", "Texts that have ended, by reason.", "finished_reason")
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that have ended.")
+        self._ended = self._counter(
+            "vllm:request_success", "Texts that have ended, by `finished_reason`.", "finished_reason"
+        )
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts, counted when the answer is whole.")
         self._seconds = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From the request to the end of its answer.", _LATENCY
+            "vllm:e2e_request_latency_seconds",
+            "Seconds from a request to the end of its answer, of requests that were answered.",
+            _LATENCY,
         )
         self._first = self._histogram(
-            "outrider:stream_first_piece_seconds", "From a streamed request to its first piece of text.", _FIRST_TOKEN
+            "outrider:stream_first_piece_seconds",
+            "Seconds from a streamed request to its first piece of text.",
+            _FIRST_TOKEN,
         )
-        self._requests = self._counter("outrider:http_requests", "Requests by path and status.", "path", "status")
-        text = "Requests with an API key, by its tenant and by status."
+        self._requests = self._counter("outrider:http_requests", "Requests by `path` and `status`.", "path", "status")
+        text = "Requests that brought an API key, by `tenant` and `status`, 429 among them."
         self._tenant_requests = self._counter("outrider:tenant_requests", text, "tenant", "status")
 
     def answered(self, path: str, status: int, seconds: float, tenant: str | None) -> None:
@@ -159,8 +165,16 @@ class _TenantCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ("model_name", "tenant")
-        texts = GaugeMetricFamily("outrider:tenant_texts", "Texts that are written or wait, by tenant.", labels=labels)
-        tokens = CounterMetricFamily("outrider:tenant_tokens", "Tokens that tenants were charged for.", labels=labels)
+        texts = GaugeMetricFamily(
+            "outrider:tenant_texts",
+            "Texts that are written or wait, by `tenant`: what `max_concurrent` and `--max-queue` limit.",
+            labels=labels,
+        )
+        tokens = CounterMetricFamily(
+            "outrider:tenant_tokens",
+            "Tokens of prompts and texts, by `tenant`: what `tokens_per_minute` limits.",
+            labels=labels,
+        )
         for tenant, meter in self.meters.items():
             texts.add_metric((self._model, tenant), meter.num_texts)
             tokens.add_metric((self._model, tenant), meter.num_tokens)
@@ -185,36 +199,49 @@ class _EngineCollector(Collector):
         yield from self._switched_off(self.state)
 
     def _gauges(self, state: EngineState) -> Iterator[Metric]:
-        yield self._gauge("vllm:num_requests_running", "Sequences that run.", state.running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", state.waiting)
+        yield self._gauge("vllm:num_requests_running", "Texts that are written, each sample by itself.", state.running)
+        yield self._gauge("vllm:num_requests_waiting", "Texts that wait, each sample by itself.", state.waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV memory in use, 0 to 1.", state.cache_usage)
         users = GaugeMetricFamily(
-            "outrider:proposer_users", "Sequences that proposers work for.", labels=("model_name", "method")
+            "outrider:proposer_users",
+            "Texts that proposers work for, by `method`; zero when nothing runs or waits.",
+            labels=("model_name", "method"),
         )
         for method, count in state.num_users.items():
             users.add_metric((self._model, method), count)
         yield users
 
     def _totals(self, state: EngineState) -> Iterator[Metric]:
-        yield self._total("vllm:generation_tokens", "Output tokens.", {(): state.num_tokens})
+        yield self._total("vllm:generation_tokens", "Tokens of texts.", {(): state.num_tokens})
         yield self._total("outrider:target_passes", "Passes of the target.", {(): state.num_steps})
         yield self._total("outrider:target_rows", "Rows of these passes.", {(): state.num_rows})
         phases = {(phase,): seconds for phase, seconds in state.seconds.items()}
-        yield self._total("outrider:step_seconds", "Time of the engine's steps, by phase.", phases, "phase")
+        yield self._total(
+            "outrider:step_seconds",
+            "Seconds of the engine by `phase`: schedule, propose, forward, verify, commit.",
+            phases,
+            "phase",
+        )
         health = state.health
         yield self._total("outrider:broken_steps", "Steps that were broken off.", {(): health.num_broken_steps})
         yield self._total("outrider:engine_rebuilds", "How often the engine began anew.", {(): health.num_rebuilds})
         yield self._total("outrider:step_faults", "Requests that a fault in a step has ended.", {(): state.num_faults})
         preempted = sum(stats.num_preemptions for stats in state.by_method.values())
-        yield self._total("vllm:num_preemptions", "Sequences that lost their memory for a while.", {(): preempted})
+        yield self._total("vllm:num_preemptions", "Texts that lost their memory for a while.", {(): preempted})
 
     def _speculation(self, by_method: dict[str, RequestStats]) -> Iterator[Metric]:
         """Of sequences that have ended, by method. vLLM has the same metrics without that label."""
         counts = {
-            "vllm:spec_decode_num_drafts": ("num_drafts", "Drafts that were verified."),
-            "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Their tokens."),
-            "vllm:spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Draft tokens that entered the text."),
-            "outrider:proposer_faults": ("num_proposer_faults", "Rounds in which a proposer misbehaved."),
+            "vllm:spec_decode_num_drafts": ("num_drafts", "Drafts of texts that have ended, by `method`."),
+            "vllm:spec_decode_num_draft_tokens": (
+                "num_draft_tokens",
+                "Draft tokens of texts that have ended, by `method`.",
+            ),
+            "vllm:spec_decode_num_accepted_tokens": (
+                "num_accepted_tokens",
+                "Draft tokens that entered the text, by `method`.",
+            ),
+            "outrider:proposer_faults": ("num_proposer_faults", "Rounds in which a proposer misbehaved, by `method`."),
         }
         for name, (field, text) in counts.items():
             found = {(method,): getattr(stats, field) for method, stats in by_method.items()}
@@ -224,12 +251,15 @@ class _EngineCollector(Collector):
             for method, stats in by_method.items()
             for place, count in enumerate(stats.accepted_per_position)
         }
-        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position."
+        name, text = (
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that entered the text, by `method` and `position`.",
+        )
         yield self._total(name, text, places, "method", "position")
         members = {
             "outrider:member_draft_tokens": (
                 "drafted_by_method",
-                "Draft tokens by the member of the draft that proposed them.",
+                "Draft tokens, by `method` and by its `member`: a method, or `forced` for what a structure forces.",
             ),
             "outrider:member_accepted_tokens": ("accepted_by_method", "Of these, the tokens that entered the text."),
         }
@@ -245,24 +275,26 @@ class _EngineCollector(Collector):
     def _choices(self, state: EngineState) -> Iterator[Metric]:
         """Of the engine, in rounds whose requests left it the choice."""
         chosen: dict[Any, float] = {(method, str(length)): count for (method, length), count in state.chosen.items()}
-        text = "Rounds by the method and the number of draft tokens that the engine chose."
+        text = "Rounds in which the engine chose who drafts, by `method` (none is plain) and `num_draft_tokens`."
         yield self._total("outrider:choices", text, chosen, "method", "num_draft_tokens")
         reasons: dict[Any, float] = {(reason,): count for reason, count in state.reasons.items()}
-        yield self._total("outrider:choice_reasons", "The same rounds by the reason of the choice.", reasons, "reason")
+        yield self._total("outrider:choice_reasons", "The same rounds, by the `reason` of the choice.", reasons, "reason")
 
     def _switched_off(self, state: EngineState) -> Iterator[Metric]:
         pauses: dict[Any, float] = {(method,): count for method, count in state.pauses.items()}
-        text = "How often a proposer was switched off for its faults."
+        text = "How often the proposer of a `method` was switched off; there from the first time on."
         yield self._total("outrider:proposer_switch_offs", text, pauses, "method")
         off = GaugeMetricFamily(
-            "outrider:proposer_switched_off", "1 while a proposer is switched off.", labels=("model_name", "method")
+            "outrider:proposer_switched_off",
+            "1 while the proposer of a `method` is switched off for its faults.",
+            labels=("model_name", "method"),
         )
         for method in state.pauses:
             off.add_metric((self._model, method), float(method in state.health.switched_off))
         yield off
 
     def _lengths(self, by_method: dict[str, RequestStats]) -> Metric:
-        text = "Draft tokens that entered the text, by draft."
+        text = "How many tokens of a draft entered the text, by `method`."
         family = HistogramMetricFamily("outrider:accepted_per_draft", text, labels=("model_name", "method"))
         for method, stats in by_method.items():
             below, buckets = 0, []
