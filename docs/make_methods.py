@@ -1,4 +1,4 @@
-"""Write docs/methods.md from the settings classes of the built-in methods and the classes that count.
+"""Write docs/reference/methods.md from the settings classes of the built-in methods and the classes that count.
 
     python docs/make_methods.py
 
@@ -22,7 +22,7 @@ from outrider.propose.method import Method
 from outrider.propose.speculation import SpeculationConfig
 from outrider.stats import RequestStats
 
-PAGE = Path(__file__).parent / "methods.md"
+PAGE = Path(__file__).parent / "reference" / "methods.md"
 INTRODUCTION = """# Methods
 
 A *method* decides who drafts. Every method gives the same distribution of texts, and only the speed differs.
@@ -39,9 +39,9 @@ LLM(speculation={"method": "suffix", "branches": True, "num_draft_tokens": 16})
 ```
 
 On the command line it is `--method suffix`, or `--method '{"method": "suffix", "branches": true}'`. In the benchmark it is
-a way, like `--way suffix:16`. [adding_a_proposer.md](adding_a_proposer.md) says how to write a method of your own,
-[performance.md](performance.md) how fast these are, and [losslessness.md](losslessness.md) why the distribution stays.
-[usage.md](usage.md#methods-at-a-glance) has one line for each."""
+a way, like `--way suffix:16`. [Write a proposer](../how-to/write_a_proposer.md) says how to write a method of your own,
+[Performance](../explanation/performance.md) how fast these are, and [Losslessness](../explanation/losslessness.md) why the
+distribution stays. [How the methods guess](../explanation/methods.md) has one line for each."""
 _UNBOUNDED = {"bool": "true or false", "Method or None": "settings, or a name", "str or None": "any text"}
 STATISTICS = """## Statistics
 

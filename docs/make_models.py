@@ -1,4 +1,4 @@
-"""Probe every causal language model type that the installed transformers knows, and write docs/models.md.
+"""Probe every causal language model type that the installed transformers knows, and write docs/reference/models.md.
 
     python docs/make_models.py               some minutes
     python docs/make_models.py llama phi3    show these, write nothing
@@ -31,10 +31,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from outrider.kernels.library import kernel_library
 from outrider.model import hf
 from outrider.model.factory import BACKENDS
+from outrider.model.fused.families import FAMILIES
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.probe import probe, reference
 
-PAGE = Path(__file__).parent / "models.md"
+PAGE = Path(__file__).parent / "reference" / "models.md"
 SECONDS, BYTES = 8, 12 * 2**30
 
 #: Small values for whatever sizes a configuration has.
@@ -222,10 +223,21 @@ Of the paged ones, {sum(v.fused for v in found)} are fused too.
 - **not built**: the small random model could not be made from the configuration alone. A real checkpoint is probed at load
   like any other.
 
+{_families()}
+
 | type | result | why |
 |---|---|---|
 """
     return head + "".join(f"| {v.kind} | {v.shown} | {v.reason} |\n" for v in found)
+
+
+def _families() -> str:
+    names = ", ".join(f"`{name}`" for name in sorted(FAMILIES))
+    return f"""Whole passes run in the kernels for {len(FAMILIES)} families, by the `model_type` of their configuration:
+{names}.
+Families that are not among them use the kernels for their linear layers and for attention. More than the probe is tested
+for llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3 (longrope too), gpt2, gpt_neox, falcon, olmo2, starcoder2, mixtral,
+gpt_oss and deepseek_v3."""
 
 
 def main() -> None:

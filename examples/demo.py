@@ -169,7 +169,8 @@ def main() -> None:
     gain = speedups(plain, drafted)
     if gain.median < 1:
         console.print(
-            f"On this machine the draft does not pay: {gain.median:.2f}x. See docs/performance.md.", style="bold red"
+            f"On this machine the draft does not pay: {gain.median:.2f}x. See docs/explanation/performance.md.",
+            style="bold red",
         )
 
 

@@ -1,4 +1,4 @@
-"""The proposer of docs/adding_a_proposer.md, run as it stands there."""
+"""The proposer of docs/how-to/write_a_proposer.md, run as it stands there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.propose import registry
 from outrider.prove.suite import run_method_suite
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding_a_proposer.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write_a_proposer.md"
 PROMPT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n"
 
 

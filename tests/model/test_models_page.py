@@ -1,4 +1,4 @@
-"""docs/models.md says what the probe says, for the families the project is tested with."""
+"""docs/reference/models.md says what the probe says, for the families the project is tested with."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ def maker() -> ModuleType:
 
 @pytest.mark.parametrize("kind", TESTED)
 def test_the_page_is_what_the_probe_says(maker: ModuleType, kind: str) -> None:
-    listed = re.search(rf"^\| {kind} \| ([\w, ]+) \|", (DOCS / "models.md").read_text("utf-8"), re.MULTILINE)
+    listed = re.search(rf"^\| {kind} \| ([\w, ]+) \|", (DOCS / "reference" / "models.md").read_text("utf-8"), re.MULTILINE)
     assert listed is not None
     expected = listed[1] if kernel_library() else listed[1].removeprefix("fused, ")
     assert expected == maker.judge(kind).shown
 
 
 def test_the_page_calls_those_fused_that_the_kernels_know() -> None:
-    fused = re.findall(r"^\| ([\w-]+) \| fused, paged \|", (DOCS / "models.md").read_text("utf-8"), re.MULTILINE)
+    fused = re.findall(
+        r"^\| ([\w-]+) \| fused, paged \|", (DOCS / "reference" / "models.md").read_text("utf-8"), re.MULTILINE
+    )
     assert set(fused) == {*FAMILIES, *SAME_DECODER}

@@ -16,13 +16,13 @@ from outrider.errors import InvalidParameterError
 from outrider.measure.decoding_config import parse_ways
 from outrider.propose import registry
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding_a_proposer.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write_a_proposer.md"
 SOURCES = Path(__file__).parents[2] / "src"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Holds my_file.py with the method of docs/adding_a_proposer.md."""
+    """Holds my_file.py with the method of docs/how-to/write_a_proposer.md."""
     block = re.search(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     assert block is not None
     (tmp_path / "my_file.py").write_text(block[1], "utf-8")

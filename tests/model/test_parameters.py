@@ -1,4 +1,4 @@
-"""Every sampling parameter, a test for each row of docs/parameters.md: the same text with and without speculation.
+"""Every sampling parameter, a test for each row of docs/reference/parameters.md: one text with and without speculation.
 
 The exact joint laws of the same parameters are in tests/statistical/test_engine_distribution.py.
 """
@@ -25,7 +25,7 @@ from outrider.errors import (
     UnsupportedParameterError,
 )
 
-DOCS = Path(__file__).parents[2] / "docs" / "parameters.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "parameters.md"
 PROMPTS = ["def parse(line):\n", "for name in names:\n    for name in names:\n    for", '{"name": "']
 SPECULATIONS = [
     SpeculationConfig(method="draft_model", num_draft_tokens=4),

@@ -1,7 +1,7 @@
 """Planted bugs: each a pitfall that shipped somewhere or was measured, as a patch to a copy of the package.
 
 A mutant names the text it replaces, so that a change of the code which makes it moot fails loudly instead of passing.
-Pitfall numbers follow the list in docs/losslessness.md.
+Pitfall numbers follow the list in docs/explanation/losslessness.md.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def test_a_bug_that_makes_no_difference_is_no_catch(tmp_path: Path, warm: WarmPr
 
 
 def test_the_page_lists_every_pitfall_and_says_why_some_are_not_planted() -> None:
-    page = (ROOT / "docs" / "losslessness.md").read_text("utf-8")
+    page = (ROOT / "docs" / "explanation" / "losslessness.md").read_text("utf-8")
     planted, others = (
         {int(number) for number in re.findall(r"^\| (\d+) \| .+ \| .+ \|$", part, re.MULTILINE)}
         for part in page.split("## Planted bugs")[1].split("## Parameters")[0].split("why there is nothing to plant")

@@ -580,6 +580,6 @@ def test_the_document_names_every_field(server: Server) -> None:
     found = server.get("/openapi.json").json()
     fields = found["components"]["schemas"]["CompletionRequest"]["properties"]
     assert {"prompt", "speculation", "guided_regex"} <= fields.keys()
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "server.md").read_text("utf-8")
     chats = found["components"]["schemas"]["ChatRequest"]["properties"]
     assert [name for name in {**fields, **chats} if f"`{name}`" not in page] == []

@@ -1,6 +1,6 @@
 """What rules would cost that change the distribution: copies of two such rules under the prover, on the default pair.
 
-The package has no such rule. The numbers are those of docs/losslessness.md, which is compared with them.
+The package has no such rule. The numbers are those of docs/explanation/losslessness.md, which is compared with them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.verify.logits import target_probs
 from outrider.verify.rules import token_acceptance
 from outrider.verify.verifier import Candidate, Verdict, Verifier
 
-PAGE = (Path(__file__).parents[2] / "docs" / "losslessness.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "losslessness.md").read_text("utf-8")
 PROMPTS = ("def main(", "import os\nimport", "class Reader:\n    def", "for i in range(")
 #: Medusa's thresholds, as its authors set them.
 EPSILON, DELTA = 0.09, 0.3

@@ -1,4 +1,4 @@
-"""docs/methods.md says what the settings classes say."""
+"""docs/reference/methods.md says what the settings classes say."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.propose import registry as methods
 from outrider.stats import RequestStats
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "methods.md").read_text("utf-8")
+PAGE = (DOCS / "reference" / "methods.md").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")

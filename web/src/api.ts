@@ -1,4 +1,4 @@
-/** What the server is asked, and what it answers. The shapes are those of docs/serving.md. */
+/** What the server is asked, and what it answers. The shapes are those of docs/reference/server.md. */
 
 export type Origin = "plain" | "accepted" | "recovered" | "bonus";
 

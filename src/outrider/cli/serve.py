@@ -28,7 +28,7 @@ _STALLED_SECONDS = 60
 Allow = Annotated[
     list[str] | None, typer.Option(help="A further method that requests may ask for, as in --method; may be repeated.")
 ]
-Replicas = Annotated[int | None, typer.Option(help="Engines behind one address, on Ray Serve; see docs/serving.md.")]
+Replicas = Annotated[int | None, typer.Option(help="Engines behind one address; see docs/how-to/replicas.md.")]
 Host = Annotated[str, typer.Option(help="Address to listen at; others than this machine reach 0.0.0.0.")]
 AllowedHost = Annotated[
     list[str] | None,

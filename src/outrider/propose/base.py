@@ -256,8 +256,8 @@ class ObservedRows:
 class Proposer:
     """Guesses what the target will write. A wrong guess costs time, never a token.
 
-    Subclass it, return drafts from `propose`, and give it a Method that builds it (see docs/adding_a_proposer.md). Only
-    `propose` must be written.
+    Subclass it, return drafts from `propose`, and give it a Method that builds it. Only `propose` must be written; see
+    docs/how-to/write_a_proposer.md.
     """
 
     #: What `observe` must bring; None for a proposer that is shown nothing.

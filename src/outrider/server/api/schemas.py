@@ -142,7 +142,7 @@ def _remedy(kind: type[Shape], path: list[str], problem: str) -> str:
         described = owner.model_fields.get(path[0]) if path else None
         if described is not None and described.description:
             return described.description
-    return _KINDS_OF_VALUE.get(problem, "See docs/serving.md for what it may be.")
+    return _KINDS_OF_VALUE.get(problem, "See docs/reference/server.md for what it may be.")
 
 
 def _unknown(kind: type[Shape], places: list[str], name: str, value: object) -> InvalidParameterError:
