@@ -4,6 +4,7 @@
 # and further ones:
 #   make playground  the pages of the server at http://127.0.0.1:8000/, on the wide target, where speculation gains
 #   make pages       builds the pages from web/ again; needs Node.js
+#   make docs        builds the documentation site into site/; a link that leads nowhere is an error
 # and two for those who have longer:
 #   make test-all    every test, also those marked slow. Tests beside other programs skip themselves unless these are there:
 #                    .venv/bin/python -m pip install -c constraints.txt -e '.[dev,peers,harness]'
@@ -19,7 +20,7 @@ STAMP  := $(VENV)/.installed
 # Two workers, a thread each: more would spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install demo playground pages browser test test-all soak lint bench wheels clean
+.PHONY: install demo playground pages docs browser test test-all soak lint bench wheels clean
 
 install: $(STAMP)
 
@@ -33,6 +34,10 @@ playground: $(STAMP)
 
 pages:
 	cd web && npm ci --no-audit --no-fund && npm run build
+
+# The site of one version. `mike deploy VERSION latest` in a clone puts it beside those of other versions, on the branch gh-pages.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # For the tests of the pages, which skip themselves where no Chromium is found. Elsewhere than on Debian as root, it is left
 # to you to install one.
@@ -74,7 +79,7 @@ $(STAMP): $(BUILT)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	touch $(LIGHT) $@
 
-# The source distribution and the wheels of a release, in dist/; docs/releasing.md says the rest.
+# The source distribution and the wheels of a release, in dist/; docs/how-to/release.md says the rest.
 wheels: $(STAMP)
 	$(BIN)/python release/wheels.py
 

@@ -30,7 +30,8 @@ class AsyncLLM:
     come from strangers: they are tried in another process first, which the system ends when one takes too much.
 
     Args:
-        model, settings: As of LLM; or `model` is an LLM, which goes on to serve its own callers too.
+        model: As of LLM; or an LLM, which goes on to serve its own callers too.
+        **settings: As of LLM.
 
     Attributes:
         llm: The model.

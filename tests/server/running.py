@@ -96,12 +96,12 @@ def _sum(text: str, name: str, *labels: str) -> float:
 
 
 @contextmanager
-def running(*arguments: str, module: str = "outrider", **environment: str) -> Iterator[Server]:
-    """A server of the embedded pair on a free port."""
+def running(*arguments: str, module: str = "outrider", folder: Path = ROOT, **environment: str) -> Iterator[Server]:
+    """A server on a free port, of the embedded pair unless the arguments name another model."""
     command = [sys.executable, "-m", module, "serve", "--port", "0", *arguments]
     surroundings = {**os.environ, **environment}
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=surroundings, bufsize=1, cwd=ROOT
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=surroundings, bufsize=1, cwd=folder
     )
     server = None
     try:

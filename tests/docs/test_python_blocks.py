@@ -1,0 +1,50 @@
+"""Every block of Python on the site runs, against the server where it asks one."""
+
+from __future__ import annotations
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.blocks import Block, blocks
+
+BLOCKS = blocks("python")
+ADDRESS = "http://127.0.0.1:8000"
+KEY = "sk-3f9a"
+
+
+def modules(code: str) -> set[str]:
+    """What a block imports."""
+    found = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {
+        name
+        for node in found
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+        if name
+    }
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_it_runs(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    absent = [name for name in modules(block.code) if name != "my_file" and find_spec(name.partition(".")[0]) is None]
+    if absent:
+        pytest.skip(f"not installed: {', '.join(absent)}")
+    code = block.code
+    if ADDRESS in code:
+        server = request.getfixturevalue("server_with_keys" if KEY in code else "server")
+        code = code.replace(ADDRESS, server.url)
+    if ".gguf" in code:
+        request.getfixturevalue("gguf_files")
+    if "tuning/profile.json" in code:
+        request.getfixturevalue("profile")
+    exec(compile(code, str(block), "exec"), {"__name__": "page"})
+
+
+def test_there_are_blocks_of_every_kind_of_page() -> None:
+    folders = {block.page.split("/")[1] for block in BLOCKS if block.page.startswith("docs/")}
+    assert {"tutorial.md", "how-to", "reference"} <= folders
