@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -226,6 +227,53 @@ def test_a_staircase_keeps_its_steps() -> None:
     option = Option("draft", model.outlook(0, "draft"), 16)
     plan = Chooser(costs, [Text(0, {"draft": option})], 0, 64).best()
     assert plan.rows == {0: ("draft", 7)}
+
+
+def _crowd(rng: random.Random) -> tuple[CostModel, list[Text], Plan]:
+    """Eight texts on a staircase that is drawn and corrected, and their best plan where every row is looked at."""
+    seconds, passes = 1.0, dict[int, float]()
+    for rows in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 136):
+        passes[rows] = seconds = seconds + rng.choice([0.0, 0.05, 0.4, 1.5])
+    costs = CostModel(CostTable(passes, 0.0, {"draft": {1: 0.05, 64: 0.1}}))
+    for rows in rng.choices((8, 9, 10, 12, 16, 20, 24, 33, 40, 50, 70, 100), k=60):
+        seconds = costs.passes.base(rows) * rng.choice([0.6, 0.8, 1.0, 1.3, 1.6])
+        costs.observe(StepWork(rows, 8, 0), StepTimes(0.0, seconds, 0.03))
+    outlooks = [acceptance.Outlook([rng.uniform(0.1, 0.95)] * 12, [rng.choice([0.3, 1.0])] * 12) for _ in range(8)]
+    texts = [Text(request, {"draft": Option("draft", outlook, 16)}) for request, outlook in enumerate(outlooks)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Chooser, "_least_slope", lambda self, rows: 0.0)
+        return costs, texts, Chooser(costs, texts, 0, 512).best()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_plan_is_as_good_as_where_every_row_is_looked_at(seed: int) -> None:
+    costs, texts, best = _crowd(random.Random(seed))
+    assert Chooser(costs, texts, 0, 512).best().rate >= 0.999 * best.rate
+
+
+def test_rows_that_cannot_pay_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight texts whose rows cost what they do on a processor with AVX-512."""
+    table = CostTable({1: 1.0, 4: 1.15, 8: 1.34, 16: 1.91, 32: 3.4, 256: 26.4}, 0.0, {"draft": {1: 0.05, 64: 0.1}})
+    option, looked, stock = Option("draft", acceptance.Outlook([0.9] * 12, [1.0] * 12), 16), Counter[str](), Chooser._add
+    monkeypatch.setattr(Chooser, "_add", lambda *args: (looked.update(["rows"]), stock(*args))[1])
+    plan = Chooser(CostModel(table), [Text(request, {"draft": option}) for request in range(8)], 0, 512).best()
+    assert sum(rows for _, rows in plan.rows.values()) >= 8
+    assert looked["rows"] <= 32, "of 128"
+
+
+def test_outlooks_are_computed_once_until_something_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning waits for them."""
+    computed, stock = Counter[str](), acceptance._by_length
+    monkeypatch.setattr(acceptance, "_by_length", lambda *args: (computed.update(["all"]), stock(*args))[1])
+    model = AcceptanceModel({"draft": 0.6})
+    for request in range(4):
+        model.begin(request, None)
+    for _ in range(10):
+        before = [model.outlook(request, "draft") for request in range(4)]
+    assert computed["all"] == 4
+    model.observe(0, "draft", [1.0] * 5, 6.0)
+    after = [model.outlook(request, "draft") for request in range(4)]
+    assert all(new.stands[0] > old.stands[0] for new, old in zip(after, before, strict=True)), "others learn from it too"
 
 
 def test_the_budget_goes_to_whom_it_helps_most() -> None:

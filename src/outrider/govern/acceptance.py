@@ -40,6 +40,9 @@ class Counts:
 
     Args:
         memory: Drafts that are remembered.
+
+    Attributes:
+        version: Grows with everything that is learnt.
     """
 
     def __init__(self, memory: float) -> None:
@@ -48,10 +51,12 @@ class Counts:
         self._tried = [0.0] * POSITIONS
         self._stood = [0.0] * POSITIONS
         self._gained = 0.0
+        self.version = 0
 
     def add(self, scores: Sequence[float], tokens: float = 1.0) -> None:
         """One draft: for each position that was tried, in order, whether it stood (or with which chance); and tokens that
         the text gained with it."""
+        self.version += 1
         self._weight *= self._growth
         for place, score in enumerate(scores):
             position = min(place, POSITIONS - 1)
@@ -64,6 +69,7 @@ class Counts:
 
     def fade(self, share: float) -> None:
         """Keep only this share of all counts."""
+        self.version += 1
         self._tried = [each * share for each in self._tried]
         self._stood = [each * share for each in self._stood]
         self._gained *= share
@@ -111,6 +117,11 @@ class _Known:
     def of(memory: float) -> _Known:
         return _Known(Counts(memory), Counts(memory))
 
+    @property
+    def version(self) -> int:
+        """Grows with everything that is learnt."""
+        return self.stands.version + self.exists.version
+
 
 class _Surprise:
     """Notices outcomes that are too unlikely under what was expected of them."""
@@ -144,6 +155,7 @@ class _Own:
         last: The latest of them.
         changes: At which of them the text seemed to change.
         steady_until: Up to which of them the text is taken to go to and fro.
+        outlook: What was last expected, and by the versions of which counts.
     """
 
     recent: _Known = field(default_factory=lambda: _Known(Counts(_OWN), Counts(_OFFERS)))
@@ -155,6 +167,7 @@ class _Own:
     last: deque[tuple[Sequence[float], float]] = field(default_factory=lambda: deque(maxlen=_BELIEVED))
     changes: deque[int] = field(default_factory=lambda: deque(maxlen=_CHANGES))
     steady_until: int = 0
+    outlook: tuple[object, Outlook] | None = None
 
     @property
     def goes_to_and_fro(self) -> bool:
@@ -200,6 +213,7 @@ class AcceptanceModel:
         self._shared: dict[tuple[Hashable, str], _Known] = {}
         self._own: dict[int, dict[str, _Own]] = {}
         self._tenants: dict[int, Hashable] = {}
+        self._priors_of: dict[tuple[Hashable, str], tuple[object, Outlook]] = {}
 
     def begin(self, request: int, tenant: Hashable) -> None:
         """A request of a tenant will be drafted for."""
@@ -212,14 +226,29 @@ class AcceptanceModel:
 
     def outlook(self, request: int, method: str, *, steady: bool = False) -> Outlook:
         """What is expected of a method; with `steady` from a long memory, which a change of text hardly moves."""
-        whole, tenant = self._shared_by(None, method), self._shared_by(("tenant", self._tenants[request]), method)
+        by, prior = self._prior_of(self._tenants[request], method)
         own = self._own_of(request, method)
         steady = steady or own.goes_to_and_fro
         known, weight = (own.steady, _PRIOR_WEIGHT) if steady else (own.recent, own.prior_weight)
-        stands = tenant.stands.chances(whole.stands.along(self._priors[method], _PRIOR_WEIGHT), _PRIOR_WEIGHT)
-        exists = tenant.exists.chances(whole.exists.along(1.0, _PRIOR_WEIGHT), _PRIOR_WEIGHT)
-        found = known.stands.chances(stands, weight)
-        return Outlook(_by_length(found, known.stands.tokens_of_good_drafts), known.exists.chances(exists, weight))
+        by = (by, steady, known.version, weight)
+        if own.outlook is None or own.outlook[0] != by:
+            stands = known.stands.chances(prior.stands, weight)
+            exists = known.exists.chances(prior.exists, weight)
+            own.outlook = by, Outlook(_by_length(stands, known.stands.tokens_of_good_drafts), exists)
+        return own.outlook[1]
+
+    def _prior_of(self, tenant: Hashable, method: str) -> tuple[object, Outlook]:
+        """What is expected of a text of a tenant of which nothing was seen, and by the versions of which counts. It is
+        computed once for all texts of a step: planning waits for it."""
+        whole, own = self._shared_by(None, method), self._shared_by(("tenant", tenant), method)
+        by, known = (whole.version, own.version), self._priors_of.get((tenant, method))
+        if known is None or known[0] != by:
+            stands = own.stands.chances(whole.stands.along(self._priors[method], _PRIOR_WEIGHT), _PRIOR_WEIGHT)
+            exists = own.exists.chances(whole.exists.along(1.0, _PRIOR_WEIGHT), _PRIOR_WEIGHT)
+            if len(self._priors_of) >= _MOST_SCOPES:
+                self._priors_of.clear()
+            known = self._priors_of[tenant, method] = by, Outlook(stands, exists)
+        return known
 
     def observe(self, request: int, method: str, scores: Sequence[float], tokens: float = 1.0) -> bool:
         """What became of a draft, or of a shadow of one. Returns whether the text seems to have changed.

@@ -17,6 +17,8 @@ from outrider.govern.costs import CostModel
 
 #: A row that the text comes to less often is not worth being looked at.
 _LEAST_CHANCE = 0.02
+#: After every so many rows it is asked whether further ones could pay.
+_LOOKS_EVERY = 4
 #: Steps over which what a late start costs is spread.
 _HORIZON = 48.0
 
@@ -119,12 +121,13 @@ class Chooser:
         self.limited = False
         most = sum(max((o.longest for o in text.options.values()), default=0) for text in texts)
         self._max_rows = min(max_rows, most)
-        count = len(texts)
-        self._times = [costs.step_seconds(count + rows, context) for rows in range(self._max_rows + 1)]
+        self._context = context
+        self._times: dict[int, float] = {}
+        self._plain = self._time(0)
 
     def plain(self) -> Plan:
         """Nobody drafts."""
-        return Plan({}, float(len(self._texts)), self._times[0])
+        return Plan({}, float(len(self._texts)), self._plain)
 
     def best(self) -> Plan:
         """The best of: nobody drafts, all texts take the same method, each text takes the method that suits it."""
@@ -154,19 +157,38 @@ class Chooser:
             return self.plain()
         return Plan(rows, filling.tokens, self._seconds(filling), _used(filling))
 
+    def _time(self, rows: int) -> float:
+        """Of a step with so many draft rows, its drafts left out. An earlier plan may have more than there is room for."""
+        rows = min(rows, self._max_rows)
+        seconds = self._times.get(rows)
+        if seconds is None:
+            seconds = self._times[rows] = self._costs.step_seconds(len(self._texts) + rows, self._context)
+        return seconds
+
+    def _least_slope(self, rows: int) -> float:
+        """Seconds that each row beyond so many costs at least, however many there will be: to the end of the best stair, or
+        to the row behind it, from which on other corrections hold."""
+        count, now = len(self._texts), self._time(rows)
+        ends = [size - count + behind for size in self._costs.passes.sizes for behind in (0, 1)]
+        ends = [end for end in ends if rows < end < self._max_rows]
+        return min((self._time(end) - now) / (end - rows) for end in [*ends, self._max_rows])
+
     def _filled(self, chosen: Sequence[Option | None]) -> Plan:
-        """Rows best first for an option of each text, and of all prefixes of this order the best."""
+        """Rows best first for an option of each text, and of all prefixes of this order the best. Further rows are not
+        looked at where none of them could bring more than it costs."""
         pairs = zip(self._texts, chosen, strict=True)
         options = {text.request: option for text, option in pairs if option is not None}
         filling = _Filling(float(len(self._texts)))
         heap = [(-option.outlook.stands[0], request, 0, 1.0) for request, option in options.items() if option.longest > 0]
         heapify(heap)
         order: list[int] = []
-        best, best_rows, seconds = filling.tokens / self._times[0], 0, self._times[0]
+        best, best_rows, seconds = filling.tokens / self._plain, 0, self._plain
         best_tokens, best_seconds, best_used = filling.tokens, seconds, 0.0
         while heap and filling.granted < self._max_rows:
             chance, request, place, reach = heappop(heap)
             if -chance < _LEAST_CHANCE:
+                break
+            if filling.granted % _LOOKS_EVERY == 0 and -chance <= best * self._least_slope(filling.granted):
                 break
             option = options[request]
             reach = self._add(filling, option, place, reach)
@@ -207,17 +229,15 @@ class Chooser:
     def _most_lost(self, filling: _Filling) -> float:
         """Seconds by which the step is longer than a plain one where all rows are used, as far as times are certain."""
         drafts = sum(self._costs.draft_seconds(name, texts, filling.levels[name]) for name, texts in filling.texts.items())
-        seconds = self._times[min(filling.granted, len(self._times) - 1)] + drafts + filling.reading
+        seconds = self._time(filling.granted) + drafts + filling.reading
         count = len(self._texts)
-        return seconds * (1.0 + self._costs.uncertainty(count + filling.granted, count)) - self._times[0]
+        return seconds * (1.0 + self._costs.uncertainty(count + filling.granted, count)) - self._plain
 
     def _seconds(self, filling: _Filling) -> float:
         """Time of the step. Where methods often have nothing to say, some steps are as long as plain ones and the others
         as long as all rows take, since steps of a staircase do not average."""
-        times, granted = self._times, filling.granted  # an earlier plan may have more rows than there is room for now
         share = _used(filling)
-        full = times[min(granted, len(times) - 1)]
-        seconds = (1.0 - share) * times[0] + share * full + filling.late
+        seconds = (1.0 - share) * self._plain + share * self._time(filling.granted) + filling.late
         for name, texts in filling.texts.items():
             seconds += self._costs.draft_seconds(name, texts, filling.levels[name])
         return seconds
@@ -232,7 +252,7 @@ class Chooser:
             for place in range(min(option.longest, self._max_rows // count)):
                 reach *= stands[min(place, len(stands) - 1)]
                 gain += reach * option.outlook.exists[min(place, len(stands) - 1)]
-                taken = (self._times[(place + 1) * count] - self._times[0]) / count + (place + 1) * level
+                taken = (self._time((place + 1) * count) - self._plain) / count + (place + 1) * level
                 if gain - rate * taken > best:
                     best, found = gain - rate * taken, option
         return found

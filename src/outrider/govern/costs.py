@@ -139,7 +139,7 @@ class Curve:
         self._weights = [0.0] * len(self.sizes)
         self._seen = [0] * len(self.sizes)
         self._odd = [0] * len(self.sizes)
-        self._ratios: list[float] | None = None
+        self._ratios: dict[int, float] = {}  # until the next observation
         self._spread = _SPREAD
         self._far, self._far_weight, self._step = 1.0, 0.0, 0
 
@@ -160,9 +160,11 @@ class Curve:
 
     def ratio(self, rows: float) -> float:
         """By which passes of so many rows differ from what was calibrated."""
-        if self._ratios is None:
-            self._ratios = [self._ratio(place) for place in range(len(self.sizes))]
-        return self._ratios[self._place(rows)]
+        place = self._place(rows)
+        ratio = self._ratios.get(place)
+        if ratio is None:
+            ratio = self._ratios[place] = self._ratio(place)
+        return ratio
 
     def observe(self, rows: int, expected: float, seconds: float) -> bool:
         """A pass of so many rows took so long, where `expected` was calibrated. Returns whether about so many rows seem to
@@ -183,13 +185,14 @@ class Curve:
         self._weights[place] = min(self._fresh(place) + 1.0, _NEAR_MEMORY)
         self._seen[place] = self._step
         self._near[place] += (ratio - self._near[place]) / self._weights[place]
-        self._ratios = None
+        self._ratios.clear()
         return changed
 
     def begin_anew(self, ratio: float) -> None:
         """The machine as a whole takes another time than before, by this ratio to what was calibrated: all corrections were
         learnt on another machine, so to speak."""
-        self._far, self._far_weight, self._ratios = ratio, _DOUBTED, None
+        self._far, self._far_weight = ratio, _DOUBTED
+        self._ratios.clear()
         self._near, self._weights = [1.0] * len(self.sizes), [0.0] * len(self.sizes)
 
     def doubt(self) -> None:
@@ -197,6 +200,7 @@ class Curve:
         self._far_weight = min(self._far_weight, _DOUBTED)
         self._weights = [min(weight, _DOUBTED) for weight in self._weights]
         self._odd = [0] * len(self.sizes)
+        self._ratios.clear()
 
     def uncertainty(self, rows: int) -> float:
         """By which share the time of a pass of so many rows may be wrong, as far as times that differ tell."""
