@@ -12,6 +12,7 @@ import torch
 
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.engine.proposing import calibration, governing
+from outrider.engine.proposing.governing import Governing
 from outrider.errors import InvalidParameterError
 from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.govern.governor import Governor
@@ -29,7 +30,7 @@ COPY = [1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 
 
 def steady(work: StepWork, times: StepTimes) -> StepTimes:
-    return StepTimes(0.01, 1.0, 0.01)
+    return StepTimes(0.01 if work.texts else 0.0001, 1.0, 0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +96,24 @@ def test_an_idle_lookup_is_charged_for_its_draft_and_for_what_becomes_of_it(
         llm.generate([COPY] * 4, SamplingParams(max_tokens=60, seed=1))
     assert charged["suffix"] == pytest.approx([0.02] * len(charged["suffix"]))
     assert charged["draft_model"] == pytest.approx([0.01] * len(charged["draft_model"]))
+
+
+def test_texts_that_rest_are_seldom_asked_after(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step without drafts takes beside a plain one is lost, and no bucket pays for it."""
+    asked, real = [0], Governing._running
+    with governed(pair, max_num_seqs=8) as llm:
+        llm.engine.governing.script(CostTable({1: 1.0, 2: 99.0, 128: 9999.0}, 0.0, FREE.drafts), steady)
+        llm.generate([COPY] * 8, SamplingParams(max_tokens=5, seed=1))
+
+        def running(self: Governing, *args: object) -> object:
+            asked[0] += 1
+            return real(self, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Governing, "_running", running)
+        llm.stats.reset()
+        llm.generate([COPY] * 8, SamplingParams(max_tokens=80, seed=1))
+        assert llm.stats.chosen == {("none", 0): llm.stats.chosen["none", 0]}
+        assert asked[0] <= 6 * llm.stats.num_steps, "eight texts in every second step, and now and then for a plan"
 
 
 def test_choices_and_their_reasons_are_counted(pair: tuple[str, str]) -> None:
@@ -346,6 +365,7 @@ QUESTIONS = (
     "observe_draft",
     "observe_step",
     "observe_shadow_seconds",
+    "observe_own_seconds",
 )
 
 

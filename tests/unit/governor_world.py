@@ -78,6 +78,7 @@ class World:
         dearer: By which factor drafts, and rows beyond one for each text, cost more than that for so many texts.
         seconds_a_pass: Of a plain pass of one text; all times are in such passes.
         forced: Tokens that the structure of a text forces at a position of it.
+        planning: What a plan costs.
     """
 
     methods: Mapping[str, Method]
@@ -91,6 +92,7 @@ class World:
     dearer: Callable[[int], float] = lambda texts: 1.0
     seconds_a_pass: float = 0.05
     forced: Callable[[int, int], int] = lambda text, position: 0
+    planning: float = 0.0
 
     def luck(self, *key: object) -> float:
         digest = blake2b(repr((self.seed, *key)).encode(), digest_size=8).digest()
@@ -236,6 +238,7 @@ def _decisions(world: World, policy: Policy, texts: Sequence[TextState]) -> dict
 
 
 def _step(world: World, policy: Policy, texts: list[TextState], log: Log, step: int, rng: random.Random) -> None:
+    num_plans = policy.num_plans if isinstance(policy, Governor) else 0
     decisions = _decisions(world, policy, texts)
     rows, drafted, levels, late, propose = len(texts), dict[str, int](), dict[str, int](), 0, 0.0
     fates: dict[int, tuple[int, int]] = {}
@@ -284,6 +287,10 @@ def _step(world: World, policy: Policy, texts: list[TextState], log: Log, step: 
             rejected = stood < offered
             policy.observe_draft(text.index, decision.method, decision.num_draft_tokens, offered, stood, rejected=rejected)
     if isinstance(policy, Governor):
+        own = unit * world.planning * (policy.num_plans - num_plans)
+        policy.observe_own_seconds(own)
+        log.seconds += own
+        log.true[-1] += own
         policy.observe_step(work, times)
         _shadow(world, policy, texts, log, factor)
     log.clock.append(log.seconds)
@@ -292,7 +299,7 @@ def _step(world: World, policy: Policy, texts: list[TextState], log: Log, step: 
 
 def _shadow(world: World, governor: Governor, texts: list[TextState], log: Log, factor: float) -> None:
     by_index = {text.index: text for text in texts}
-    for shadow in governor.shadows(_running(world, texts)):
+    for shadow in governor.shadows(_running(world, texts)) if governor.scores_now else ():
         text = by_index[shadow.request]
         method, lag = world.methods[shadow.method], text.lags.get(shadow.method, 0)
         if method.lookup:

@@ -17,8 +17,9 @@ from outrider.govern.standing import Standings
 from tests.unit.governor_world import FLAT, STEEP, Log, Method, World, always, best_fixed, governor_of, run
 
 SEEDS = (0, 1)
-#: What a policy may lose against the best fixed choice in hindsight, which is free to lose against plain decoding.
-REGRET = 0.17
+#: What a policy may lose against the best fixed choice in hindsight, which is free to lose against plain decoding. Without
+#: the bucket it is .07: where some drafts fail one after the other, it is empty, and plain steps must fill it again.
+REGRET = 0.11
 
 
 def drafting(stands: Callable[[int, int], float], level: float = 0.06) -> Method:

@@ -23,7 +23,7 @@ SEEDS = (11, 12)
 #: What each single run may lose against the best fixed choice in hindsight.
 REGRET = 0.1
 #: The same where equal steps differ by 30%: who is unsure of costs drafts less.
-NOISY_REGRET = 0.2
+NOISY_REGRET = 0.16
 
 
 def at_random(name: str, mean: float, levels: tuple[float, ...]) -> Script:

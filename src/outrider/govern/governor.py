@@ -162,6 +162,7 @@ class Governor:
 
     Attributes:
         chosen: How often each method was chosen at each length; ("none", 0) stands for plain decoding.
+        num_plans: That were made.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class Governor:
         self._here = self._standings.of(1, 0)
         self.acceptance = AcceptanceModel({each.name: each.prior for each in candidates})
         self.chosen: Counter[tuple[str, int]] = Counter()
+        self.num_plans = 0
         self._max_rows = max_rows
         self._plan, self._plan_reason = Plan(), ""
         self._since_longer: Counter[int] = Counter()
@@ -226,6 +228,7 @@ class Governor:
         free = [each for each in running if each.longest > 0 and each.methods]
         if free and self._must_plan(running):
             self._make_plan(running, free)
+            self.num_plans += 1
         measuring = bool(free) and self._is_time_for_plain(len(running) + sum(each.forced for each in running))
         decisions = {each.request: self._decision(each, measuring=measuring) for each in running}
         if not self._begin_step(self._work(running, decisions)):
@@ -276,12 +279,20 @@ class Governor:
         if batch == self._batch and self._plan_holds():
             return False
         self._batch, self._age, self._changed = batch, 0, False
-        return True
+        if self._is_broke:
+            self._plan = Plan()  # no draft could be paid, and no planning
+        return not self._is_broke
 
     def _plan_holds(self) -> bool:
         pause = _pause(len(self._batch))
         holds = self._holds * pause * (1 if self._plan.rows or pause == 1 else 2)  # of idle methods little is learnt
+        if self._is_broke and not self._plan.rows:
+            return True  # no draft could be paid, and no planning
         return self._age < holds and not (self._changed and self._age >= pause)
+
+    @property
+    def _is_broke(self) -> bool:
+        return self._purse.left <= 0.0
 
     def _make_plan(self, running: Sequence[Running], free: Sequence[Running]) -> None:
         here = self._here
@@ -357,7 +368,7 @@ class Governor:
     @property
     def scores_now(self) -> bool:
         """Whether idle methods are scored in this step."""
-        return self._step % _pause(len(self._batch)) == 0
+        return self._step % _pause(len(self._batch)) == 0 and not self._is_broke
 
     def shadows(self, running: Sequence[Running]) -> list[Shadow]:
         """Idle methods to score in this step, on texts where they were not scored for longest, within their share of the
@@ -436,9 +447,13 @@ class Governor:
         known = self._shadow_seconds.get(method, seconds / texts)
         self._shadow_seconds[method] = known + 0.2 * (seconds / texts - known)
 
+    def observe_own_seconds(self, seconds: float) -> None:
+        """Planning, or asking which idle methods to score, took so long."""
+        self._purse.spend(seconds)
+
     def observe_step(self, work: StepWork, times: StepTimes) -> None:
         """A step in which texts decoded and nothing else was done."""
-        if self._open is not None:
+        if self._open is not None and work.drafts:
             late = {each.method: each.rows for each in self._open.work.drafts}
             work = replace(work, drafts=tuple(replace(each, rows=late.get(each.method, 0)) for each in work.drafts))
         standing = self._standings.of(work.texts, work.context)

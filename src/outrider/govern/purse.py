@@ -43,11 +43,12 @@ class Purse:
         self._spent += seconds
 
     def end_step(self, seconds: float, plain: float) -> None:
-        """A step has ended.
+        """A step has ended. No more is owed than may be saved up: where the machine paused in a trial, drafts are tried
+        again within seconds.
 
         Args:
             seconds: That it took.
             plain: That a plain one takes.
         """
         self.most = max(MOST_SAVED, _OF_PLAIN * plain)
-        self._saved, self._spent = min(self.left + SHARE * seconds, self.most), 0.0
+        self._saved, self._spent = max(min(self.left + SHARE * seconds, self.most), -self.most), 0.0

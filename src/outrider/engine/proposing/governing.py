@@ -269,10 +269,12 @@ class Governing:
         for seq in self._decoding:
             self.begin(seq)
         for found in self._governed:
+            begun = perf_counter()
             own = [self._running(seq, found, depth(seq)) for seq in self._decoding if self._of.get(seq.seq_id) is found]
             if own:
                 with self._contained(found):
                     self.decisions |= found.governor.decide(own)
+                    found.governor.observe_own_seconds(self._believed(perf_counter() - begun, texts=0))
         for seq in self._decoding:
             if seq.request.speculation.engine_chooses:
                 self.decisions.setdefault(seq.seq_id, _FAULT)
@@ -335,12 +337,15 @@ class Governing:
     def shadows(self) -> list[tuple[Sequence, Method, Shadow]]:
         """Idle methods that are to be scored in this step."""
         found = []
-        by_id = {seq.seq_id: seq for seq in self._decoding}
         for governed in self._governed:
-            own = [self._running(seq, governed, 1) for seq in self._decoding if self._of.get(seq.seq_id) is governed]
-            chosen: list[Shadow] = []
             with self._contained(governed):
-                chosen = governed.governor.shadows(own) if governed.governor.scores_now else []
+                if not governed.governor.scores_now:
+                    continue
+            begun, chosen = perf_counter(), list[Shadow]()
+            by_id = {seq.seq_id: seq for seq in self._decoding if self._of.get(seq.seq_id) is governed}
+            with self._contained(governed):
+                chosen = governed.governor.shadows([self._running(seq, governed, 1) for seq in by_id.values()])
+                governed.governor.observe_own_seconds(self._believed(perf_counter() - begun, texts=0))
             for shadow in chosen:
                 if not any(each.method == shadow.method for each in self._pending.get(shadow.request, ())):
                     method = governed.members[shadow.method].method
@@ -387,8 +392,9 @@ class Governing:
             with self._contained(governed):
                 governed.governor.observe_shadow_seconds(shadow.method, 1, seconds)
 
-    def _believed(self, seconds: float) -> float:
-        return self._clock(StepWork(0, 1, 0), StepTimes(seconds, 0.0, 0.0)).propose
+    def _believed(self, seconds: float, texts: int = 1) -> float:
+        """Seconds of something that was done for one text beside the step, or for none but the governor itself."""
+        return self._clock(StepWork(0, texts, 0), StepTimes(seconds, 0.0, 0.0)).propose
 
     def _settle(self, seq: Sequence) -> None:
         """Score the drafts that the text has come past."""
@@ -428,6 +434,9 @@ class Governing:
         if not self._of:
             return
         for place, (item, step) in enumerate(zip(items, drafts, strict=True)):
+            decision = self.decisions.get(item.seq.seq_id)
+            if decision is not None and decision.method is None and item.seq.seq_id not in self._pending:
+                continue  # at once: this is every text of a batch that rests
             governed = self._of.get(item.seq.seq_id)
             if governed is None or place not in accepted:
                 continue
