@@ -7,7 +7,7 @@
 #   make docs        builds the documentation site into site/; a link that leads nowhere is an error
 # and two for those who have longer:
 #   make test-all    every test, also those marked slow. Tests beside other programs skip themselves unless these are there:
-#                    .venv/bin/python -m pip install -c constraints.txt -e '.[dev,peers,harness]'
+#                    .venv/bin/python -m pip install -c constraints.txt -e '.[dev,peers,harness,clients]'
 #   make soak        200 streaming clients on a real server for 5 minutes; a table and a plot go to results/soak/
 # None of them needs PIP_FLAGS. Where pip would take a PyTorch with CUDA, it may name another index for builds for CPUs:
 #   make demo PIP_FLAGS="--extra-index-url URL"     with the address that https://pytorch.org/get-started/locally/ shows

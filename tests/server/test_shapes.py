@@ -298,7 +298,7 @@ def test_a_value_of_a_wrong_kind_is_told_what_it_may_be(fields: dict[str, Any], 
     ("fields", "field", "said"),
     [
         ({"structured_outputs": {"rgex": "a"}}, "structured_outputs.rgex", "mean regex? structured_outputs knows: choice"),
-        ({"stream_options": {"x": 1}}, "stream_options.x", "stream_options knows: include_usage."),
+        ({"stream_options": {"x": 1}}, "stream_options.x", "stream_options knows: continuous_usage_stats, include_usage."),
         ({"response_format": {"type": "json_schema", "json_schema": {"scema": {}, "name": "a"}}},
          "response_format.json_schema.scema", "Did you mean schema?"),
         ({"messages": [_USER, {"role": "user", "contnt": "x"}]}, "messages.1.contnt", "Did you mean content?"),

@@ -109,8 +109,15 @@ class Answer(ABC):
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         body = {"id": self.id, "object": self.chunk_kind, "created": self.created, "model": self.model}
-        no_usage = {"usage": None} if self.job.asked.includes_usage else {}
-        return {**body, "choices": choices, **no_usage, **more}
+        so_far = {"usage": self._usage_so_far()} if self.job.asked.includes_usage else {}
+        return {**body, "choices": choices, **so_far, **more}
+
+    def _usage_so_far(self) -> dict[str, int] | None:
+        """What is told before the end; None where only the end is asked for."""
+        if not self.job.asked.includes_usage_so_far:
+            return None
+        num_prompt, num_told = self.job.num_prompt_tokens, self.num_told
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_told, "total_tokens": num_prompt + num_told}
 
     def _extras(self, place: int, output: CompletionOutput) -> dict[str, Any]:
         """What the request asked to be told beside the text."""

@@ -192,9 +192,10 @@ def _text_only(content: object) -> object:
 
 
 class StreamOptions(Shape):
-    """How a stream ends."""
+    """What a stream tells of its usage: in a last chunk, and (vLLM's field) so far in each chunk before it."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class PredictionShape(Shape):
@@ -301,6 +302,11 @@ class CommonRequest(Shape):
         """Whether a stream ends with a chunk that tells the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """Whether each chunk before that one tells it too."""
+        return self.stream_options is not None and self.includes_usage and self.stream_options.continuous_usage_stats
+
 
 class CompletionRequest(CommonRequest):
     """The body of /v1/completions."""
@@ -334,6 +340,7 @@ class ToolCall(Shape):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None  # of a stream's piece, which Open WebUI sends back with the call
 
 
 class Message(Shape):
@@ -346,6 +353,7 @@ class Message(Shape):
     tool_call_id: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
+    provider_specific_fields: dict[str, Any] | None = None  # what LiteLLM adds to an answer, and sends back with it
     audio: None = None
     function_call: None = None
 
