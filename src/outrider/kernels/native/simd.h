@@ -118,6 +118,13 @@ INLINE floats fused(floats a, floats b, floats sum) {
 #endif
 }
 
+/* The same number in every lane. A compiler adds it to a vector of zeros where it is told so, since -0 would become 0. */
+INLINE floats splat(float value) {
+    int32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (floats)((int_lanes){0} + bits);
+}
+
 /* Turns bytes into floats. Compilers do this one byte at a time, although there is an instruction for all of them. */
 INLINE floats floats_from_int8(const int8_t *bytes) {
 #if defined(__AVX512F__)
