@@ -46,7 +46,8 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 NO_TORCH = (
     "trace.py",
     "cache/blocks.py",
-    "cache/lease.py",
+    "cache/layer_spec.py",
+    "cache/state.py",
     "engine/scheduling/scheduler.py",
     "engine/sequence.py",
     "engine/detokenizer.py",

@@ -11,6 +11,7 @@ import torch
 
 from outrider import LLM, SamplingParams, SpeculationConfig, Suffix
 from outrider.cache.blocks import BlockManager
+from outrider.cache.memory import StateMemory
 from outrider.config import CacheConfig, ModelConfig
 from outrider.embedded import default_model
 from outrider.errors import ContradictionError, UnsupportedModelError
@@ -36,7 +37,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def _logits_by_schedule(llm: LLM) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Of one text: in one pass, row by row, in chunks beside a neighbour, and as a branch of a tree."""
     runner = llm.engine.runner
-    runner.blocks = BlockManager(64, 8)
+    runner.memory = StateMemory(BlockManager(64, 8))
     tokens = [(11 * i * i + 3 * i + 1) % checkpoints.VOCAB_SIZE for i in range(40)]
     one, two, three, four, five = (runner.blocks.allocate(7) for _ in range(5))
     whole = runner.forward([Segment(tokens, 0, one)]).logits

@@ -133,7 +133,7 @@ def test_poisson_arrivals_change_no_text(paths: tuple[str, str], alone: LLM, see
     for _ in arrivals.run():
         assert len(calls) - passes <= 1, "more than one target pass in a step"
         passes = len(calls)
-        runner.blocks.check_integrity([seq.kv.block_table for seq in engine.scheduler.running])
+        runner.blocks.check_integrity([seq.state.block_table for seq in engine.scheduler.running])
         for proposer in llm.proposers:
             proposer.check_integrity()
     assert sum(calls) == engine.stats.num_rows, "rows that nobody asked for"
@@ -157,7 +157,7 @@ def assert_nothing_is_left(llm: LLM) -> None:
     for proposer in llm.proposers:
         proposer.check_integrity()
         if isinstance(proposer, DraftModelProposer):
-            assert not proposer._leases
+            assert not proposer._states
             assert proposer.runner.blocks.num_free == proposer.runner.blocks.num_blocks
 
 
@@ -182,7 +182,7 @@ def test_the_audit_notices_a_wrong_slot(paths: tuple[str, str]) -> None:
     seq = request.sequences[0]
     audit = CacheAudit(llm.engine)
     assert audit.difference(seq) < 1e-5
-    llm.engine.runner.pool.move([seq.kv.block_table[0] * 4], [seq.kv.block_table[0] * 4 + 2])
+    llm.engine.runner.pool.move([seq.state.block_table[0] * 4], [seq.state.block_table[0] * 4 + 2])
     assert audit.difference(seq) > 1e-3
     llm.engine.cancel(request)
 
@@ -202,7 +202,7 @@ def test_samples_share_the_prompt_and_copy_on_write(paths: tuple[str, str]) -> N
     request = llm.engine.add_request(prompt, SamplingParams(n=3, seed=1, max_tokens=8), SpeculationConfig())
     llm.engine.step()
     llm.engine.step()
-    tables = [seq.kv.block_table for seq in request.sequences]
+    tables = [seq.state.block_table for seq in request.sequences]
     assert len({tuple(t[:2]) for t in tables}) == 1, "full blocks are shared"
     assert len({t[2] for t in tables}) == 3, "the block they write to is not"
     while llm.engine.has_work:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.cache.memory import StateMemory
+from outrider.cache.state import SequenceState
 from outrider.engine import committing, rounds, verification
 from outrider.engine import engine as engine_module
 from outrider.engine.committing import Committing
@@ -17,7 +19,6 @@ from outrider.engine.engine import Engine
 from outrider.engine.proposing.tree_builders import TreeBuilders
 from outrider.engine.sequence import Sequence
 from outrider.errors import StepAbortedError
-from outrider.model.runner import ModelRunner
 from outrider.request_options import RequestOptions
 from outrider.verify.noise import NoiseReuseError
 from outrider.verify.verifier import Verifier
@@ -88,30 +89,29 @@ def in_verification(fault: Fault, patch: pytest.MonkeyPatch, llm: LLM) -> None:
 
 
 def in_compaction(fault: Fault, patch: pytest.MonkeyPatch, llm: LLM) -> None:
-    stock, engine = ModelRunner.compact, llm.engine
+    stock, engine = SequenceState.commit, llm.engine
 
-    def compact(self: ModelRunner, table: list[int], *args: Any) -> None:
+    def commit(self: SequenceState, *args: Any) -> None:
         for seq in engine.scheduler.running:
-            if seq.kv.block_table is table:
+            if seq.state is self:
                 fault.about(seq.request)
-        stock(self, table, *args)
+        stock(self, *args)
 
-    patch.setattr(ModelRunner, "compact", compact)
+    patch.setattr(SequenceState, "commit", commit)
 
 
 def in_copies(fault: Fault, patch: pytest.MonkeyPatch, llm: LLM) -> None:
     """When samples part, each gets a copy of the block that all of them would write to."""
-    stock, engine = ModelRunner.copy_blocks, llm.engine
+    stock, engine = StateMemory.make_copies, llm.engine
     fault.num_passed = 3
 
-    def copy_blocks(self: ModelRunner, pairs: Any) -> None:
-        for _, destination in pairs:
-            for seq in engine.scheduler.running:
-                if destination in seq.kv.block_table:
-                    fault.about(seq.request)
-        stock(self, pairs)
+    def make_copies(self: StateMemory, states: Any) -> None:
+        for seq in engine.scheduler.running:
+            if seq.state in states and seq.state.copies:
+                fault.about(seq.request)
+        stock(self, states)
 
-    patch.setattr(ModelRunner, "copy_blocks", copy_blocks)
+    patch.setattr(StateMemory, "make_copies", make_copies)
 
 
 def in_forks(fault: Fault, patch: pytest.MonkeyPatch, llm: LLM) -> None:

@@ -49,7 +49,7 @@ def llm() -> Iterator[LLM]:
     llm.engine.check_integrity()
     for proposer in llm.proposers:
         assert isinstance(proposer, DraftModelProposer)
-        assert not proposer._leases
+        assert not proposer._states
         assert not getattr(proposer._bridge, "_readings", {})
         assert proposer.runner.blocks.num_free == proposer.runner.blocks.num_blocks
 
@@ -137,9 +137,9 @@ def test_what_is_kept_is_what_would_be_computed_anew(
     stock = proposer.begin_draft
 
     def forgetful(request: Any, requests: Any) -> Any:
-        lease = proposer._leases.pop(request.sequence.seq_id, None)
-        if lease is not None:
-            lease.free()
+        state = proposer._states.pop(request.sequence.seq_id, None)
+        if state is not None:
+            state.free()
         proposer._bridge.forget(request.sequence)
         return stock(request, requests)
 

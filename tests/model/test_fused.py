@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider import LLM, SamplingParams
 from outrider.cache.blocks import BlockManager
+from outrider.cache.memory import StateMemory
 from outrider.config import CacheConfig, ModelConfig
 from outrider.errors import UnsupportedModelError
 from outrider.kernels.library import available_sets
@@ -101,7 +102,7 @@ def test_every_activation_with_and_without_a_gate(
 
 def in_pieces(runner: ModelRunner, cuts: list[int], beside: bool) -> Tensor:
     """Logits of the text computed chunk by chunk, in blocks that lie anywhere, alone or with neighbours."""
-    runner.blocks = BlockManager(64, 4)
+    runner.memory = StateMemory(BlockManager(64, 4))
     spare = runner.blocks.allocate(5)
     table = runner.blocks.allocate(12)[::-1]
     found, start = [], 0
@@ -134,7 +135,7 @@ def test_bits_do_not_depend_on_the_chunk_or_the_batch(
 def test_a_tree_computes_the_bits_of_its_paths(paths: dict[str, str], name: str, instruction_set: str) -> None:
     runner = runner_of(paths[name], "bfloat16")
     whole = in_pieces(runner, [], beside=False)
-    runner.blocks = BlockManager(64, 4)
+    runner.memory = StateMemory(BlockManager(64, 4))
     table = runner.blocks.allocate(12)
     runner.forward([Segment(TEXT[:20], 0, table)])
     tokens = [TEXT[20], 9, TEXT[21], 4, TEXT[22], 8, TEXT[23]]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
-from outrider.cache.lease import KVLease
+from outrider.cache.state import SequenceState
 from outrider.engine.committing import Committing
 from outrider.engine.engine import Engine
 from outrider.engine.hosting.thread import EngineThread
@@ -60,14 +60,14 @@ def interrupting(method: Callable[..., Any], when: Callable[..., bool]) -> Calla
     return interrupted
 
 
-@pytest.mark.parametrize(("owner", "method"), [(Committing, "_extend"), (KVLease, "publish"), (Engine, "_retire")])
+@pytest.mark.parametrize(("owner", "method"), [(Committing, "_extend"), (SequenceState, "publish"), (Engine, "_retire")])
 def test_an_interrupt_while_a_finishing_step_commits_loses_no_seat(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
 ) -> None:
     def finished(*given: Any) -> bool:
-        """Whether it is about a finished sequence, given itself or by its lease."""
+        """Whether it is about a finished sequence, given itself or by its state."""
         known = [*llm.engine.scheduler.running, *(one for one in given if isinstance(one, Sequence))]
-        return any(seq.status is Status.FINISHED and (seq in given or seq.kv in given) for seq in known)
+        return any(seq.status is Status.FINISHED and (seq in given or seq.state in given) for seq in known)
 
     monkeypatch.setattr(owner, method, interrupting(getattr(owner, method), finished))
     before = llm.health.num_broken_steps
@@ -83,10 +83,10 @@ def test_an_interrupted_step_ends_the_streams_it_served_and_says_so(llm: LLM, mo
     served = llm.stream(PROMPTS[0], LONG)
     next(served)
 
-    def of_the_target(lease: KVLease, *_: Any) -> bool:
-        return any(seq.kv is lease for seq in llm.engine.scheduler.running)
+    def of_the_target(state: SequenceState, *_: Any) -> bool:
+        return any(seq.state is state for seq in llm.engine.scheduler.running)
 
-    monkeypatch.setattr(KVLease, "publish", interrupting(KVLease.publish, of_the_target))
+    monkeypatch.setattr(SequenceState, "publish", interrupting(SequenceState.publish, of_the_target))
     with pytest.raises(StepAbortedError, match="KeyboardInterrupt"):
         list(served)
     assert llm.generate(PROMPTS[1], SHORT)
@@ -161,7 +161,7 @@ def test_books_that_do_not_agree_after_a_fault_are_begun_anew(llm: LLM, monkeypa
         stock(self, *args)
         if left.pop():
             left.append(False)
-            self._runner.blocks._ref_count[0] += 1
+            llm.engine.runner.blocks._ref_count[0] += 1
             raise ValueError("planted")
         left.append(False)
 

@@ -11,6 +11,7 @@ import torch
 
 from outrider import LLM, Ngram, SamplingParams, SpeculationConfig, Suffix
 from outrider.cache.blocks import BlockManager
+from outrider.cache.memory import StateMemory
 from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.kernels.expert_stacks import pack_stacks, unpack_stacks
 from outrider.kernels.formats.registry import FORMATS
@@ -47,13 +48,13 @@ class Passes:
     """Passes of a model over one context, each in a memory of its own."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        runner.blocks = BlockManager(256, 4)
+        runner.memory = StateMemory(BlockManager(256, 4))
         self._runner = runner
         self.alone = torch.cat([rows for _, rows in self.chunks([1] * len(ROWS))])
 
     def chunks(self, sizes: list[int], beside: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
         """Where each pass of the rows begins, and its logits; beside a neighbour of so many rows."""
-        self._runner.blocks = BlockManager(256, 4)
+        self._runner.memory = StateMemory(BlockManager(256, 4))
         own, other = (self._runner.blocks.allocate(24) for _ in range(2))
         self._runner.forward([Segment(CONTEXT, 0, own)])
         at = 0
@@ -65,7 +66,7 @@ class Passes:
 
     def tree(self, size: int) -> torch.Tensor:
         """Logits of the first rows as a branch, each with a sibling before it that nobody sees."""
-        self._runner.blocks = BlockManager(256, 4)
+        self._runner.memory = StateMemory(BlockManager(256, 4))
         own = self._runner.blocks.allocate(24)
         self._runner.forward([Segment(CONTEXT, 0, own)])
         rows = [token for right in ROWS[:size] for token in ((right + 1) % VOCAB, right)]

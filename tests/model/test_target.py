@@ -11,7 +11,8 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.cache.blocks import BlockManager
-from outrider.cache.lease import KVLease, KVView
+from outrider.cache.memory import StateMemory
+from outrider.cache.state import KVView, SequenceState
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.model import hf
 from outrider.model.target import Target
@@ -72,11 +73,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return LLM(path, dtype="float64", **how), Oracle(path)
 
 
-def lease(llm: LLM) -> KVLease:
+def empty_state(llm: LLM) -> SequenceState:
     """Room for a text, nothing of it computed."""
-    kv = KVLease(llm.engine.runner.blocks)
-    assert kv.grow(len(TEXT) + 8)
-    return kv
+    return llm.engine.runner.memory.room_for(len(TEXT) + 8)
 
 
 def close(ours: Tensor, theirs: Tensor) -> bool:
@@ -97,7 +96,7 @@ def test_embed(case: tuple[LLM, Oracle]) -> None:
 
 def test_norm_and_head(case: tuple[LLM, Oracle]) -> None:
     llm, oracle = case
-    target, kv = Target(llm.engine.runner), lease(llm)
+    target, kv = Target(llm.engine.runner), empty_state(llm)
     out = target.run([target.rows(KVView(kv), TEXT, 0)])
     assert out.hidden is not None
     assert close(target.norm(out.hidden), oracle.hidden(TEXT)[-1])
@@ -108,7 +107,7 @@ def test_norm_and_head(case: tuple[LLM, Oracle]) -> None:
 
 def test_the_first_layers_and_then_the_others(case: tuple[LLM, Oracle]) -> None:
     llm, oracle = case
-    target, kv = Target(llm.engine.runner), lease(llm)
+    target, kv = Target(llm.engine.runner), empty_state(llm)
     rows = target.rows(KVView(kv), TEXT, 0)
     first = target.run([rows], layers=(0, 1))
     assert first.hidden is not None
@@ -122,7 +121,7 @@ def test_the_first_layers_and_then_the_others(case: tuple[LLM, Oracle]) -> None:
 def test_a_layer_is_skipped(case: tuple[LLM, Oracle]) -> None:
     """With its deep branches scaled by nothing a skipped layer must be missed: the negative control."""
     llm, oracle = case
-    target, kv = Target(llm.engine.runner), lease(llm)
+    target, kv = Target(llm.engine.runner), empty_state(llm)
     without = target.run([target.rows(KVView(kv), TEXT, 0)], layers=[0, 1, *range(3, target.num_layers)])
     assert not close(without.logits, oracle.logits(TEXT))
     skipped = oracle.model.base_model.get_submodule(_path_of_layers(oracle.model))[2]
@@ -151,7 +150,7 @@ def _path_of_layers(model: Any) -> str:
 
 def test_trees_and_chunks_over_the_same_memory(case: tuple[LLM, Oracle]) -> None:
     llm, oracle = case
-    target, kv = Target(llm.engine.runner), lease(llm)
+    target, kv = Target(llm.engine.runner), empty_state(llm)
     first, rest = TEXT[:5], TEXT[5:]
     target.run([target.rows(KVView(kv), first, 0, logits_from=5)], layers=(0, 1))
     tree = target.rows(KVView(kv), [*rest[:1], 2, *rest[1:]], 5, (-1, -1, 0, 2, 3))
@@ -163,7 +162,7 @@ def test_trees_and_chunks_over_the_same_memory(case: tuple[LLM, Oracle]) -> None
 
 def test_aux_layers_of_a_partial_pass(case: tuple[LLM, Oracle]) -> None:
     llm, oracle = case
-    target, kv = Target(llm.engine.runner), lease(llm)
+    target, kv = Target(llm.engine.runner), empty_state(llm)
     out = target.run([target.rows(KVView(kv), TEXT, 0)], layers=(0, 1), aux_layers=(1,))
     assert close(out.aux_hidden_states[1], oracle.hidden(TEXT)[1])
     kv.free()
@@ -173,7 +172,7 @@ def test_nothing_is_left_behind(case: tuple[LLM, Oracle]) -> None:
     """After the handle was used the model is what it was."""
     llm, _ = case
     before = llm.generate([TEXT], SamplingParams(temperature=0, max_tokens=8))[0].token_ids
-    target, kv = Target(llm.engine.runner), lease(llm)
+    target, kv = Target(llm.engine.runner), empty_state(llm)
     target.run([target.rows(KVView(kv), TEXT, 0)], layers=(1,))
     target.head(target.norm(target.embed(TEXT)))
     kv.free()
@@ -182,7 +181,7 @@ def test_nothing_is_left_behind(case: tuple[LLM, Oracle]) -> None:
 
 def test_what_is_refused(case: tuple[LLM, Oracle]) -> None:
     llm, _ = case
-    target, kv = Target(llm.engine.runner), lease(llm)
+    target, kv = Target(llm.engine.runner), empty_state(llm)
     rows = target.rows(KVView(kv), TEXT, 0)
     passes = llm.engine.runner.num_passes
     with pytest.raises(InvalidParameterError, match=r"layers=4: the target has 4 layers. Use 0 to 3"):
@@ -207,7 +206,7 @@ def test_what_is_refused(case: tuple[LLM, Oracle]) -> None:
         with pytest.raises(InvalidParameterError, match="logits_from"):
             target.rows(KVView(kv), [1, 2], 0, logits_from=first)
     with pytest.raises(InvalidParameterError, match="not the target's KV"):
-        target.rows(KVView(KVLease(BlockManager(9, 4))), [1], 0)
+        target.rows(KVView(StateMemory(BlockManager(9, 4)).state()), [1], 0)
     with pytest.raises(InvalidParameterError, match=r"Use \[9, 32\]"):
         target.run([rows], resume_from=torch.zeros(3, 32))
     with pytest.raises(InvalidParameterError, match="token id outside"):
@@ -216,22 +215,21 @@ def test_what_is_refused(case: tuple[LLM, Oracle]) -> None:
         target.head(torch.zeros(2, 5))
     with pytest.raises(ContradictionError, match="Stay within the budget"):
         target.rows(KVView(kv), [1] * 200, 0)
-    kv.num_computed = 4
+    kv.commit(0, range(4))
     with pytest.raises(ContradictionError, match="Start at 4 or later"):
         target.rows(KVView(kv), [1], 3)
     with pytest.raises(ContradictionError, match="Start at 4 or later"):
         target.run([rows])  # made when this was still behind the text
     assert llm.engine.runner.num_passes == passes, "refused before any work"
-    kv.num_computed = 0
     kv.free()
 
 
 def test_rows_end_where_the_rotary_factors_change(tmp_path: Path) -> None:
     """The depth of a tree counts, and not its rows."""
     llm = LLM(checkpoints.save("longrope", tmp_path, seed=4), dtype="float64", block_size=4)
-    kv = KVLease(llm.engine.runner.blocks, None, checkpoints.LONG_AFTER)
+    kv = llm.engine.runner.memory.state()
     kv.open([1], share=False)
-    kv.make_writable(checkpoints.LONG_AFTER + 8)
+    assert kv.reserve(checkpoints.LONG_AFTER + 8)
     last, target = checkpoints.LONG_AFTER - 1, Target(llm.engine.runner)
     target.run([target.rows(KVView(kv), [1] * last, 0)])
     out = target.run([target.rows(KVView(kv), [1, 2, 1], last, parents=(-1, -1, -1))])

@@ -38,7 +38,7 @@ from outrider.prove.settings import HEADS_SETTINGS, SETTINGS, SHARED_TARGET_LAYE
 from outrider.prove.tiny import save_tiny_llama
 from outrider.prove.tiny_heads import save_tiny_heads
 from tests.model import checkpoints, test_boundary, test_heads, test_target
-from tests.unit import test_lease
+from tests.unit import test_state
 
 PROMPT = [1, 5, 9, 2, 7, 7, 3, 11, 4]
 VOCAB_SIZE = 16
@@ -232,17 +232,18 @@ def a_turn_goes_on_where_the_last_stopped() -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def leases() -> None:
+def states() -> None:
     """What the text confirms stays and nothing else; a twin knows all that the first one knows, and goes its own way."""
     for text, num_computed in (([1, 2, 3, 7, 8, 9], 5), ([1, 2, 3, 7, 9, 9], 4), ([1, 2, 3, 9, 8, 1], 3), ([1, 2, 3], 2)):
-        test_lease.test_rolling_back_keeps_what_the_text_confirms(text, num_computed)
-    lease = test_lease.computed(BlockManager(10, 2), [1, 2, 3], ahead=(7, 8))
-    twin = lease.fork()
+        test_state.test_rolling_back_keeps_what_the_text_confirms(text, num_computed)
+    state = test_state.computed(BlockManager(10, 2), [1, 2, 3], ahead=(7, 8))
+    twin = state.fork()
     assert (twin.num_computed, twin.ahead, twin.num_published) == (3, [7, 8], 1)
-    lease.roll_back([1, 2, 3, 9])
+    state.run_ahead([9])
+    state.roll_back([1, 2, 3, 9])
     assert (twin.num_computed, twin.ahead) == (3, [7, 8])
     twin.roll_back([1, 2, 3, 7, 8, 9])
-    assert (lease.num_computed, twin.num_computed) == (3, 5)
+    assert (state.num_computed, twin.num_computed) == (3, 5)
 
 
 def shallow() -> None:

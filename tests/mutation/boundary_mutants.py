@@ -142,43 +142,43 @@ BOUNDARY_MUTANTS = (
     _mutant(
         "shared blocks copied after the proposers have read them",
         "engine/engine.py",
-        "                self._copy_blocks(plan)  # first of all: a proposer may read the target's KV\n"
+        "                self._make_copies(plan)  # first of all: a proposer may read the target's KV\n"
         "                self.runner.partial_rows.clear()\n                drafts = self._propose(plan)\n",
         "                self.runner.partial_rows.clear()\n                drafts = self._propose(plan)\n"
-        "                self._copy_blocks(plan)\n",
+        "                self._make_copies(plan)\n",
         "shallow",
     ),
     _mutant(
         "rolling back keeps a token that the text does not confirm",
-        "cache/lease.py",
+        "cache/state.py",
         "            if self.ahead[confirmed] != (token_ids[place] if place < size else loose[place - size]):\n",
         "            if False:\n",
-        "leases",
+        "states",
     ),
     _mutant(
         "rolling back leaves the tokens ahead",
-        "cache/lease.py",
+        "cache/state.py",
         "self.ahead = self.ahead[settled:confirmed]\n",
         "self.ahead = self.ahead[settled:]\n",
-        "leases",
+        "states",
     ),
     _mutant(
         "a fork forgets how much is computed",
-        "cache/lease.py",
+        "cache/state.py",
         "twin.num_computed, twin.ahead, twin.num_published = self.num_computed, list(self.ahead), self.num_published",
         "twin.ahead, twin.num_published = list(self.ahead), self.num_published",
-        "leases",
+        "states",
     ),
     _mutant(
-        "two leases share the list of tokens ahead",
-        "cache/lease.py",
+        "two states share the list of tokens ahead",
+        "cache/state.py",
         "self.num_computed, list(self.ahead), self.num_published",
         "self.num_computed, self.ahead, self.num_published",
-        "leases",
+        "states",
     ),
     _mutant(
         "KV of other rotary factors is kept",
-        "cache/lease.py",
+        "cache/state.py",
         "        self.free()\n        self.long_rope = not self.long_rope\n",
         "        self.long_rope = not self.long_rope\n",
         "longrope",
@@ -186,8 +186,8 @@ BOUNDARY_MUTANTS = (
     _mutant(
         "rejected rows count as computed",
         "engine/committing.py",
-        "        seq.kv.num_computed += num_accepted\n",
-        "        seq.kv.num_computed += len(draft)\n",
+        "*(item.num_rows + node for node in accepted)])",
+        "*(item.num_rows + node for node in range(len(step.draft)))])",
         "cache_truth",
     ),
     _mutant(

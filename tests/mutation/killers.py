@@ -438,6 +438,7 @@ def kernels_decoder() -> None:
     from transformers import AutoModelForCausalLM
 
     from outrider.cache.blocks import BlockManager
+    from outrider.cache.memory import StateMemory
     from outrider.model.batch import Segment
     from outrider.prove.tiny import raise_norms
     from tests.model import checkpoints
@@ -450,7 +451,7 @@ def kernels_decoder() -> None:
         with torch.inference_mode():
             want = model(torch.tensor([text]), use_cache=False).logits[0]
         runner = LLM(path, dtype="float64", attention_backend="fused", block_size=4).engine.runner
-        runner.blocks = BlockManager(40, 4)
+        runner.memory = StateMemory(BlockManager(40, 4))
         spare, table = runner.blocks.allocate(5), runner.blocks.allocate(11)[::-1]
         first = runner.forward([Segment(text[:9], 0, spare), Segment(text[:35], 0, table)]).logits[9:]
         tokens, parents = [text[35], 7, *text[36:43]], (-1, 0, 0, *range(2, 8))  # deeper than the window, with an uncle

@@ -165,7 +165,7 @@ MUTANTS = (
         9,
         "propose/methods/draft_model.py",
         "        return [d.growth.draft() for d in drafting]",
-        "        for d in drafting:\n            d.text.lease.ahead += [n.token_id for n in d.growth.nodes[-1:]]\n"
+        "        for d in drafting:\n            d.text.state.ahead += [n.token_id for n in d.growth.nodes[-1:]]\n"
         "        return [d.growth.draft() for d in drafting]",
         "self_draft_is_accepted",
     ),
@@ -451,9 +451,9 @@ MUTANTS = (
     Mutant(
         "accepted tree rows left where they were",
         16,
-        "engine/committing.py",
-        "self._runner.compact(seq.kv.block_table, start, [0, *(node + 1 for node in verdict.path)])",
-        "pass",
+        "cache/state.py",
+        "        if moved:  # never after a chain\n",
+        "        if False:\n",
         "tree_text",
     ),
     Mutant(
@@ -541,7 +541,7 @@ MUTANTS = (
         "copied block not filled",
         14,
         "engine/engine.py",
-        "                self._copy_blocks(plan)  # first of all: a proposer may read the target's KV\n",
+        "                self._make_copies(plan)  # first of all: a proposer may read the target's KV\n",
         "",
         "samples_apart",
     ),

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from outrider.cache.lease import KVLease
+from outrider.cache.state import SequenceState
 from outrider.cli.main import main
 from outrider.engine.verification import Verification
 from outrider.propose.methods.draft_model import DraftModelProposer
@@ -39,7 +39,7 @@ def plant_faults() -> None:
     def verify(self: Verification, plan: Any, drafts: Any, out: Any) -> Any:
         if _due:
             if _due.pop() == signal.SIGUSR2:
-                plan.items[0].seq.kv.block_table.pop()
+                plan.items[0].seq.state.block_table.pop()
             while "OUTRIDER_HANGS" in os.environ:
                 run._HANGING_SECONDS = run.PARTING_SECONDS = 1  # it waits no longer than this for what never comes
                 time.sleep(1)
@@ -75,14 +75,14 @@ def plant_defect(name: str) -> None:
 
         CompletionAnswer._delta = twice  # type: ignore[method-assign]
     elif name == "a block is lost":
-        free = KVLease.free
+        free = SequenceState.free
 
-        def lose(lease: KVLease) -> None:
-            if len(lease.block_table) > 2:
-                lease.block_table.pop()
-            free(lease)
+        def lose(state: SequenceState) -> None:
+            if len(state.block_table) > 2:
+                state.block_table.pop()
+            free(state)
 
-        KVLease.free = lose  # type: ignore[method-assign]
+        SequenceState.free = lose  # type: ignore[method-assign]
     elif name == "the draft model keeps a text":
         DraftModelProposer.finish = lambda self, sequence: None  # type: ignore[method-assign]
     elif name == "a tenant's requests take long to prepare":

@@ -61,7 +61,7 @@ def test_control_an_overwritten_slot_is_seen(paths):
         llm.engine.step()
     audit, size = CacheAudit(llm.engine), llm.engine.runner.blocks.block_size
     assert audit.difference(seq) <= BOUND
-    slots = [seq.kv.block_table[i // size] * size + i % size for i in (0, seq.kv.num_computed - 1)]
+    slots = [seq.state.block_table[i // size] * size + i % size for i in (0, seq.state.num_computed - 1)]
     with torch.inference_mode():
         llm.engine.runner.pool.move(slots[:1], slots[1:])
     assert audit.difference(seq) > 1e-3

@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any, ClassVar
 
 from outrider.cache.blocks import BlockManager
-from outrider.cache.lease import KVLease
+from outrider.cache.memory import StateMemory
 from outrider.engine.detokenizer import TextStream
 from outrider.engine.sequence import Request, Sequence
 from outrider.params import SamplingParams
@@ -61,15 +61,14 @@ def make_request(
 ) -> Request:
     """A request of so many (or these) prompt tokens, with its sequences, whose KV is to lie in `blocks`."""
     tokens = list(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt
-    memory = BlockManager(64, 4) if blocks is None else blocks
+    memory = StateMemory(BlockManager(64, 4) if blocks is None else blocks, long_rope_after)
     sampling = SamplingParams(**params)
     seed = 1 if sampling.seed is None else sampling.seed
     options = RequestOptions(namespace=namespace, priority=priority)
     request = Request(next(_ids), None, tuple(tokens), sampling, speculation, seed, eos, options=options)
     for index in range(sampling.n):
-        kv = KVLease(memory, namespace, long_rope_after)
         text = TextStream(None, ())
-        seq = Sequence(next(_ids), request, index, text, max_model_len, kv, long_rope_after=long_rope_after)
+        seq = Sequence(next(_ids), request, index, text, max_model_len, memory.state(namespace))
         request.sequences.append(seq)
     return request
 

@@ -131,7 +131,7 @@ def test_tokens_are_shared_by_weight(weight: float) -> None:
         traffic.step()
     assert traffic.s.waiting.tenants == {"a", "b"}, "both want more than they get"
     computed = {
-        tenant: sum(seq.kv.num_computed for seq in traffic.order if seq.request.options.namespace == tenant)
+        tenant: sum(seq.state.num_computed for seq in traffic.order if seq.request.options.namespace == tenant)
         for tenant in "ab"
     }
     ended = {

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from outrider.cache.blocks import BlockManager
-from outrider.cache.lease import KVLease, KVView
+from outrider.cache.memory import StateMemory
+from outrider.cache.state import KVView
 from outrider.model.batch import Segment
 from outrider.model.partial_rows import PartialChain, PartialRows
 
@@ -18,7 +19,7 @@ TABLE = (3, 1, 4)
 
 @pytest.fixture
 def kv() -> KVView:
-    return KVView(KVLease(BlockManager(8, 4)))
+    return KVView(StateMemory(BlockManager(8, 4)).state())
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_other_memory_holds_other_rows(rows: PartialRows, kv: KVView, change: di
 
 
 def test_sequences_are_kept_apart(rows: PartialRows, kv: KVView) -> None:
-    other = KVView(KVLease(BlockManager(8, 4)))
+    other = KVView(StateMemory(BlockManager(8, 4)).state())
     run(rows, kv, segment([7], 5), 1.0)
     run(rows, other, segment([7], 5), 2.0)
     both = rows.find([other, kv], [segment([7], 5), segment([7], 5)])

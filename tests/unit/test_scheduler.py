@@ -19,19 +19,27 @@ from tests.unit import builders
 from tests.unit.builders import DRAFTING, Planted, PlantedTree
 
 
+class MemoryScheduler(Scheduler):
+    """A scheduler, and the blocks that all its sequences share."""
+
+    def __init__(self, config: SchedulerConfig, max_model_len: int, blocks: BlockManager) -> None:
+        super().__init__(config, max_model_len)
+        self.blocks = blocks
+
+
 def scheduler(
     *, rows: int = 100, seqs: int = 8, blocks: int = 50, block_size: int = 4, caching: bool = True, max_len: int = 1000
-) -> Scheduler:
+) -> MemoryScheduler:
     config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=rows)
-    return Scheduler(config, BlockManager(blocks, block_size, prefix_caching=caching), max_len)
+    return MemoryScheduler(config, max_len, BlockManager(blocks, block_size, prefix_caching=caching))
 
 
-def make_request(s: Scheduler, prompt: int | list[int], **how: Any) -> Request:
+def make_request(s: MemoryScheduler, prompt: int | list[int], **how: Any) -> Request:
     """A request whose KV lies in the scheduler's memory."""
     return builders.make_request(prompt, blocks=s.blocks, **how)
 
 
-def make_sequence(s: Scheduler, prompt: int | list[int], **how: Any) -> Sequence:
+def make_sequence(s: MemoryScheduler, prompt: int | list[int], **how: Any) -> Sequence:
     return builders.make_sequence(prompt, blocks=s.blocks, **how)
 
 
@@ -43,18 +51,31 @@ def drafted(item: ScheduledSequence) -> int:
 def compute(item: ScheduledSequence, accepted: int = 0) -> None:
     """What a pass does to a scheduled sequence: its rows are computed, and tokens come where the text is complete."""
     seq, completes = item.seq, item.completes
-    seq.kv.num_computed += item.num_rows
+    start, num_rows = seq.state.num_computed, item.num_rows
     if completes:
         for _ in range(accepted):
             if seq.status is Status.RUNNING:
                 seq.append(500 + len(seq.token_ids), TokenOrigin.ACCEPTED)
-                seq.kv.num_computed += 1
-        if seq.status is Status.RUNNING:
-            seq.append(500 + len(seq.token_ids), TokenOrigin.PLAIN)
+                num_rows += 1
+    seq.state.commit(start, range(num_rows))
+    if completes and seq.status is Status.RUNNING:
+        seq.append(500 + len(seq.token_ids), TokenOrigin.PLAIN)
 
 
-def step(s: Scheduler) -> Schedule:
+def copies(plan: Schedule) -> list[tuple[int, int]]:
+    """The blocks that the sequences of a step want copied."""
+    return [pair for item in plan.items for pair in item.seq.state.copies]
+
+
+def make_copies(plan: Schedule) -> None:
+    """What the engine does before the pass; there are no tensors here."""
+    for item in plan.items:
+        item.seq.state.memory.make_copies([item.seq.state])
+
+
+def step(s: MemoryScheduler) -> Schedule:
     plan = s.schedule()
+    make_copies(plan)
     for item in plan.items:
         compute(item)
     return plan
@@ -64,12 +85,12 @@ def rows(plan: Schedule) -> dict[int, int]:
     return {item.seq.seq_id: item.num_rows for item in plan.items}
 
 
-def add(s: Scheduler, *seqs: Sequence) -> None:
+def add(s: MemoryScheduler, *seqs: Sequence) -> None:
     for seq in seqs:
         s.add(seq)
 
 
-def running(s: Scheduler, prompt: int | list[int], **how: Any) -> Sequence:
+def running(s: MemoryScheduler, prompt: int | list[int], **how: Any) -> Sequence:
     """A sequence that has computed its prompt and written one token."""
     seq = make_sequence(s, prompt, **how)
     s.add(seq)
@@ -93,7 +114,7 @@ def test_a_prompt_that_fits_is_computed_at_once() -> None:
     add(s, seq)
     (item,) = s.schedule().items
     assert (item.seq, item.num_rows, item.completes, drafted(item)) == (seq, 10, True, 0)
-    assert len(seq.kv.block_table) == 3
+    assert len(seq.state.block_table) == 3
 
 
 def test_a_long_prompt_comes_in_chunks_and_only_the_last_completes() -> None:
@@ -172,8 +193,8 @@ def test_a_text_waits_until_all_of_it_fits_and_nobody_overtakes() -> None:
     add(s, first, big, small)
     assert set(rows(step(s))) == {first.seq_id}
     assert list(s.waiting) == [big, small]
-    assert big.kv.block_table == []
-    assert big.kv.num_computed == 0
+    assert big.state.block_table == []
+    assert big.state.num_computed == 0
     s.remove(first)
     assert rows(s.schedule()) == {big.seq_id: 12, small.seq_id: 2}
 
@@ -181,18 +202,18 @@ def test_a_text_waits_until_all_of_it_fits_and_nobody_overtakes() -> None:
 def test_a_known_prefix_is_shared_and_not_computed_again() -> None:
     s = scheduler()
     first = running(s, list(range(10)))
-    first.kv.publish(first.token_ids)
+    first.state.publish(first.token_ids)
     second = make_sequence(s, [*range(8), 77, 78])
     add(s, second)
     assert rows(s.schedule())[second.seq_id] == 2
-    assert second.kv.block_table[:2] == first.kv.block_table[:2]
-    assert (second.kv.num_computed, second.kv.num_published, second.stats.num_cached_tokens) == (8, 2, 8)
+    assert second.state.block_table[:2] == first.state.block_table[:2]
+    assert (second.state.num_computed, second.state.num_published, second.stats.num_cached_tokens) == (8, 2, 8)
 
 
 def test_a_proposer_that_must_see_every_row_gets_no_cached_prefix() -> None:
     s = scheduler()
     first = running(s, list(range(10)))
-    first.kv.publish(first.token_ids)
+    first.state.publish(first.token_ids)
     second = make_sequence(s, list(range(10)))
     second.reads_every_row = True
     add(s, second)
@@ -203,7 +224,7 @@ def test_a_proposer_that_must_see_every_row_gets_no_cached_prefix() -> None:
 def test_a_prompt_whose_probabilities_are_asked_for_gets_no_cached_prefix() -> None:
     s = scheduler()
     first = running(s, list(range(10)))
-    first.kv.publish(first.token_ids)
+    first.state.publish(first.token_ids)
     second = make_sequence(s, list(range(10)), prompt_logprobs=1)
     add(s, second)
     assert rows(s.schedule())[second.seq_id] == 10
@@ -233,7 +254,7 @@ def test_a_prompt_of_one_token_leaves_nothing_to_compute_before_the_fork() -> No
     assert [item.num_rows for item in s.schedule().items] == [1, 1]
 
 
-def fork(s: Scheduler, samples: list[Sequence]) -> None:
+def fork(s: MemoryScheduler, samples: list[Sequence]) -> None:
     samples[0].forked = True
     for child in samples[1:]:
         s.start_fork(samples[0], child)
@@ -245,15 +266,15 @@ def test_samples_share_the_prompt_and_copy_only_where_they_write() -> None:
     add(s, samples[0])
     step(s)
     fork(s, samples)
-    assert [seq.kv.block_table for seq in samples] == [samples[0].kv.block_table] * 3
-    shared = list(samples[0].kv.block_table)
+    assert [seq.state.block_table for seq in samples] == [samples[0].state.block_table] * 3
+    shared = list(samples[0].state.block_table)
     plan = s.schedule()
     assert [item.num_rows for item in plan.items] == [1, 1, 1]
-    assert [source for source, _ in plan.copies] == [shared[2]] * 2, "the last of them keeps the original"
-    assert len({destination for _, destination in plan.copies}) == 2
-    assert [seq.kv.block_table[:2] for seq in samples] == [shared[:2]] * 3
-    assert len({seq.kv.block_table[2] for seq in samples}) == 3
-    s.blocks.check_integrity([seq.kv.block_table for seq in samples])
+    assert [source for source, _ in copies(plan)] == [shared[2]] * 2, "the last of them keeps the original"
+    assert len({destination for _, destination in copies(plan)}) == 2
+    assert [seq.state.block_table[:2] for seq in samples] == [shared[:2]] * 3
+    assert len({seq.state.block_table[2] for seq in samples}) == 3
+    s.blocks.check_integrity([seq.state.block_table for seq in samples])
 
 
 def test_samples_that_write_to_a_new_block_copy_nothing() -> None:
@@ -263,8 +284,8 @@ def test_samples_that_write_to_a_new_block_copy_nothing() -> None:
     step(s)
     fork(s, samples)
     plan = s.schedule()
-    assert plan.copies == []
-    assert samples[0].kv.block_table[2] != samples[1].kv.block_table[2]
+    assert copies(plan) == []
+    assert samples[0].state.block_table[2] != samples[1].state.block_table[2]
 
 
 # -- preemption --------------------------------------------------------------------------------------------------------
@@ -278,7 +299,12 @@ def test_the_newest_is_preempted_and_recomputed_later() -> None:
         plan = step(s)
     assert [seq.status for seq in (old, middle, new)] == [Status.RUNNING, Status.RUNNING, Status.WAITING]
     assert new not in [item.seq for item in plan.items]
-    assert (new.kv.num_computed, new.kv.num_published, new.kv.block_table, new.stats.num_preemptions) == (0, 0, [], 1)
+    assert (new.state.num_computed, new.state.num_published, new.state.block_table, new.stats.num_preemptions) == (
+        0,
+        0,
+        [],
+        1,
+    )
     assert len(new.token_ids) == before[2], "its tokens stay"
     assert list(s.waiting) == [new]
     s.remove(old)
@@ -301,7 +327,7 @@ def test_a_sequence_may_have_to_preempt_itself() -> None:
     s = scheduler(blocks=2, caching=False)
     old, new = running(s, 3), running(s, 3)
     new.append(7, TokenOrigin.PLAIN)  # the newest is the first to need another block
-    new.kv.num_computed += 1
+    new.state.num_computed += 1
     plan = s.schedule()
     assert [item.seq for item in plan.items] == [old]
     assert new.status is Status.WAITING
@@ -320,10 +346,10 @@ def test_an_already_planned_victim_leaves_the_plan_and_its_copies() -> None:
     plan = s.schedule()
     assert [item.seq for item in plan.items][-1] is old
     assert samples[1].status is Status.WAITING
-    held = set(old.kv.block_table) | set(samples[0].kv.block_table)
-    assert all(destination in held for _, destination in plan.copies)
-    assert not {destination for _, destination in plan.copies} & set(old.kv.block_table)
-    s.blocks.check_integrity([seq.kv.block_table for seq in (old, *samples)])
+    held = set(old.state.block_table) | set(samples[0].state.block_table)
+    assert all(destination in held for _, destination in copies(plan))
+    assert not {destination for _, destination in copies(plan)} & set(old.state.block_table)
+    s.blocks.check_integrity([seq.state.block_table for seq in (old, *samples)])
 
 
 def test_removing_frees_memory_whether_running_or_waiting() -> None:
@@ -341,9 +367,9 @@ def test_removing_frees_memory_whether_running_or_waiting() -> None:
 # -- draft budgets -----------------------------------------------------------------------------------------------------
 
 
-def budget_of(s: Scheduler, seq: Sequence) -> int:
+def budget_of(s: MemoryScheduler, seq: Sequence) -> int:
     (item,) = [item for item in s.schedule().items if item.seq is seq]
-    assert len(seq.kv.block_table) * s.blocks.block_size >= len(seq.token_ids) + drafted(item)
+    assert len(seq.state.block_table) * s.blocks.block_size >= len(seq.token_ids) + drafted(item)
     return drafted(item)
 
 
@@ -432,13 +458,13 @@ def shaped(tag: int, *widths: int, **how: Any) -> SpeculationConfig:
     return SpeculationConfig(method=Planted(tag=tag), tree=widths, **how)
 
 
-def turns_of(s: Scheduler, seq: Sequence) -> tuple[Turn, ...]:
+def turns_of(s: MemoryScheduler, seq: Sequence) -> tuple[Turn, ...]:
     (item,) = [item for item in s.schedule().items if item.seq is seq]
-    assert seq.kv.capacity >= len(seq.token_ids) + drafted(item)
+    assert seq.state.capacity >= len(seq.token_ids) + drafted(item)
     return item.turns
 
 
-def planned(s: Scheduler, *plan: SpeculationConfig) -> None:
+def planned(s: MemoryScheduler, *plan: SpeculationConfig) -> None:
     s.planner = lambda seq: plan
 
 
@@ -572,7 +598,7 @@ def test_turns_shrink_to_the_memory_that_is_free(blocks: int, expected: list[int
     seq = running(s, 3)
     planned(s, chain(1, 3), chain(2, 4), chain(3, 5))
     assert [turn.budget for turn in turns_of(s, seq)] == expected
-    s.blocks.check_integrity([seq.kv.block_table])
+    s.blocks.check_integrity([seq.state.block_table])
 
 
 def test_nobody_drafts_behind_one_that_does_not() -> None:
@@ -587,9 +613,9 @@ def test_no_draft_spans_two_sets_of_rotary_factors(written: int, expected: int) 
     s = scheduler()
     seq = running(s, written - 1, long_rope_after=5)
     if written > 5:
-        assert seq.kv.enter_regime(written)
+        assert seq.state.enter_regime(written)
         assert [item.num_rows for item in s.schedule().items] == [written], "all of it is computed anew"
-        seq.kv.num_computed = written - 1
+        seq.state.commit(0, range(written - 1))
     planned(s, chain(1, 3), chain(2, 2))
     assert sum(turn.budget for turn in turns_of(s, seq)) == expected
 
@@ -675,10 +701,10 @@ class Simulation:
         self.s.add(request.sequences[0])
 
     def slot(self, seq: Sequence, position: int) -> int:
-        return seq.kv.block_table[position // self.size] * self.size + position % self.size
+        return seq.state.block_table[position // self.size] * self.size + position % self.size
 
     def content(self, seq: Sequence, tokens: list[int]) -> tuple[object, ...]:
-        return (seq.request.options.namespace, seq.kv.long_rope, *tokens)
+        return (seq.request.options.namespace, seq.state.long_rope, *tokens)
 
     def step(self) -> int:
         s = self.s
@@ -687,14 +713,15 @@ class Simulation:
                 fork(s, parent.request.sequences)
         plan = s.schedule()
         self.check(plan)
-        held = {d * self.size + i: self.slots.get(c * self.size + i) for c, d in plan.copies for i in range(self.size)}
+        held = {d * self.size + i: self.slots.get(c * self.size + i) for c, d in copies(plan) for i in range(self.size)}
         self.slots.update({slot: content for slot, content in held.items() if content is not None})
+        make_copies(plan)
         for item in plan.items:
             self.compute(item)
         for seq in [seq for seq in self.alive if seq.status is Status.FINISHED]:
             s.remove(seq)
             self.alive.remove(seq)
-        s.blocks.check_integrity([seq.kv.block_table for seq in self.alive])
+        s.blocks.check_integrity([seq.state.block_table for seq in self.alive])
         return len(plan.items)
 
     def check(self, plan: Schedule) -> None:
@@ -708,49 +735,50 @@ class Simulation:
         assert all(item.turns == () for item in plan.items if not item.completes)
         assert all(turn.budget > 0 and turn.max_depth > 0 for item in plan.items for turn in item.turns)
         assert all(turn.tree or turn.budget <= turn.max_depth for item in plan.items for turn in item.turns)
-        destinations = [destination for _, destination in plan.copies]
+        destinations = [destination for _, destination in copies(plan)]
         assert len(set(destinations)) == len(destinations), "two copies share a destination"
         # A source may be the destination of another copy: the block of a twin that was preempted in this very step. All
         # sources are read first (see KVPool.move), as `step` does here; `compute` then finds every past where it was.
         for item in plan.items:
             seq, end = item.seq, len(item.seq.token_ids) + drafted(item) if item.completes else 0
-            end = max(end, seq.kv.num_computed + item.num_rows)
-            assert s.blocks.shared_from(seq.kv.block_table, seq.kv.num_computed, end) == []
-            assert seq.kv.capacity == len(seq.kv.block_table) * self.size >= end
+            end = max(end, seq.state.num_computed + item.num_rows)
+            assert s.blocks.shared_from(seq.state.block_table, seq.state.num_computed, end) == []
+            assert seq.state.capacity == len(seq.state.block_table) * self.size >= end
             if item.completes:
                 assert len(seq.token_ids) + reach(item) + 1 <= self.max_len
                 assert seq.num_output_tokens + reach(item) + 1 <= seq.request.params.max_tokens
-            if item.turns and not seq.kv.long_rope and self.long_rope_after is not None:
+            if item.turns and not seq.state.long_rope and self.long_rope_after is not None:
                 assert len(seq.token_ids) + reach(item) <= self.long_rope_after
-        assert set(destinations) <= {block for seq in planned for block in seq.kv.block_table}
+        assert set(destinations) <= {block for seq in planned for block in seq.state.block_table}
 
     def compute(self, item: ScheduledSequence) -> None:
-        seq, start, completes, rng = item.seq, item.seq.kv.num_computed, item.completes, self.rng
+        seq, start, completes, rng = item.seq, item.seq.state.num_computed, item.completes, self.rng
         for position in range(start):
             known = self.content(seq, seq.token_ids[: position + 1])
             assert self.slots[self.slot(seq, position)] == known, "its past was lost"
         stop = start + item.num_rows
         for position in range(start, stop):
             self.slots[self.slot(seq, position)] = self.content(seq, seq.token_ids[: position + 1])
-        seq.kv.num_computed = stop
         if completes:
             for row in range(drafted(item)):
                 self.slots[self.slot(seq, stop + row)] = ("draft", seq.seq_id, row)
-            self.write(item, [rng.randint(0, 1) for _ in range(rng.randint(0, reach(item)))])
-        seq.kv.publish(seq.token_ids)
+            stop += self.write(item, stop, [rng.randint(0, 1) for _ in range(rng.randint(0, reach(item)))])
+        seq.state.commit(start, range(stop - start))
+        seq.state.publish(seq.token_ids)
         if seq.status is Status.RUNNING:
-            seq.kv.enter_regime(len(seq.token_ids))
+            seq.state.enter_regime(len(seq.token_ids))
 
-    def write(self, item: ScheduledSequence, accepted: list[int]) -> None:
-        """The accepted path, whose rows are moved together, and one more token."""
-        seq = item.seq
+    def write(self, item: ScheduledSequence, start: int, accepted: list[int]) -> int:
+        """The accepted path, moved together from `start` on, and one more token; returns the length of the path."""
+        seq, stop = item.seq, start
         for token in accepted:
             if seq.status is Status.RUNNING:
                 seq.append(token, TokenOrigin.ACCEPTED)
-                self.slots[self.slot(seq, seq.kv.num_computed)] = self.content(seq, list(seq.token_ids))
-                seq.kv.num_computed += 1
+                self.slots[self.slot(seq, stop)] = self.content(seq, list(seq.token_ids))
+                stop += 1
         if seq.status is Status.RUNNING:
             seq.append(self.rng.randint(0, 1), TokenOrigin.BONUS)
+        return stop - start
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
@@ -781,7 +809,7 @@ def test_random_traffic_is_served_to_its_end_and_no_text_reads_anothers_memory(s
 # -- forced tokens -----------------------------------------------------------------------------------------------------
 
 
-def forcing(s: Scheduler, count: int, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Sequence:
+def forcing(s: MemoryScheduler, count: int, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Sequence:
     """A sequence that decodes, and whose structure forces so many tokens."""
     seq = make_sequence(s, 3, **how)
     monkeypatch.setattr(seq.view.processing, "forced", lambda most: tuple(range(900, 900 + max(0, min(count, most)))))
@@ -804,7 +832,7 @@ def test_drafts_go_on_behind_forced_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     step(s)
     (item,) = s.schedule().items
     assert (len(item.forced), drafted(item)) == (6, 5)
-    assert 4 * len(seq.kv.block_table) >= len(seq.token_ids) + 11, "all of them have memory"
+    assert 4 * len(seq.state.block_table) >= len(seq.token_ids) + 11, "all of them have memory"
 
 
 @pytest.mark.parametrize(("max_tokens", "forced", "turns"), [(1, 0, 0), (4, 2, 0), (7, 4, 1), (20, 4, 5)])

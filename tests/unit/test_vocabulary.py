@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from outrider.cache.blocks import BlockManager
-from outrider.cache.lease import KVLease
+from outrider.cache.memory import StateMemory
 from outrider.embedded import default_model
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.model.vocabulary import Vocabulary, whole_characters
@@ -226,20 +226,21 @@ def test_special_tokens_that_the_draft_lacks_read_as_their_text() -> None:
     assert bridge.draft.written([*settled, *loose]) == b"<the>"
 
 
-# -- what a lease keeps of a text that may still change -----------------------------------------------------------------
+# -- what is kept of a text that may still change -----------------------------------------------------------------------
 
 
 def test_what_may_still_change_stays_ahead_of_the_text() -> None:
-    lease = KVLease(BlockManager(16, 4))
-    lease.open([1, 2])
-    lease.grow(12)
-    lease.num_computed, lease.ahead = 2, [3, 4, 5, 6]
-    lease.roll_back([1, 2, 3], [4, 5, 9, 9])
-    assert (lease.num_computed, lease.ahead) == (3, [4, 5])
-    lease.roll_back([1, 2, 3, 4], [5])
-    assert (lease.num_computed, lease.ahead) == (4, []), "the last row is needed again"
-    lease.roll_back([1, 2, 3, 4, 5, 6])
-    assert (lease.num_computed, lease.ahead) == (4, [])
+    state = StateMemory(BlockManager(16, 4)).state()
+    state.open([1, 2])
+    assert state.reserve(12)
+    state.commit(0, range(2))
+    state.run_ahead([3, 4, 5, 6])
+    state.roll_back([1, 2, 3], [4, 5, 9, 9])
+    assert (state.num_computed, state.ahead) == (3, [4, 5])
+    state.roll_back([1, 2, 3, 4], [5])
+    assert (state.num_computed, state.ahead) == (4, []), "the last row is needed again"
+    state.roll_back([1, 2, 3, 4, 5, 6])
+    assert (state.num_computed, state.ahead) == (4, [])
 
 
 # -- bad input and reports ----------------------------------------------------------------------------------------------

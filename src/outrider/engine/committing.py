@@ -16,7 +16,7 @@ from outrider.engine.scoring import Decode, Written, score, score_prompt
 from outrider.engine.sequence import Sequence, Status
 from outrider.engine.stats import EngineStats
 from outrider.engine.verification import Judged
-from outrider.model.runner import ForwardOutput, ModelRunner
+from outrider.model.runner import ForwardOutput
 from outrider.params import TokenOrigin
 from outrider.structured.grammar import GrammarError
 from outrider.verify.verifier import Verdict
@@ -26,7 +26,6 @@ class Committing:
     """Writes down what stands.
 
     Args:
-        runner: The target.
         stats: Where tokens are counted.
         tenants: Who has had how much.
         failures: Ends requests that cannot go on.
@@ -37,7 +36,6 @@ class Committing:
 
     def __init__(
         self,
-        runner: ModelRunner,
         stats: EngineStats,
         tenants: Tenants,
         failures: Failures,
@@ -45,7 +43,6 @@ class Committing:
         shares: RowShares,
         decode: Decode,
     ) -> None:
-        self._runner = runner
         self._stats = stats
         self._tenants = tenants
         self._failures = failures
@@ -80,8 +77,7 @@ class Committing:
         """Write down what a sequence has gained; returns what its proposers may see, or None if it failed."""
         item = plan.items[place]
         seq, accepted = item.seq, tuple[int, ...]()
-        start = seq.kv.num_computed
-        seq.kv.num_computed += item.num_rows
+        start = seq.state.num_computed
         score_prompt(seq, start, item.num_rows, out.logits[slice(*out.logits_spans[place])], self._decode)
         if judged is not None:
             try:
@@ -90,7 +86,9 @@ class Committing:
                 self._failures.fail_at_row(seq, error)
             if seq.request.error is not None:
                 return None
-        seq.kv.publish(seq.token_ids)
+        seq.state.commit(start, [*range(item.num_rows), *(item.num_rows + node for node in accepted)])
+        seq.state.enter_regime(len(seq.token_ids))
+        seq.state.publish(seq.token_ids)
         return ComputedRows(item, step, place, start, accepted)
 
     def _extend(
@@ -98,7 +96,7 @@ class Committing:
     ) -> tuple[int, ...]:
         """Append what stands; returns the draft tokens that entered the text."""
         draft, verdict = step.draft, judged.verdict
-        start, before = len(seq.token_ids) - 1, seq.num_output_tokens
+        before = seq.num_output_tokens
         found = None
         if seq.request.options.trace:
             reason = self._governing.reason(seq, drafted=len(draft) > 0)
@@ -108,9 +106,6 @@ class Committing:
         score(seq, judged.candidate, written, out.logits, judged.logits, self._decode)
         num_written = len(written)
         num_accepted = min(num_written, len(verdict.path))
-        self._runner.compact(seq.kv.block_table, start, [0, *(node + 1 for node in verdict.path)])
-        seq.kv.num_computed += num_accepted
-        seq.kv.enter_regime(len(seq.token_ids))
         if found is not None:
             wrote = num_written > num_accepted
             seconds, begun = self._stats.step_seconds, seq.request.begun

@@ -10,7 +10,6 @@ from itertools import count
 from time import perf_counter
 from typing import Any
 
-from outrider.cache.lease import KVLease
 from outrider.config import SchedulerConfig
 from outrider.engine import integrity
 from outrider.engine.admission import bad_word_ids, check_request
@@ -69,7 +68,7 @@ class Engine:
     def __init__(self, runner: ModelRunner, config: SchedulerConfig, proposers: ProposerSet) -> None:
         self.runner = runner
         self.proposers = proposers
-        self.scheduler = Scheduler(config, runner.blocks, runner.loaded.max_model_len)
+        self.scheduler = Scheduler(config, runner.loaded.max_model_len)
         self.stats = EngineStats()
         self.builders = TreeBuilders(proposers, lambda: Pace(measure_passes(runner)))
         self.governing = Governing(
@@ -89,7 +88,7 @@ class Engine:
         self._verification = Verification(self.noise, self._failures, self.governing)
         tenants = self.scheduler.tenants
         shares = self.scheduler.shares
-        self._committing = Committing(runner, self.stats, tenants, self._failures, self.governing, shares, decode)
+        self._committing = Committing(self.stats, tenants, self._failures, self.governing, shares, decode)
         self._ids = count()
         self._seq_ids = count()
         self._stepping = False
@@ -182,10 +181,8 @@ class Engine:
         loaded = self.runner.loaded
         grammar = start if start is None or index == 0 else start.copy()
         text = TextStream[tuple[TokenOrigin, str | None]](loaded.tokenizer, request.params.stop)
-        kv = KVLease(self.runner.blocks, request.options.namespace, loaded.long_rope_after)
-        return Sequence(
-            next(self._seq_ids), request, index, text, loaded.max_model_len, kv, grammar, loaded.long_rope_after
-        )
+        state = self.runner.memory.state(request.options.namespace)
+        return Sequence(next(self._seq_ids), request, index, text, loaded.max_model_len, state, grammar)
 
     def cancel(self, request: Request) -> None:
         """Stop a request; what it has written stays, finish_reason is "cancelled".
@@ -234,7 +231,7 @@ class Engine:
             return
         try:
             with self.stats.timed("propose"):
-                self._copy_blocks(plan)  # first of all: a proposer may read the target's KV
+                self._make_copies(plan)  # first of all: a proposer may read the target's KV
                 self.runner.partial_rows.clear()
                 drafts = self._propose(plan)
             self._score_idle()
@@ -252,16 +249,15 @@ class Engine:
             self._failures.abandon([item.seq for item in plan.items], error)
             raise
 
-    def _copy_blocks(self, plan: Schedule) -> None:
+    def _make_copies(self, plan: Schedule) -> None:
         """All together; where that raises, one by one, so that it is known whom it concerns. Who fails leaves the plan."""
+        memory = self.runner.memory
         try:
-            self.runner.copy_blocks(plan.copies)
+            memory.make_copies([item.seq.state for item in plan.items])
         except Exception:
-            for source, destination in plan.copies:
-                for item in plan.items:
-                    if destination in item.seq.kv.block_table:  # nobody else has a block that is written to
-                        with self._failures.contained(item.seq, "copying its blocks"):
-                            self.runner.copy_blocks([(source, destination)])
+            for item in plan.items:
+                with self._failures.contained(item.seq, "copying its blocks"):
+                    memory.make_copies([item.seq.state])
             plan.items = [item for item in plan.items if item.seq.request.error is None]
 
     def _observe_pace(self, plan: Schedule, drafts: list[StepDraft], judged: dict[int, Judged]) -> None:
@@ -341,7 +337,7 @@ class Engine:
         """
         self._stepping, self._failures.ended = False, []
         old = self.scheduler
-        self.scheduler = Scheduler(old.config, self.runner.blocks, old.max_model_len, old.tenants)
+        self.scheduler = Scheduler(old.config, old.max_model_len, old.tenants)
         self.scheduler.shares = old.shares
         self.scheduler.planner = old.planner
         self.runner.blocks.reset()
@@ -355,7 +351,7 @@ class Engine:
                 request.error.__cause__ = error
             for seq in request.sequences:
                 seq.retired = True  # what it held is void
-                seq.kv.block_table.clear()
+                seq.state.void()
                 self.noise.forget(seq.seq_id)
 
     # -- schedule ------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ def check_integrity(scheduler: Scheduler, runner: ModelRunner, proposers: Propos
     running, waiting = scheduler.running, scheduler.waiting
     assert all(seq.status is Status.RUNNING for seq in running), "a finished sequence still runs"
     assert all(seq.status is Status.WAITING for seq in waiting), "a finished sequence still waits"
-    assert not any(seq.kv.block_table for seq in waiting), "a waiting sequence holds blocks"
-    runner.blocks.check_integrity([seq.kv.block_table for seq in running])
+    assert not any(seq.state.block_table for seq in waiting), "a waiting sequence holds blocks"
+    runner.memory.check_integrity([seq.state for seq in running])
     for proposer in proposers:
         proposer.check_integrity()
 

@@ -11,7 +11,8 @@ from outrider.model.batch import Segment
 def segment_of(item: ScheduledSequence, step: StepDraft) -> Segment:
     """Rows of one sequence: committed tokens, then the draft behind the last of them, then scratch rows."""
     seq, draft = item.seq, step.draft
-    start, stop = seq.kv.num_computed, seq.kv.num_computed + item.num_rows
+    start = seq.state.num_computed
+    stop = start + item.num_rows
     parents = None
     if not draft.rows_are_chain:  # row 0 is the last committed token, node i is row i + 1
         parents = (-1, *(parent + 1 for parent in draft.row_parents))
@@ -23,4 +24,4 @@ def segment_of(item: ScheduledSequence, step: StepDraft) -> Segment:
         first_logit = 0
     last_logit = None if any(n.target_top_k for n in needed) else item.num_rows + len(draft)
     rows = (*seq.token_ids[start:stop], *draft.row_token_ids)
-    return Segment(rows, start, seq.kv.block_table, parents, first_logit, last_logit, seq.kv.long_rope)
+    return Segment.of(seq.state, rows, start, parents, first_logit, last_logit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from time import perf_counter
 
-from outrider.cache.lease import KVLease, KVView
+from outrider.cache.state import KVView, SequenceState
 from outrider.engine.detokenizer import TextStream
 from outrider.engine.proposing.drafter import Drafter
 from outrider.errors import OutriderError
@@ -86,7 +86,7 @@ class Sequence:
     Attributes:
         seq_id: Unique while the engine lives.
         token_ids: Prompt and committed output.
-        kv: The target's KV of it.
+        state: What the target keeps of it.
         retired: Whether it has ended and given everything back.
         view: What proposers see of it.
         drafters: The proposers that work for it, by the order of their first use.
@@ -101,9 +101,8 @@ class Sequence:
         logprobs: Of the output so far, where they were asked for.
 
     Args:
-        kv: Empty.
+        state: Empty.
         grammar: Where its output stands in the structure it must have, if any.
-        long_rope_after: Tokens after which the model uses other rotary factors for the whole text.
     """
 
     def __init__(
@@ -113,11 +112,9 @@ class Sequence:
         index: int,
         text: TextStream[tuple[TokenOrigin, str | None]],
         max_model_len: int,
-        kv: KVLease,
+        state: SequenceState,
         grammar: GrammarState | None = None,
-        long_rope_after: int | None = None,
     ) -> None:
-        self.long_rope_after = long_rope_after
         self.max_model_len = max_model_len
         self.seq_id = seq_id
         self.request = request
@@ -128,7 +125,7 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.origins: list[TokenOrigin] = []
         self.members: list[str | None] = []
-        self.kv = kv
+        self.state = state
         self.drafters: list[Drafter] = []
         self.num_drafters = 0
         self.refused: list[Method] = []
@@ -152,7 +149,7 @@ class Sequence:
             ),
             seed=request.seed,
             sample=index,
-            kv=KVView(kv),
+            kv=KVView(state),
             namespace=request.options.namespace,
             prediction=request.options.prediction,
         )
@@ -172,7 +169,7 @@ class Sequence:
     @property
     def num_missing(self) -> int:
         """Rows the target has yet to compute; 1 while decoding."""
-        return len(self.token_ids) - self.kv.num_computed
+        return len(self.token_ids) - self.state.num_computed
 
     @property
     def num_seats(self) -> int:

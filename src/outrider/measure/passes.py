@@ -27,8 +27,7 @@ class PassTimer:
 
     def __init__(self, runner: ModelRunner, num_tokens: int) -> None:
         self._runner = runner.with_own_memory(num_tokens)
-        self._table = self._runner.blocks.allocate(self._runner.blocks.blocks_for(num_tokens))
-        self._num_computed = 0
+        self._state = self._runner.memory.room_for(num_tokens)
 
     @property
     def device(self) -> torch.device:
@@ -37,10 +36,11 @@ class PassTimer:
 
     def compute(self, num_tokens: int) -> None:
         """Compute so many tokens from the beginning of the text, as far as they are not there yet."""
-        while self._num_computed < num_tokens:
-            size = min(_FILLING_ROWS, num_tokens - self._num_computed)
-            self._runner.forward([self._segment(self._num_computed, size, size)])
-            self._num_computed += size
+        while self._state.num_computed < num_tokens:
+            start = self._state.num_computed
+            size = min(_FILLING_ROWS, num_tokens - start)
+            self._runner.forward([self._segment(start, size, size)])
+            self._state.commit(start, range(size))
 
     def seconds(self, start: int, num_rows: int, *, logits: bool) -> float:
         """The time of one pass.
@@ -59,7 +59,6 @@ class PassTimer:
         return perf_counter() - began
 
     def _segment(self, start: int, num_rows: int, logits_from: int) -> Segment:
-        loaded = self._runner.loaded
-        tokens = [(7919 * position + 1) % loaded.vocab_size for position in range(start, start + num_rows)]
-        long = loaded.uses_long_rope(start + num_rows)
-        return Segment(tokens, start, self._table, logits_from=logits_from, long_rope=long)
+        vocab_size = self._runner.loaded.vocab_size
+        tokens = [(7919 * position + 1) % vocab_size for position in range(start, start + num_rows)]
+        return Segment.of(self._state, tokens, start, logits_from=logits_from)

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.cache.pool import Slots
+from outrider.cache.state import KVView, SequenceState
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,19 @@ class Segment:
     logits_from: int = 0
     logits_until: int | None = None
     long_rope: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        state: SequenceState | KVView,
+        token_ids: Sequence[int],
+        start: int,
+        parents: tuple[int, ...] | None = None,
+        logits_from: int = 0,
+        logits_until: int | None = None,
+    ) -> Self:
+        """Rows of the text that `state` is of; the other arguments are the attributes."""
+        return cls(token_ids, start, state.block_table, parents, logits_from, logits_until, state.long_rope)
 
     @property
     def num_rows(self) -> int:

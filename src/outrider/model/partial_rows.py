@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outrider.cache.lease import KVView
+from outrider.cache.state import KVView
 from outrider.model.batch import Segment
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -23,6 +22,8 @@ _SAME = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-4, torch.bf
 _WIDE = (torch.float64, torch.float32)
 
 _PROBE_LEN, _PROBE_CUT, _PROBE_BLOCK = 12, 7, 4
+#: Row 1 is a rejected sibling that nobody on the true path may see.
+_PROBE_TREE = (-1, 0, 0, 2, 3, 4)
 #: Where a text is cut into passes of other numbers of rows.
 _BITS_CUTS = (0, 1, 3, 6, 13, 22, 29)
 #: The texts of a model whose router may choose otherwise after a rounding. One of them must agree.
@@ -110,14 +111,15 @@ def probe(loaded: LoadedModel, backend: AttentionBackend, want: Tensor) -> int:
 
 def _error(loaded: LoadedModel, runner: ModelRunner, tokens: list[int], want: Tensor) -> float:
     """How far the logits of a text are from those that are wanted, [num_tokens, vocab_size], relative to the largest."""
-    table, neighbour = runner.blocks.allocate(4), runner.blocks.allocate(3)
-    long = loaded.uses_long_rope(_PROBE_LEN)
-    runner.forward([Segment(tokens[:_PROBE_CUT], 0, table, long_rope=long), Segment(tokens, 0, neighbour, long_rope=long)])
+    state, neighbour = runner.memory.room_for(_PROBE_LEN), runner.memory.room_for(_PROBE_LEN)
+    runner.forward([Segment.of(state, tokens[:_PROBE_CUT], 0), Segment.of(neighbour, tokens, 0)])
+    state.commit(0, range(_PROBE_CUT))
+    reserved = state.reserve(len(_PROBE_TREE))
+    assert reserved, "the probe's memory has room for its texts"
     rows = [tokens[_PROBE_CUT], tokens[0], *tokens[_PROBE_CUT + 1 :]]
-    tree = (-1, 0, 0, 2, 3, 4)  # row 1 is a rejected sibling that nobody on the true path may see
-    got = runner.forward([Segment(rows, _PROBE_CUT, table, tree, long_rope=long)]).logits[[0, 2, 3, 4, 5]]
-    runner.blocks.free(table)
-    runner.blocks.free(neighbour)
+    got = runner.forward([Segment.of(state, rows, _PROBE_CUT, _PROBE_TREE)]).logits[[0, 2, 3, 4, 5]]
+    state.free()
+    neighbour.free()
     return _difference(got, want[_PROBE_CUT:], want, loaded.precision)
 
 
@@ -127,16 +129,15 @@ def probe_bits(loaded: LoadedModel, backend: AttentionBackend) -> None:
     cuts = [cut for cut in _BITS_CUTS if cut <= loaded.max_model_len]
     tokens = [(11 * i * i + 5 * i + 2) % loaded.vocab_size for i in range(cuts[-1])]
     runner = ModelRunner(loaded, backend, BlockManager(6 * len(tokens) // _PROBE_BLOCK + 3, _PROBE_BLOCK))
-    tables = [runner.blocks.allocate(-(-size // _PROBE_BLOCK)) for size in (len(tokens), 2 * len(tokens), len(tokens))]
-    part = partial(Segment, long_rope=loaded.uses_long_rope(len(tokens)))
-    whole = runner.forward([part(tokens, 0, tables[0])]).logits
+    whole_text, in_parts, neighbour = (runner.memory.room_for(size) for size in (len(tokens), 2 * len(tokens), len(tokens)))
+    whole = runner.forward([Segment.of(whole_text, tokens, 0)]).logits
     for turn, (start, end) in enumerate(pairwise(cuts)):
-        beside = [part(tokens[: 3 * turn], 0, tables[2])] if turn % 2 else []
+        beside = [Segment.of(neighbour, tokens[: 3 * turn], 0)] if turn % 2 else []
         rows, parents = tokens[start:end], None
         if end == cuts[-1]:  # with a sibling of each row that nobody sees
             rows = [token for right in rows for token in (right, (right + 1) % loaded.vocab_size)]
             parents = tuple(-1 if i < 2 else 2 * (i // 2 - 1) for i in range(len(rows)))
-        logits = runner.forward([*beside, part(rows, start, tables[1], parents)]).logits[3 * turn * len(beside) :]
+        logits = runner.forward([*beside, Segment.of(in_parts, rows, start, parents)]).logits[3 * turn * len(beside) :]
         if not torch.equal(whole[start:end], logits if parents is None else logits[::2]):
             raise ValueError("its bits depend on the batch")
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outrider.cache.lease import KVView
+from outrider.cache.state import KVView
 from outrider.model.backends.base import PartialPass
 from outrider.model.batch import Segment
 from outrider.model.partial_rows import PartialChain
@@ -116,16 +116,16 @@ def resumes_exactly(runner: ModelRunner, depth: int) -> bool:
     depend on the batch, else up to rounding."""
     loaded, apart = runner.loaded, runner.with_own_memory(3 * _PROBE_LEN)
     tokens = [(5 * i + 2) % loaded.vocab_size for i in range(_PROBE_LEN)]
-    tables = [apart.blocks.allocate(apart.blocks.blocks_for(_PROBE_LEN)) for _ in range(3)]
-    long, cut = loaded.uses_long_rope(_PROBE_LEN), _PROBE_LEN - _PROBE_CUT
-    whole = [Segment(tokens[_PROBE_CUT:], _PROBE_CUT, table, long_rope=long) for table in tables]
+    states, cut = [apart.memory.room_for(_PROBE_LEN) for _ in range(3)], _PROBE_LEN - _PROBE_CUT
+    whole = [Segment.of(state, tokens[_PROBE_CUT:], _PROBE_CUT) for state in states]
     try:
-        apart.forward([Segment(tokens[:_PROBE_CUT], 0, table, long_rope=long) for table in tables])
+        apart.forward([Segment.of(state, tokens[:_PROBE_CUT], 0) for state in states])
         want = apart.forward(whole[:2]).logits
-        first = Segment(tokens[_PROBE_CUT:-1], _PROBE_CUT, tables[2], logits_from=cut - 1, long_rope=long)
+        first = Segment.of(states[2], tokens[_PROBE_CUT:-1], _PROBE_CUT, logits_from=cut - 1)
         begun = apart.forward([first], (), PartialPass(tuple(range(depth)))).hidden
         assert begun is not None
-        known = PartialChain(depth, _PROBE_CUT, tuple(first.token_ids), tuple(tables[2]), long, begun.clone())
+        table, long = tuple(first.block_table), first.long_rope
+        known = PartialChain(depth, _PROBE_CUT, tuple(first.token_ids), table, long, begun.clone())
         got = resumed(apart, [whole[0], whole[2]], [None, known], depth).logits
     except Exception as error:  # whatever the model's own code raises
         logger.info("%s cannot resume at layer %d: %r", loaded.name, depth, error)

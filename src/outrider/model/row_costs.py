@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
+from outrider.cache.state import SequenceState
 from outrider.model.batch import Segment
 from outrider.model.runner import ModelRunner
 
@@ -27,15 +28,15 @@ def measure_passes(runner: ModelRunner) -> dict[int, float]:
     """Seconds of a pass of one short text by its number of rows, in a memory apart from that of the texts."""
     sizes = sizes_of(runner)
     apart = runner.with_own_memory(sizes[-1])
-    table = apart.blocks.allocate(apart.blocks.blocks_for(sizes[-1]))
+    state = apart.memory.room_for(sizes[-1])
     begun = perf_counter()
-    _time(apart, table, sizes[-1])  # the first pass also makes what later ones find made
+    _time(apart, state, sizes[-1])  # the first pass also makes what later ones find made
     found = dict.fromkeys(sizes, float("inf"))
     for turn in range(_ROUNDS):
         if turn and perf_counter() - begun > _PATIENCE:
             break
         for size in sizes:
-            found[size] = min(found[size], _time(apart, table, size))
+            found[size] = min(found[size], _time(apart, state, size))
     return found
 
 
@@ -50,10 +51,10 @@ def measure_context(runner: ModelRunner, passes: dict[int, float]) -> float:
     if not context or passes[max(passes)] * context / max(passes) > _READING:
         return 0.0
     apart = runner.with_own_memory(context + 1)
-    table = apart.blocks.allocate(apart.blocks.blocks_for(context + 1))
+    state = apart.memory.room_for(context + 1)
     for start in range(0, context, _PART):
-        _time(apart, table, _PART, start)
-    pairs = [(_time(apart, table, 1, context), _time(apart, table, 1)) for _ in range(_ROUNDS)]
+        _time(apart, state, _PART, start)
+    pairs = [(_time(apart, state, 1, context), _time(apart, state, 1)) for _ in range(_ROUNDS)]
     return max(0.0, min(far for far, _ in pairs) - min(near for _, near in pairs)) / context
 
 
@@ -61,8 +62,8 @@ def _longest(runner: ModelRunner) -> int:
     return min(runner.loaded.max_model_len, runner.loaded.long_rope_after or runner.loaded.max_model_len)
 
 
-def _time(runner: ModelRunner, table: list[int], size: int, start: int = 0) -> float:
+def _time(runner: ModelRunner, state: SequenceState, size: int, start: int = 0) -> float:
     begun = perf_counter()
-    out = runner.forward([Segment([0] * size, start, table, long_rope=runner.loaded.uses_long_rope(start + size))])
+    out = runner.forward([Segment.of(state, [0] * size, start)])
     float(out.logits[0, 0])  # a device that works on is waited for
     return perf_counter() - begun

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from outrider.cache.blocks import BlockManager
-from outrider.cache.lease import KVLease
+from outrider.cache.memory import StateMemory
 from outrider.cache.pool import KVPool
+from outrider.cache.state import SequenceState
 from outrider.model.backends.base import AttentionBackend, PartialPass
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import ForwardContext
@@ -43,27 +44,35 @@ class ForwardOutput:
 
 
 class ModelRunner:
-    """A loaded model, an attention backend and the KV memory they share.
+    """A loaded model, an attention backend and the memory they share.
 
     Args:
         loaded: The model.
         backend: Already installed on it.
-        blocks: Bookkeeping of the KV memory.
+        blocks: Bookkeeping of the memory.
 
     Attributes:
+        memory: Where the states of texts lie.
         partial_rows: Rows that the first layers have computed for a proposer in this step.
-        leases: Memory of the texts that proposers read with this model, by sequence; those with equal models share it.
+        states: Those of the texts that proposers read with this model, by sequence; proposers with equal models share them.
     """
 
     def __init__(self, loaded: LoadedModel, backend: AttentionBackend, blocks: BlockManager) -> None:
         self.loaded = loaded
         self.backend = backend
-        self.blocks = blocks
-        self.pool = KVPool(blocks.num_blocks * blocks.block_size)
-        self.leases: dict[int, KVLease] = {}
+        self.memory = StateMemory(blocks, loaded.long_rope_after)
+        self.states: dict[int, SequenceState] = {}
         self.partial_rows = PartialRows()
         self.num_passes = 0
         self._reaches = [layer.reach for layer in loaded.layers]
+
+    @property
+    def blocks(self) -> BlockManager:
+        return self.memory.blocks
+
+    @property
+    def pool(self) -> KVPool:
+        return self.memory.pool
 
     @property
     def num_layers(self) -> int:
@@ -96,37 +105,6 @@ class ModelRunner:
             aux_hidden_states=out.aux_hidden_states,
             hidden=out.hidden,
         )
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, (source, destination) each."""
-        if not pairs:
-            return  # as in almost every step
-        size = self.blocks.block_size
-        offsets = range(size)
-        self.pool.move(
-            [source * size + i for source, _ in pairs for i in offsets],
-            [destination * size + i for _, destination in pairs for i in offsets],
-        )
-
-    def compact(self, block_table: Sequence[int], start: int, rows: Sequence[int]) -> None:
-        """Move the KV of accepted tree rows so that they follow the context in path order.
-
-        Args:
-            block_table: The sequence's blocks.
-            start: Position of row 0.
-            rows: Accepted rows in path order; row i of the path ends at position start + i.
-        """
-        moved = [(row, depth) for depth, row in enumerate(rows) if row != depth]
-        if not moved:
-            return  # as after every chain
-        self.pool.move(
-            [self._slot(block_table, start + row) for row, _ in moved],
-            [self._slot(block_table, start + depth) for _, depth in moved],
-        )
-
-    def _slot(self, block_table: Sequence[int], position: int) -> int:
-        block, offset = divmod(position, self.blocks.block_size)
-        return block_table[block] * self.blocks.block_size + offset
 
 
 def upcast_logits(logits: Tensor) -> Tensor:

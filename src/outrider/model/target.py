@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.cache.lease import KVView
+from outrider.cache.state import KVView
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError
 from outrider.model.backends.base import PartialPass
 from outrider.model.batch import Segment
@@ -36,8 +36,7 @@ class TargetRows:
 
     def segment(self) -> Segment:
         """As a pass takes them, in the blocks that the sequence has now."""
-        kv = self.kv
-        return Segment(self.token_ids, self.start, kv.block_table, self.parents, self.logits_from, long_rope=kv.long_rope)
+        return Segment.of(self.kv, self.token_ids, self.start, self.parents, self.logits_from)
 
 
 class Target:
@@ -221,9 +220,8 @@ class Target:
         if layers is not None:
             self._check_layers("layers", tuple(layers), self.num_layers)
         self._check_layers("aux_layers", tuple(aux_layers), self.num_layers + 1)
-        size, apart = len(token_ids), self._runner.with_own_memory(len(token_ids))
-        blocks = apart.blocks.allocate(apart.blocks.blocks_for(size))
-        segment = Segment(token_ids, 0, blocks, long_rope=self._runner.loaded.uses_long_rope(size))
+        apart = self._runner.with_own_memory(len(token_ids))
+        segment = Segment.of(apart.memory.room_for(len(token_ids)), token_ids, 0)
         return apart.forward([segment], aux_layers, None if layers is None else PartialPass(tuple(layers)))
 
     def _compute(self, rows: Sequence[TargetRows], aux_layers: Sequence[int], part: PartialPass) -> ForwardOutput:
@@ -248,7 +246,7 @@ class Target:
 
     def _check_rows(self, rows: TargetRows) -> None:
         kv, tokens = rows.kv, rows.token_ids
-        if not isinstance(kv, KVView) or not kv.belongs_to(self._runner.blocks):
+        if not isinstance(kv, KVView) or not kv.belongs_to(self._runner.memory):
             raise InvalidParameterError("kv", kv, "not the target's KV of a sequence", "Use ProposerSequence.kv.")
         for token in tokens:
             if type(token) is not int or not 0 <= token < self.vocab_size:

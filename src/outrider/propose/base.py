@@ -9,7 +9,7 @@ from typing import NamedTuple, overload
 
 from torch import Tensor
 
-from outrider.cache.lease import KVView
+from outrider.cache.state import KVView
 from outrider.draft import Draft, Law
 from outrider.params import SamplingParams
 from outrider.propose.trees.tree import CHAIN, TreeBuilder

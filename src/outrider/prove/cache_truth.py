@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.cache.blocks import BlockManager
+from outrider.cache.state import SequenceState
 from outrider.engine.engine import Engine
 from outrider.engine.sequence import Sequence
 from outrider.model.batch import Segment, slots_of
@@ -34,27 +34,30 @@ class CacheAudit:
         while self.engine.has_work:
             self.engine.step()
             for seq in self.engine.scheduler.running:
-                if seq.kv.num_computed:
+                if seq.state.num_computed:
                     self.worst = max(self.worst, self.difference(seq))
                     self.num_checked += 1
 
     def difference(self, seq: Sequence) -> float:
         """The largest relative difference between the KV that `seq` holds and the KV that a fresh prefill computes."""
-        pairs = zip(_held(self.engine.runner, seq), _fresh(self.engine.runner, seq), strict=True)
+        runner = self.engine.runner
+        pairs = zip(_kept(runner, seq.state, seq.state.num_computed), _fresh(runner, seq), strict=True)
         return max(float((held - fresh).abs().max() / fresh.abs().max().clamp(min=1e-9)) for held, fresh in pairs)
 
 
-def _held(runner: ModelRunner, seq: Sequence) -> Iterator[Tensor]:
-    slots = torch.from_numpy(slots_of(seq.kv.block_table, seq.kv.num_computed, runner.blocks.block_size))
+def _kept(runner: ModelRunner, state: SequenceState, num_tokens: int) -> Iterator[Tensor]:
+    """Keys and values of the first tokens of a text, layer by layer."""
+    slots = torch.from_numpy(slots_of(state.block_table, num_tokens, runner.blocks.block_size))
     for layer in runner.pool.layers:
         yield from runner.pool.read(layer, slots.to(runner.loaded.device))
 
 
 def _fresh(runner: ModelRunner, seq: Sequence) -> Iterator[Tensor]:
-    size = runner.blocks.block_size
-    blocks = BlockManager(-(-seq.kv.num_computed // size), size)
-    other = ModelRunner(runner.loaded, runner.backend, blocks)
-    table = blocks.allocate(blocks.num_blocks)
-    other.forward([Segment(seq.token_ids[: seq.kv.num_computed], 0, table, long_rope=seq.kv.long_rope)])
-    for layer in other.pool.layers:
-        yield from other.pool.read(layer, slice(0, seq.kv.num_computed))
+    size = seq.state.num_computed
+    other = runner.with_own_memory(size)
+    state = other.memory.state()
+    state.open(seq.token_ids, share=False)
+    reserved = state.reserve(size)
+    assert reserved, "the memory was made for these tokens"
+    other.forward([Segment.of(state, seq.token_ids[:size], 0)])
+    yield from _kept(other, state, size)

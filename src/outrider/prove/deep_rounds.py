@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from outrider.cache.blocks import BlockManager
-from outrider.cache.lease import KVLease, KVView
+from outrider.cache.memory import StateMemory
+from outrider.cache.state import KVView
 from outrider.draft import Draft
 from outrider.params import SamplingParams
 from outrider.propose.base import DraftNoise, ProposeRequest, ProposerSequence, Tokens
@@ -250,7 +251,7 @@ def _pick(owner: int) -> Key:
 
 def _sequence(setting: DeepSetting, seq_id: int) -> ProposerSequence:
     params = SamplingParams(**{"max_tokens": 64, **setting.params})
-    shown, kv = Tokens([0, *setting.text]), KVView(KVLease(BlockManager(1, 1)))  # nothing is ever kept in it
+    shown, kv = Tokens([0, *setting.text]), KVView(StateMemory(BlockManager(1, 1)).state())  # nothing is ever kept in it
     processing = Processing(params, shown, 1, params.stop_token_ids, params.bad_words_ids)
     return ProposerSequence(seq_id, shown, 1, params, processing, 0, 0, kv)
 

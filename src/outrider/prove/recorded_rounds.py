@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.cache.blocks import BlockManager
-from outrider.cache.lease import KVLease, KVView
+from outrider.cache.memory import StateMemory
+from outrider.cache.state import KVView
 from outrider.draft import Draft
 from outrider.params import SamplingParams
 from outrider.propose.base import ProposeRequest, ProposerSequence, Tokens
@@ -34,7 +35,7 @@ class WrittenText:
         """A text without output."""
         tokens, params = list(_PROMPT), SamplingParams(max_tokens=64)
         shown = Tokens(tokens)
-        kv = KVView(KVLease(BlockManager(1, 1)))  # nothing is ever kept in it
+        kv = KVView(StateMemory(BlockManager(1, 1)).state())  # nothing is ever kept in it
         view = ProposerSequence(seq_id, shown, len(_PROMPT), params, Processing(params, shown, 1), 0, 0, kv)
         return WrittenText(view, tokens, rule)
 

@@ -211,14 +211,14 @@ def score_text(runner: ModelRunner, text: EncodedTask, params: SamplingParams) -
     """
     tokens = (*text.prompt_ids, *_answer(text))
     first = len(text.prompt_ids) - 1  # the row that says what the first answer token is
-    apart, long = runner.with_own_memory(len(tokens)), runner.loaded.uses_long_rope(len(tokens))
-    table = apart.blocks.allocate(apart.blocks.blocks_for(len(tokens)))
+    apart = runner.with_own_memory(len(tokens))
+    state = apart.memory.room_for(len(tokens))
     probs: list[float] = []
     ranks: list[int] = []
     for start in range(0, len(tokens) - 1, _CHUNK):
         rows = tokens[start : min(start + _CHUNK, len(tokens) - 1)]
         skipped = min(max(first - start, 0), len(rows))
-        logits = apart.forward([Segment(rows, start, table, logits_from=skipped, long_rope=long)]).logits
+        logits = apart.forward([Segment.of(state, rows, start, logits_from=skipped)]).logits
         if skipped < len(rows):
             wanted = torch.tensor(tokens[start + skipped + 1 : start + len(rows) + 1], device=logits.device)
             found = target_probs(logits, [params] * len(wanted))

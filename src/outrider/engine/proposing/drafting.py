@@ -134,7 +134,7 @@ def prefill_all(items: Seq[ScheduledSequence]) -> None:
                 groups[id(drafter.proposer)].append((drafter, item))
     for members in groups.values():
         try:
-            stops = [PromptRows(item.seq.view, item.seq.kv.num_computed + item.num_rows) for _, item in members]
+            stops = [PromptRows(item.seq.view, item.seq.state.num_computed + item.num_rows) for _, item in members]
             members[0][0].proposer.prefill(stops)
         except KeyboardInterrupt:
             raise

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.cache.blocks import BlockManager
-from outrider.cache.lease import KVView
+from outrider.cache.state import KVView
 from outrider.config import SchedulerConfig
 from outrider.engine.scheduling.row_shares import RowShares
 from outrider.engine.scheduling.tenants import Tenants
@@ -105,12 +104,9 @@ class Schedule:
 
     Attributes:
         items: Running sequences and their rows.
-        copies: (source, destination) blocks to copy before anybody reads or writes, for sequences that write to shared
-            blocks.
     """
 
     items: list[ScheduledSequence] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -122,7 +118,6 @@ class Scheduler:
 
     Args:
         config: Limits of a step.
-        blocks: The target's memory.
         max_model_len: Longest sequence.
 
     Attributes:
@@ -131,11 +126,8 @@ class Scheduler:
         shares: How the members of compositions share rows.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, blocks: BlockManager, max_model_len: int, tenants: Tenants | None = None
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, max_model_len: int, tenants: Tenants | None = None) -> None:
         self.config = config
-        self.blocks = blocks
         self.max_model_len = max_model_len
         self.planner: Planner = as_requested
         self.shares = RowShares()
@@ -152,15 +144,15 @@ class Scheduler:
         self.waiting.add(seq)
 
     def start_fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` run on the blocks of `parent`, whose prompt is computed but for its last token."""
-        child.kv = parent.kv.fork()
-        child.view.kv = KVView(child.kv)
+        """Let `child` run on the state of `parent`, whose prompt is computed but for its last token."""
+        child.state = parent.state.fork()
+        child.view.kv = KVView(child.state)
         child.status = Status.RUNNING
         self.running.append(child)
 
     def remove(self, seq: Sequence) -> None:
         """Take a finished or failed sequence out and free its memory."""
-        seq.kv.free()
+        seq.state.free()
         if seq in self.running:
             self.running.remove(seq)
         elif seq in self.waiting:
@@ -194,20 +186,18 @@ class Scheduler:
         if seq.status is not Status.RUNNING or rows <= 0 or not self._claim(plan, seq, rows):
             return 0
         plan.items.append(ScheduledSequence(seq, rows))
-        self.tenants.charge_prompt(seq, seq.kv.num_computed + rows)
+        self.tenants.charge_prompt(seq, seq.state.num_computed + rows)
         return rows
 
     def _claim(self, plan: Schedule, seq: Sequence, rows: int) -> bool:
         """Find memory for the next rows of `seq`, preempting newer sequences of whoever has most; False where it was itself
         preempted."""
-        stop = seq.kv.num_computed + rows
-        while seq.kv.needed(stop) > self.blocks.num_free:
+        while not seq.state.reserve(rows):
             victim = self.tenants.richest(self.running)
             assert victim is not None
             self._preempt(plan, victim)
             if victim is seq:
                 return False
-        plan.copies += seq.kv.make_writable(stop)
         return True
 
     def _preempt(self, plan: Schedule, victim: Sequence) -> None:
@@ -216,10 +206,8 @@ class Scheduler:
             if item.seq is victim:
                 plan.items.remove(item)
                 break
-        given_back = set(victim.kv.block_table)  # may be handed out again in this very step, as the target of another copy
-        plan.copies = [(source, destination) for source, destination in plan.copies if destination not in given_back]
         self.running.remove(victim)
-        victim.kv.free()
+        victim.state.free()
         victim.status = Status.WAITING
         victim.stats.num_preemptions += 1
         self.waiting.add(victim)
@@ -238,7 +226,7 @@ class Scheduler:
                 continue
             self.waiting.remove(seq)
             seq.status = Status.RUNNING
-            seq.stats.num_cached_tokens = max(seq.stats.num_cached_tokens, seq.kv.num_computed)
+            seq.stats.num_cached_tokens = max(seq.stats.num_cached_tokens, seq.state.num_computed)
             self.running.append(seq)
             rows_left -= self._run(plan, seq, rows_left)
         return rows_left
@@ -251,10 +239,10 @@ class Scheduler:
     def _opens(self, seq: Sequence) -> bool:
         """Take what the cache has of its text. The rest must fit too, so that a newcomer does not preempt or get preempted
         at once."""
-        seq.kv.open(seq.token_ids, share=_may_share(seq))
-        if seq.kv.needed(len(seq.token_ids)) <= self.blocks.num_free:
+        seq.state.open(seq.token_ids, share=_may_share(seq))
+        if seq.state.fits(seq.num_missing):
             return True
-        seq.kv.free()
+        seq.state.free()
         return False
 
     def _budget_drafts(self, plan: Schedule, rows_left: int) -> None:
@@ -273,7 +261,7 @@ class Scheduler:
     def _forced(self, seq: Sequence, rows_left: int) -> tuple[int, ...]:
         """What the structure of the output forces next, as far as there are rows and memory for it."""
         found = seq.view.processing.forced(min(rows_left, self.useful_depth(seq), MOST_FORCED))
-        while found and not seq.kv.grow(len(seq.token_ids) + len(found)):
+        while found and not seq.state.reserve(seq.num_missing + len(found)):
             found = found[:-1]
         return found
 
@@ -282,7 +270,7 @@ class Scheduler:
         seq, asked = item.seq, self._asked(item.seq)
         if not any(config.method for config in asked):
             return 0
-        depth, num_rows, before = self.useful_depth(seq) - len(item.forced), 0, len(seq.token_ids) + len(item.forced)
+        depth, num_rows, before = self.useful_depth(seq) - len(item.forced), 0, seq.num_missing + len(item.forced)
         turns: list[Turn] = []
         for place, config in enumerate(asked):
             if config.method is None or depth <= 0:
@@ -290,7 +278,7 @@ class Scheduler:
             budget = min(config.num_draft_tokens, rows_left - num_rows)
             if not config.tree and not config.method.branches_freely:
                 budget = min(budget, depth)
-            while budget > 0 and not seq.kv.grow(before + num_rows + budget):
+            while budget > 0 and not seq.state.reserve(before + num_rows + budget):
                 budget -= 1
             if budget <= 0:
                 break
@@ -335,14 +323,13 @@ class Scheduler:
     def useful_depth(self, seq: Sequence) -> int:
         """Longest path of draft tokens that may enter the text, the target's own next token left room for."""
         depth = min(seq.request.params.max_tokens - seq.num_output_tokens, self.max_model_len - len(seq.token_ids)) - 1
-        if seq.long_rope_after is not None and not seq.kv.long_rope:
-            depth = min(depth, seq.long_rope_after - len(seq.token_ids))  # no draft spans two sets of rotary factors
-        return depth
+        longest = seq.state.longest_draft(len(seq.token_ids))
+        return depth if longest is None else min(depth, longest)
 
 
 def _prefill_rows(seq: Sequence) -> int:
     """Rows it could use now. A sequence about to fork stops one token early, so that every sample has a row to decode."""
-    return seq.num_missing if seq.forked else seq.num_prompt_tokens - 1 - seq.kv.num_computed
+    return seq.num_missing if seq.forked else seq.num_prompt_tokens - 1 - seq.state.num_computed
 
 
 def _may_share(seq: Sequence) -> bool:

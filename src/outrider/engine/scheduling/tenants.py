@@ -37,7 +37,7 @@ class Tenants:
 
     def charge_prompt(self, seq: Sequence, stop: int) -> None:
         """The tokens of a sequence are computed up to this position: those of its prompt count, and once."""
-        start, stop = max(seq.kv.num_computed, seq.num_prompt_charged), min(stop, seq.num_prompt_tokens)
+        start, stop = max(seq.state.num_computed, seq.num_prompt_charged), min(stop, seq.num_prompt_tokens)
         if stop > start:
             self.charge(seq, stop - start)
             seq.num_prompt_charged = stop

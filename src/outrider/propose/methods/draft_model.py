@@ -1,7 +1,7 @@
 """A smaller model of the same vocabulary drafts ahead (Leviathan et al. 2023; Chen et al. 2023).
 
 It runs through the same runner and the same kind of block-table KV memory as the target, for all sequences at once, with
-leases of its own. It reads a prompt chunk by chunk beside the target, so that its first draft waits for nothing. What it
+states of its own. It reads a prompt chunk by chunk beside the target, so that its first draft waits for nothing. What it
 has computed of a sequence is whatever prefix of its own rows the committed tokens confirm. So rejected drafts, bonus tokens
 and prompts that only the target had cached need no messages; the next call fills the gap.
 """
@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from outrider.cache.lease import KVLease
+from outrider.cache.state import SequenceState
 from outrider.config import QUANTIZATIONS, DTypeName, QuantizationName
 from outrider.draft import Draft
 from outrider.errors import InvalidParameterError, VocabularyMismatchError
@@ -106,7 +106,7 @@ class DraftModelProposer(Proposer):
         self._bridge = bridge
         self._max_rows = max_num_batched_tokens
         self._min_confidence = min_confidence
-        self._leases = runner.leases  # by sequence, least recently drafted for first
+        self._states = runner.states  # by sequence, least recently drafted for first
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
         drafting = [self.begin_draft(request, requests) for request in requests]
@@ -124,8 +124,8 @@ class DraftModelProposer(Proposer):
         texts, segments = list[OwnText](), list[Segment]()
         for prompt in prompts:
             text = self._follow(prompt.sequence, ())
-            rows = text.missing(min(text.due(prompt) - text.lease.end, rows_left))
-            if rows and text.room > 1 and text.lease.grow(text.lease.end + len(rows)):
+            rows = text.missing(min(text.due(prompt) - text.state.end, rows_left))
+            if rows and text.room > 1 and self._reserve(text.state, len(rows)):
                 rows_left -= len(rows)
                 texts.append(text)
                 segments.append(text.segment(rows, len(rows)))
@@ -133,25 +133,25 @@ class DraftModelProposer(Proposer):
             self.runner.forward(segments)
         for text, segment in zip(texts, segments, strict=True):
             text.record(segment.token_ids)
-            text.lease.publish(text.settled)
+            text.state.publish(text.settled)
 
     def finish(self, sequence: ProposerSequence) -> None:
-        lease = self._leases.pop(sequence.seq_id, None)
-        if lease is not None:
-            lease.free()
+        state = self._states.pop(sequence.seq_id, None)
+        if state is not None:
+            state.free()
         self._bridge.forget(sequence)
 
     def lag(self, sequence: ProposerSequence) -> int:
-        lease = self._leases.get(sequence.seq_id)
-        return max(0, len(sequence.token_ids) - (0 if lease is None else lease.end))
+        state = self._states.get(sequence.seq_id)
+        return max(0, len(sequence.token_ids) - (0 if state is None else state.end))
 
     def overlaps(self, sequence: ProposerSequence, target_probs: Sequence[float]) -> list[float]:
         """The pass that catches up is the measurement. Who has far to catch up reads CATCH_UP_ROWS tokens a call, and is
         measured where it comes to tokens of known probability. Penalties and the like are not applied to the draft, so the
         answer errs on the low side where there are any."""
         text = self._follow(sequence, ())
-        rows, start = text.missing(min(text.num_missing, CATCH_UP_ROWS)), text.lease.end
-        if not rows or not isinstance(self._bridge, SameVocabulary) or not text.lease.grow(start + len(rows)):
+        rows, start = text.missing(min(text.num_missing, CATCH_UP_ROWS)), text.state.end
+        if not rows or not isinstance(self._bridge, SameVocabulary) or not self._reserve(text.state, len(rows)):
             return []
         known = len(sequence.token_ids) - len(target_probs)  # tokens before the first one of known probability
         first, end = max(known, start + 1), min(start + len(rows) + 1, len(sequence.token_ids))
@@ -167,10 +167,10 @@ class DraftModelProposer(Proposer):
         return [min(1.0, q / max(p, 1e-9)) for q, p in zip(drafted, targets, strict=True)]
 
     def check_integrity(self) -> None:
-        self.runner.blocks.check_integrity([lease.block_table for lease in self._leases.values()])
+        self.runner.memory.check_integrity(self._states.values())
 
     def check_rest(self) -> None:
-        assert not self._leases, f"the draft model still has memory for {len(self._leases)} texts"
+        assert not self._states, f"the draft model still has memory for {len(self._states)} texts"
 
     def begin_draft(self, request: ProposeRequest, requests: Sequence[ProposeRequest]) -> Drafting:
         """Roll back to what the committed tokens confirm and make room for the draft, shortened to what fits."""
@@ -178,39 +178,41 @@ class DraftModelProposer(Proposer):
         depth = min(request.max_depth, text.room)
         budget = min(request.budget, depth) if request.builder is CHAIN else request.budget
         budget = budget if min(depth, text.length) > 0 else 0
-        while budget > 0 and not self._grow(text.lease, text.length + budget - 1, requests):
+        while budget > 0 and not self._take(text.state, text.num_missing + budget - 1, requests):
             budget -= 1
         return Drafting(text, Growth.of(request, budget, depth, self._min_confidence))
 
     def _follow(self, sequence: ProposerSequence, path: Sequence[int]) -> OwnText:
         """The text in the draft's tokens, and its memory, rolled back to what the committed tokens confirm."""
-        loaded = self.runner.loaded
         settled, loose = self._bridge.text(sequence, path)
-        lease = self._leases.pop(sequence.seq_id, None)
-        if lease is None:
-            lease = KVLease(self.runner.blocks, sequence.namespace, loaded.long_rope_after)
-            lease.open(settled)
+        state = self._states.pop(sequence.seq_id, None)
+        if state is None:
+            state = self.runner.memory.state(sequence.namespace)
+            state.open(settled)
         else:
-            lease.roll_back(settled, loose)
-        self._leases[sequence.seq_id] = lease
-        lease.publish(settled)
-        room = loaded.max_model_len - len(settled) - len(loose)
-        if loaded.long_rope_after is not None and not lease.long_rope:
-            room = min(
-                room, loaded.long_rope_after - len(settled) - len(loose)
-            )  # no draft spans two sets of rotary factors
-        return OwnText(settled, loose, lease, room)
+            state.roll_back(settled, loose)
+        self._states[sequence.seq_id] = state
+        state.publish(settled)
+        length = len(settled) + len(loose)
+        room, longest = self.runner.loaded.max_model_len - length, state.longest_draft(length)
+        return OwnText(settled, loose, state, room if longest is None else min(room, longest))
 
-    def _grow(self, lease: KVLease, num_tokens: int, requests: Sequence[ProposeRequest]) -> bool:
-        """Make room for so many tokens, if need be by taking the memory of sequences that are not drafted for now."""
-        if lease.grow(num_tokens):
+    def _take(self, state: SequenceState, rows: int, requests: Sequence[ProposeRequest]) -> bool:
+        """Make room for so many rows, if need be by taking the memory of sequences that are not drafted for now."""
+        if self._reserve(state, rows):
             return True
         busy = {request.sequence.seq_id for request in requests}
-        for seq_id in [i for i in self._leases if i not in busy]:
-            self._leases.pop(seq_id).free()  # it will catch up should it be drafted for again
-            if lease.grow(num_tokens):
+        for seq_id in [i for i in self._states if i not in busy]:
+            self._states.pop(seq_id).free()  # it will catch up should it be drafted for again
+            if self._reserve(state, rows):
                 return True
         return False
+
+    def _reserve(self, state: SequenceState, rows: int) -> bool:
+        """Make room for so many rows; False where memory is short."""
+        reserved = state.reserve(rows)
+        self.runner.memory.make_copies([state])
+        return reserved
 
     def catch_up(self, drafting: list[Drafting]) -> tuple[list[Drafting], Tensor] | None:
         """Compute tokens that the draft model has not seen; returns who reached the end, and their logits.
@@ -258,18 +260,18 @@ class DraftModelProposer(Proposer):
 
 @dataclass
 class OwnText:
-    """A text in the draft model's own tokens, and the memory that holds it.
+    """A text in the draft model's own tokens, and what the model keeps of it.
 
     Attributes:
         settled: Tokens that the committed ones settle.
         loose: Tokens behind these: drafted by another proposer in this step, or still open to change.
-        lease: The memory.
+        state: What the model keeps of it.
         room: Tokens that a draft behind it may have.
     """
 
     settled: Sequence[int]
     loose: Sequence[int]
-    lease: KVLease
+    state: SequenceState
     room: int
 
     @property
@@ -280,7 +282,7 @@ class OwnText:
     @property
     def num_missing(self) -> int:
         """Tokens before a draft whose rows are due."""
-        return self.length - self.lease.end
+        return self.length - self.state.end
 
     def due(self, prompt: PromptRows) -> int:
         """Settled tokens that are as large a part of the text as the target will have computed."""
@@ -288,21 +290,20 @@ class OwnText:
 
     def missing(self, count: int) -> list[int]:
         """The first so many of the missing tokens."""
-        size, start = len(self.settled), self.lease.end
+        size, start = len(self.settled), self.state.end
         stop = max(start + count, start)
         return [*self.settled[start:stop], *self.loose[max(start - size, 0) : max(stop - size, 0)]]
 
     def segment(self, token_ids: Sequence[int], logits_from: int = 0, parents: tuple[int, ...] | None = None) -> Segment:
         """Rows behind what is computed."""
-        lease = self.lease
-        return Segment(token_ids, lease.end, lease.block_table, parents, logits_from, long_rope=lease.long_rope)
+        return Segment.of(self.state, token_ids, self.state.end, parents, logits_from)
 
     def record(self, token_ids: Sequence[int]) -> None:
         """These rows are computed; what is not settled yet stands ahead of the text."""
-        lease = self.lease
-        settled = max(0, min(len(token_ids), len(self.settled) - lease.end)) if not lease.ahead else 0
-        lease.num_computed += settled
-        lease.ahead += token_ids[settled:]
+        state = self.state
+        settled = max(0, min(len(token_ids), len(self.settled) - state.end)) if not state.ahead else 0
+        state.commit(state.num_computed, range(settled))
+        state.run_ahead(token_ids[settled:])
 
 
 @dataclass

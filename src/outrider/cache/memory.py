@@ -1,0 +1,56 @@
+"""StateMemory: the memory of one model, in which the states of its texts lie."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from outrider.cache.blocks import BlockManager
+from outrider.cache.pool import KVPool
+from outrider.cache.state import SequenceState
+
+
+class StateMemory:
+    """Blocks and the tensors behind them.
+
+    Args:
+        blocks: The blocks.
+        long_rope_after: Tokens after which the model uses other rotary factors for the whole text; None for never.
+
+    Attributes:
+        pool: Keys and values of all slots.
+    """
+
+    def __init__(self, blocks: BlockManager, long_rope_after: int | None = None) -> None:
+        self.blocks = blocks
+        self.long_rope_after = long_rope_after
+        self.pool = KVPool(blocks.num_blocks * blocks.block_size)
+
+    def state(self, namespace: str | None = None) -> SequenceState:
+        """A state that holds nothing yet, for a text of this namespace."""
+        return SequenceState(self, namespace)
+
+    def room_for(self, num_tokens: int) -> SequenceState:
+        """A state with room for a text of so many tokens, of which nothing is computed; there is memory for it."""
+        state = self.state()
+        state.open([0] * num_tokens, share=False)
+        reserved = state.reserve(num_tokens)
+        assert reserved, "the caller has made the memory large enough"
+        return state
+
+    def make_copies(self, states: Collection[SequenceState]) -> None:
+        """Make the copies of blocks that reservations of these states have left, all of them together."""
+        pairs = [pair for state in states for pair in state.copies]
+        if not pairs:
+            return  # as in almost every step
+        size = self.blocks.block_size
+        self.move([(source * size + i, target * size + i) for source, target in pairs for i in range(size)])
+        for state in states:
+            state.copies.clear()
+
+    def move(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Copy slots, (source, destination) each; all sources are read before any destination is written."""
+        self.pool.move([source for source, _ in slots], [destination for _, destination in slots])
+
+    def check_integrity(self, states: Collection[SequenceState]) -> None:
+        """Raise AssertionError unless the books agree with the states that are in use."""
+        self.blocks.check_integrity([state.block_table for state in states])

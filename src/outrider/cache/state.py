@@ -1,0 +1,244 @@
+"""SequenceState: what a model keeps of one text. No torch.
+
+Whoever lets a model compute a text uses this, and nothing below it: the scheduler makes room and gives it back, the commit
+says which rows stand, proposers with models of their own do both. Where the tokens lie, and how they get there, is known
+here and in the memory alone. The target has a state for each sequence, and so has a draft model with memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+from outrider.cache.blocks import BlockManager
+
+
+class Memory(Protocol):
+    """The memory of one model, as states use it.
+
+    Attributes:
+        blocks: Its blocks.
+        long_rope_after: Tokens after which the model uses other rotary factors for the whole text; None for never.
+    """
+
+    blocks: BlockManager
+    long_rope_after: int | None
+
+    def move(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Copy slots, (source, destination) each; all sources are read before any destination is written."""
+
+
+class SequenceState:
+    """What a model keeps of one text.
+
+    Attributes:
+        memory: Where it lies.
+        block_table: Blocks, in the order of the tokens that they hold.
+        copies: (source, destination) blocks that reservations have left to be copied before anything is read.
+        num_computed: Leading tokens of the text that are in the blocks.
+        ahead: Tokens computed behind these that the text has not confirmed; only a draft model has such.
+        num_published: Leading blocks that are settled in the prefix cache.
+        long_rope: Whether they were computed with the rotary factors of long texts.
+
+    Args:
+        memory: The model's.
+        namespace: Whose text it is; blocks are shared within a namespace and never beyond it.
+    """
+
+    def __init__(self, memory: Memory, namespace: str | None = None) -> None:
+        self.memory = memory
+        self._namespace = namespace
+        self.block_table: list[int] = []
+        self.copies: list[tuple[int, int]] = []
+        self.num_computed = 0
+        self.ahead: list[int] = []
+        self.num_published = 0
+        self.long_rope = False
+
+    @property
+    def space(self) -> Hashable:
+        """Whose blocks it may share: those of its namespace under the same rotary factors."""
+        return (self._namespace, self.long_rope)
+
+    @property
+    def end(self) -> int:
+        """Position of the next token to compute."""
+        return self.num_computed + len(self.ahead)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that its blocks have room for."""
+        return len(self.block_table) * self._blocks.block_size
+
+    def longest_draft(self, num_tokens: int) -> int | None:
+        """Most tokens that a draft behind so many may have, since no draft spans two sets of rotary factors; None for any
+        number."""
+        limit = self.memory.long_rope_after
+        return None if limit is None or self.long_rope else limit - num_tokens
+
+    def open(self, token_ids: Sequence[int], *, share: bool = True) -> None:
+        """Begin with the longest published prefix of the text, at least one token short of it.
+
+        Args:
+            token_ids: The text.
+            share: Whether to look for one; without, everything is computed.
+        """
+        assert not self.block_table, "opened twice"
+        self.long_rope = self._is_long(len(token_ids))
+        self.block_table = self._blocks.match(token_ids, self.space) if share else []
+        self.num_published = len(self.block_table)
+        self.num_computed = self.num_published * self._blocks.block_size
+
+    def roll_back(self, token_ids: Sequence[int], loose: Sequence[int] = ()) -> None:
+        """Keep what the committed tokens confirm of the tokens computed ahead, and forget the others.
+
+        The last token always counts as not computed, since its row is needed again. A text that has come under other rotary
+        factors loses everything.
+
+        Args:
+            token_ids: The committed tokens.
+            loose: Tokens behind these that later ones may still change; what they confirm stays ahead of the text.
+        """
+        if self.enter_regime(len(token_ids)):
+            self.open(token_ids)
+            return
+        size = len(token_ids)
+        last = max(size + len(loose) - 1, 0)
+        self.num_computed = min(self.num_computed, last)
+        confirmed = 0
+        while confirmed < min(len(self.ahead), last - self.num_computed):
+            place = self.num_computed + confirmed
+            if self.ahead[confirmed] != (token_ids[place] if place < size else loose[place - size]):
+                break
+            confirmed += 1
+        settled = min(confirmed, max(size - self.num_computed, 0))
+        self.num_computed += settled
+        self.ahead = self.ahead[settled:confirmed]
+
+    def enter_regime(self, num_tokens: int) -> bool:
+        """Follow a text that has come under other rotary factors; returns whether that cost it all its KV."""
+        if self.long_rope == self._is_long(num_tokens):
+            return False
+        self.free()
+        self.long_rope = not self.long_rope
+        return True
+
+    def fits(self, rows: int) -> bool:
+        """Whether there is memory for so many rows behind what is computed."""
+        stop = self.end + rows
+        shared = len(self._blocks.shared_from(self.block_table, self.end, stop))
+        return max(0, self._blocks.blocks_for(stop) - len(self.block_table)) + shared <= self._blocks.num_free
+
+    def reserve(self, rows: int) -> bool:
+        """Own room for so many rows behind what is computed; False, and no change, where memory is short.
+
+        Blocks that somebody else reads too are replaced by copies of them. These are noted in `copies`, since the copies of
+        all texts are made together (see `StateMemory.make_copies`).
+        """
+        if not self.fits(rows):
+            return False
+        stop = self.end + rows
+        self.copies += self._blocks.make_writable(self.block_table, self.end, stop)
+        return self._blocks.grow(self.block_table, stop)
+
+    def commit(self, start: int, accepted_rows: Sequence[int]) -> None:
+        """Keep the rows of a pass that are part of the text, and nothing of the others.
+
+        Args:
+            start: Where row 0 was written: behind all that was computed.
+            accepted_rows: Rows that stand, in the order of their path. Afterwards the i-th lies at position start + i.
+        """
+        assert start == self.num_computed, "rows are committed behind what is computed"
+        self._line_up(start, accepted_rows)
+        self.num_computed += len(accepted_rows)
+
+    def run_ahead(self, token_ids: Sequence[int], rows: Sequence[int] | None = None) -> None:
+        """Keep tokens that were computed behind the end and that the text has not confirmed.
+
+        Args:
+            token_ids: The tokens.
+            rows: Their rows behind the end, in the order of their path; None for the first ones.
+        """
+        if rows is not None:
+            self._line_up(self.end, rows)
+        self.ahead += token_ids
+
+    def publish(self, token_ids: Sequence[int]) -> None:
+        """Let others find the blocks that are full of computed tokens of this text."""
+        if self.num_computed // self._blocks.block_size > self.num_published:
+            tokens = token_ids[: self.num_computed]
+            self.num_published = self._blocks.publish(tokens, self.block_table, self.num_published, self.space)
+
+    def fork(self) -> SequenceState:
+        """A second state over the same blocks; whoever writes first copies."""
+        assert not self.copies, "a state is forked between two steps"
+        twin = SequenceState(self.memory, self._namespace)
+        twin.block_table = self._blocks.fork(self.block_table)
+        twin.num_computed, twin.ahead, twin.num_published = self.num_computed, list(self.ahead), self.num_published
+        twin.long_rope = self.long_rope
+        return twin
+
+    def free(self) -> None:
+        """Give all blocks back; the tokens will be computed again."""
+        self._blocks.free(self.block_table)
+        self.num_computed = self.num_published = 0
+        self.ahead.clear()
+        self.copies.clear()
+
+    def void(self) -> None:
+        """The memory begins anew: what was in the blocks is lost, and there is nothing to give back."""
+        self.block_table.clear()
+        self.free()
+
+    @property
+    def _blocks(self) -> BlockManager:
+        return self.memory.blocks
+
+    def _line_up(self, start: int, rows: Sequence[int]) -> None:
+        """Move rows that were written from position `start` on behind each other, in this order."""
+        moved = [(row, place) for place, row in enumerate(rows) if row != place]
+        if moved:  # never after a chain
+            self.memory.move([(self._slot(start + row), self._slot(start + place)) for row, place in moved])
+
+    def _slot(self, position: int) -> int:
+        block, offset = divmod(position, self._blocks.block_size)
+        return self.block_table[block] * self._blocks.block_size + offset
+
+    def _is_long(self, num_tokens: int) -> bool:
+        limit = self.memory.long_rope_after
+        return limit is not None and num_tokens > limit
+
+
+class KVView:
+    """A state to look at: what a proposer may know of the target's KV of a sequence.
+
+    Args:
+        state: The state; what is read here is always what it is at present.
+    """
+
+    def __init__(self, state: SequenceState) -> None:
+        self._state = state
+
+    @property
+    def block_table(self) -> tuple[int, ...]:
+        """Blocks, in the order of the tokens that they hold."""
+        return tuple(self._state.block_table)
+
+    @property
+    def num_computed(self) -> int:
+        """Leading tokens of the text whose KV is in the blocks."""
+        return self._state.num_computed
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the blocks have room for."""
+        return self._state.capacity
+
+    @property
+    def long_rope(self) -> bool:
+        """Whether the KV was computed with the rotary factors of long texts."""
+        return self._state.long_rope
+
+    def belongs_to(self, memory: Memory) -> bool:
+        """Whether the blocks are of this memory."""
+        return self._state.memory is memory
