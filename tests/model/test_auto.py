@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.engine.proposing import calibration, governing
+from outrider.engine.proposing import calibration, governing, keeping
 from outrider.engine.proposing.governing import Governing
 from outrider.errors import InvalidParameterError
 from outrider.govern.costs import CostTable, StepTimes, StepWork
@@ -35,7 +35,7 @@ def steady(work: StepWork, times: StepTimes) -> StepTimes:
 
 @pytest.fixture(autouse=True)
 def _no_costs_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(calibration.VARIABLE, "off")
+    monkeypatch.setenv(keeping.VARIABLE, "off")
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_a_context_that_makes_passes_longer_is_measured(pair: tuple[str, str]) -
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(calibration.VARIABLE, str(tmp_path / "costs"))
+    monkeypatch.setenv(keeping.VARIABLE, str(tmp_path / "costs"))
     return tmp_path / "costs"
 
 
@@ -317,7 +317,7 @@ def test_a_file_that_is_no_table_is_measured_anew(
     (path,) = folder.iterdir()
     path.write_text(text)
     loaded(pair)
-    assert "it is measured anew" in caplog.text
+    assert "it is ignored" in caplog.text
     assert json.loads(path.read_text())["table"]["passes"]
 
 
@@ -350,7 +350,7 @@ def test_a_table_that_cannot_be_true_is_measured_anew(
     with LLM(pair[0], dtype="float64", speculation=auto({"method": "draft_model", "model": pair[1]})) as llm:
         (output,) = llm.generate([COPY], SamplingParams(max_tokens=12, seed=1))
     assert output.error is None
-    assert "it is measured anew" in caplog.text
+    assert "it is ignored" in caplog.text
     assert json.loads(path.read_text()) != kept
 
 
@@ -426,7 +426,7 @@ def test_a_calibration_that_is_broken_off_leaves_nothing(
     def interrupted(source: str, target: str) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(calibration.os, "replace", interrupted)
+    monkeypatch.setattr(keeping.os, "replace", interrupted)
     loaded(pair)
     assert not list(folder.glob("*.json"))
     monkeypatch.undo()
@@ -436,5 +436,5 @@ def test_a_folder_that_cannot_be_written_does_no_harm(
     pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(calibration.VARIABLE, str(tmp_path / "file" / "below"))
+    monkeypatch.setenv(keeping.VARIABLE, str(tmp_path / "file" / "below"))
     loaded(pair)

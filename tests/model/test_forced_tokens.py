@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, CompletionOutput, Ngram, SamplingParams, StructuredOutputs, Suffix
-from outrider.engine.proposing import calibration
+from outrider.engine.proposing import keeping
 from outrider.engine.scheduling import scheduler
 from outrider.errors import NoTokenLeftError
 from outrider.params import TokenOrigin
@@ -56,7 +56,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(calibration.VARIABLE, "off")
+        patch.setenv(keeping.VARIABLE, "off")
         with LLM(dtype="float64", block_size=4, max_num_batched_tokens=64) as made:
             yield made
 
@@ -131,7 +131,7 @@ def test_what_something_else_forbids_is_not_written(llm: LLM) -> None:
 
 def test_rows_and_memory_bound_what_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Preempted, in few rows and in little memory, the texts are the same."""
-    monkeypatch.setenv(calibration.VARIABLE, "off")
+    monkeypatch.setenv(keeping.VARIABLE, "off")
     params = SamplingParams(structured_outputs=STRUCTURE, max_tokens=60, seed=2, n=2)
     few = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "max_model_len": 100, "kv_cache_tokens": 160}
     with LLM(dtype="float64", block_size=4, **few) as tight:

@@ -10,6 +10,9 @@ from outrider.draft import Draft, Law
 from outrider.engine import engine, verification
 from outrider.engine.proposing import drafting
 from outrider.engine.proposing.drafting import StepDraft
+from outrider.engine.proposing.governing import Governing
+from outrider.govern.acceptance import Experience
+from outrider.govern.counts import POSITIONS, Shares
 from outrider.propose.base import DraftNoise
 from outrider.propose.methods.suffix import SuffixProposer
 from outrider.propose.trees import growth
@@ -235,6 +238,20 @@ def test_a_choice_that_is_made_after_the_draw_is_noticed(proof, monkeypatch):
     assert proof.prove(setting).measured <= BOUND
     monkeypatch.setattr(engine, "propose_all", peeking)
     assert proof.prove(setting).measured > 1e-3
+
+
+def test_what_earlier_processes_learnt_shapes_choices_and_never_the_law(proof, monkeypatch):
+    real, chosen = Governing._new_governor, []
+    for chance in (0.02, 0.98):
+        counted = Shares((30.0,) * POSITIONS, (30.0 * chance,) * POSITIONS, 60.0 * chance)
+        known = dict.fromkeys(("draft_model", "ngram"), Experience(counted, counted))
+        monkeypatch.setattr(
+            Governing, "_new_governor", lambda self, members, table, known=known: real(self, members, table, known)
+        )
+        proof.llm.stats.reset()
+        assert proof.prove(BY_NAME["the engine chooses, a lookup first"]).measured <= BOUND
+        chosen.append(dict(proof.llm.stats.chosen))
+    assert chosen[0] != chosen[1]
 
 
 def test_what_the_engine_chooses_depends_on_what_stood(proof):

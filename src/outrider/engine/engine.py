@@ -20,6 +20,7 @@ from outrider.engine.proposing import observation
 from outrider.engine.proposing.calibration import calibrate
 from outrider.engine.proposing.drafters import Drafters
 from outrider.engine.proposing.drafting import StepDraft, prefill_all, propose_all
+from outrider.engine.proposing.experience import ExperienceFiles
 from outrider.engine.proposing.governing import Governing
 from outrider.engine.proposing.proposers import ProposerSet
 from outrider.engine.proposing.tree_builders import TreeBuilders
@@ -74,6 +75,7 @@ class Engine:
         self.governing = Governing(
             proposers,
             lambda drafts: calibrate(runner, _runners(drafts)),
+            partial(ExperienceFiles.of, runner),
             invariant=runner.invariant,
             max_rows=config.max_num_batched_tokens,
         )

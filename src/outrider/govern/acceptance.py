@@ -7,98 +7,32 @@ of text is followed; where outcomes are too unlikely under the present estimate,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod, sqrt
 
-#: Positions that are counted apart; deeper ones count as the last of these.
-POSITIONS = 12
+from outrider.govern.counts import POSITIONS, Counts, Shares
+
 #: Drafts that are remembered: of one request, of one tenant, of all, and of one request where changes come and go.
 _OWN, _TENANT, _WHOLE, _STEADY = 120.0, 96.0, 192.0, 600.0
 #: Drafts for which it is remembered whether a method had anything to say, of one request: nothing is lost where it has not.
 _OFFERS = 240.0
 #: Drafts that a wider count weighs as a prior.
 _PRIOR_WEIGHT = 3.0
-#: The same, that a position weighs as a prior for the next one.
-_BEFORE_WEIGHT = 8.0
 #: Standard deviations between outcomes and expectation beyond which the text is taken to have changed.
 _SURPRISE = 3.5
 #: Outcomes that surprise looks back on, and the last drafts that are believed after one, instead of all before them.
 _SURPRISE_MEMORY, _BELIEVED = 10.0, 4
 #: Added to the variance, since few outcomes are not normally distributed.
 _SLACK = 0.25
+#: Drafts that what earlier processes learnt weighs at most.
+KEPT = 12.0
 #: Tenants and methods that are remembered; those unused for longest are forgotten.
 _MOST_SCOPES = 1024
 #: A text of which so many changes were seen within so many drafts goes to and fro, and is taken for one for so many more.
 _CHANGES, _CHANGE_WINDOW, _TO_AND_FRO = 4, 160, 640
 #: Nothing is so sure that it could not surprise.
 _LEAST, _MOST = 0.03, 0.97
-
-
-class Counts:
-    """How many were tried and how many stood, by position; older ones fade.
-
-    Args:
-        memory: Drafts that are remembered.
-
-    Attributes:
-        version: Grows with everything that is learnt.
-    """
-
-    def __init__(self, memory: float) -> None:
-        self._growth = memory / (memory - 1.0)
-        self._weight = 1.0
-        self._tried = [0.0] * POSITIONS
-        self._stood = [0.0] * POSITIONS
-        self._gained = 0.0
-        self.version = 0
-
-    def add(self, scores: Sequence[float], tokens: float = 1.0) -> None:
-        """One draft: for each position that was tried, in order, whether it stood (or with which chance); and tokens that
-        the text gained with it."""
-        self.version += 1
-        self._weight *= self._growth
-        for place, score in enumerate(scores):
-            position = min(place, POSITIONS - 1)
-            self._tried[position] += self._weight
-            self._stood[position] += self._weight * score
-        self._gained += self._weight * scores[0] * tokens
-        if self._weight > 1e12:
-            self.fade(1.0 / self._weight)
-            self._weight = 1.0
-
-    def fade(self, share: float) -> None:
-        """Keep only this share of all counts."""
-        self.version += 1
-        self._tried = [each * share for each in self._tried]
-        self._stood = [each * share for each in self._stood]
-        self._gained *= share
-
-    @property
-    def tokens_of_good_drafts(self) -> float:
-        """Tokens that the text gained on average with a draft whose first token stood."""
-        return self._gained / self._stood[0] if self._stood[0] > 0.0 else 1.0
-
-    def along(self, guess: float, weight: float) -> list[float]:
-        """Share that stood, by position. `guess` is the prior of the first position, and each further one has the share of
-        the one before it: deep positions are seldom tried, and stand about as often."""
-        scale, shares = self._weight, list[float]()
-        for tried, stood in zip(self._tried, self._stood, strict=True):
-            guess = (stood / scale + weight * guess) / (tried / scale + weight)
-            shares.append(guess)
-            weight = _BEFORE_WEIGHT
-        return shares
-
-    def chances(self, prior: Sequence[float], weight: float) -> list[float]:
-        """Share that stood, by position. The prior of the first position weighs as much as `weight` drafts; behind it
-        `prior` says how much less or more often than the one before it a position stands."""
-        scale, shares, guess = self._weight, list[float](), prior[0]
-        for place, (tried, stood) in enumerate(zip(self._tried, self._stood, strict=True)):
-            if place:
-                guess = min(shares[-1] * prior[place] / max(prior[place - 1], 1e-6), 1.0)
-                weight = _BEFORE_WEIGHT
-            shares.append((stood / scale + weight * guess) / (tried / scale + weight))
-        return shares
 
 
 @dataclass
@@ -121,6 +55,19 @@ class _Known:
     def version(self) -> int:
         """Grows with everything that is learnt."""
         return self.stands.version + self.exists.version
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What earlier texts showed of a method.
+
+    Attributes:
+        stands: Whether draft tokens stood.
+        exists: Whether the method had anything to say at a position for which it was asked.
+    """
+
+    stands: Shares
+    exists: Shares
 
 
 class _Surprise:
@@ -206,10 +153,12 @@ class AcceptanceModel:
 
     Args:
         priors: For each method, the chance that is taken before anything was seen.
+        known: What earlier processes learnt of methods. It is believed as little as a few drafts are.
     """
 
-    def __init__(self, priors: dict[str, float]) -> None:
+    def __init__(self, priors: dict[str, float], known: Mapping[str, Experience] | None = None) -> None:
         self._priors = priors
+        self._known = dict(known or {})
         self._shared: dict[tuple[Hashable, str], _Known] = {}
         self._own: dict[int, dict[str, _Own]] = {}
         self._tenants: dict[int, Hashable] = {}
@@ -278,6 +227,15 @@ class AcceptanceModel:
             for known in self._all_of(request, method):
                 known.exists.add([1.0 if place < offered else 0.0 for place in range(asked)])
 
+    def learnt(self, method: str) -> Experience:
+        """What all requests showed of a method, with what was known of it before."""
+        whole = self._shared_by(None, method)
+        return Experience(whole.stands.shares, whole.exists.shares)
+
+    def version(self, method: str) -> int:
+        """Grows with everything that is learnt of a method."""
+        return self._shared_by(None, method).version
+
     def _all_of(self, request: int, method: str) -> list[_Known]:
         own = self._own_of(request, method)
         tenant = self._shared_by(("tenant", self._tenants[request]), method)
@@ -305,10 +263,19 @@ class AcceptanceModel:
 
     def _shared_by(self, scope: Hashable, method: str) -> _Known:
         key = (scope, method)
-        known = self._shared.pop(key, None) or _Known.of(_WHOLE if scope is None else _TENANT)
+        known = self._shared.pop(key, None) or self._new(scope, method)
         self._shared[key] = known  # the most recently used come last
         if len(self._shared) > _MOST_SCOPES:
             del self._shared[next(iter(self._shared))]
+        return known
+
+    def _new(self, scope: Hashable, method: str) -> _Known:
+        if scope is not None:
+            return _Known.of(_TENANT)
+        known, earlier = _Known.of(_WHOLE), self._known.get(method)
+        if earlier is not None:
+            known.stands.begin(earlier.stands, KEPT)
+            known.exists.begin(earlier.exists, KEPT)
         return known
 
 

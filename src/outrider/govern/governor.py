@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from outrider.govern.acceptance import AcceptanceModel
+from outrider.govern.acceptance import AcceptanceModel, Experience
 from outrider.govern.choice import Chooser, Option, Plan, Text
 from outrider.govern.costs import CostModel, CostTable, DraftWork, StepTimes, StepWork
 from outrider.govern.purse import Purse
@@ -52,12 +52,14 @@ class Candidate:
         longest: Most draft tokens.
         lookup: Whether it needs no model of its own, so that it costs little and has nothing to read first.
         prior: Chance that its draft tokens stand, before anything was seen.
+        experience: What it showed in earlier processes.
     """
 
     name: str
     longest: int
     lookup: bool = False
     prior: float = 0.6
+    experience: Experience | None = None
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,8 @@ class Governor:
         self.candidates = {each.name: each for each in candidates}
         self._standings = Standings(CostModel(table, [each.name for each in candidates if each.lookup]))
         self._here = self._standings.of(1, 0)
-        self.acceptance = AcceptanceModel({each.name: each.prior for each in candidates})
+        known = {each.name: each.experience for each in candidates if each.experience is not None}
+        self.acceptance = AcceptanceModel({each.name: each.prior for each in candidates}, known)
         self.chosen: Counter[tuple[str, int]] = Counter()
         self.num_plans = 0
         self._max_rows = max_rows

@@ -13,9 +13,11 @@ from time import perf_counter
 
 from outrider.draft import Draft
 from outrider.engine.proposing.drafting import StepDraft
+from outrider.engine.proposing.experience import ExperienceFiles
 from outrider.engine.proposing.proposers import ProposerSet
 from outrider.engine.scheduling.scheduler import MOST_FORCED, ScheduledSequence, as_requested
 from outrider.engine.sequence import Sequence, Status
+from outrider.govern.acceptance import Experience
 from outrider.govern.costs import CostTable, DraftWork, StepTimes, StepWork
 from outrider.govern.governor import HOLDS, Candidate, Decision, Governor, Running, Shadow
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
@@ -38,6 +40,9 @@ _FIRST = "plain, until the first token is written"
 
 #: What a text does for which no governor could decide.
 _FAULT = Decision(None, 0, "plain, since the governor failed", "fault")
+
+#: Where costs are scripted, nothing is known from earlier processes and nothing is kept.
+_NOTHING_KEPT = ExperienceFiles({})
 
 #: What a request leaves to be chosen from.
 Candidates = tuple[SpeculationConfig, ...]
@@ -96,6 +101,7 @@ class _Governed:
         candidates: As requests leave the choice among them.
         members: By the name of the candidate.
         governor: Who chooses.
+        experience: What the members showed in earlier processes.
         lengths: The members at each length.
         num_faults: How often a governor of theirs has raised.
     """
@@ -103,6 +109,7 @@ class _Governed:
     candidates: Candidates
     members: dict[str, SpeculationConfig]
     governor: Governor
+    experience: ExperienceFiles
     lengths: dict[tuple[str, int], SpeculationConfig] = field(default_factory=dict)
     num_faults: int = 0
 
@@ -139,6 +146,7 @@ class Governing:
     Args:
         proposers: Who may draft.
         calibrate: Finds what passes cost, once, when the first such request comes; given the draft methods' proposers.
+        remember: Finds what methods showed in earlier processes; given their settings and proposers.
         invariant: Whether a row's bits do not depend on the other rows of its pass.
         max_rows: Rows that a pass may hold.
 
@@ -150,6 +158,7 @@ class Governing:
         self,
         proposers: ProposerSet,
         calibrate: Callable[[Mapping[str, Proposer]], CostTable],
+        remember: Callable[[Mapping[str, SpeculationConfig], Mapping[str, Proposer]], ExperienceFiles],
         *,
         invariant: bool,
         max_rows: int,
@@ -157,6 +166,7 @@ class Governing:
         self.decisions: dict[int, Decision] = {}
         self._proposers = proposers
         self._calibrate = calibrate
+        self._remember = remember
         self._invariant = invariant
         self._max_rows = max_rows
         self._clock: Clock = measured
@@ -195,6 +205,7 @@ class Governing:
         if found is not None:
             with self._contained(found):
                 found.governor.finish(seq.seq_id)
+                found.experience.keep(found.governor.acceptance)
 
     def _drop(self, seq_id: int) -> None:
         for kept in (self._of, self._pending, self._probs, self.decisions):
@@ -224,6 +235,7 @@ class Governing:
         self._scripted, self._clock, self._holds = table, clock, holds
         for found in self._governed:
             found.governor, found.num_faults = self._new_governor(found.members, table), 0
+            found.experience = _NOTHING_KEPT
         self._of, self._pending, self._probs, self.decisions = {}, {}, {}, {}
 
     def _find(self, candidates: Candidates) -> _Governed:
@@ -237,17 +249,27 @@ class Governing:
                 name = config.name if config.name not in members else f"{config.name} {len(members) + 1}"
                 members[name] = config
         proposers = {name: self._proposers.get(c.method) for name, c in members.items() if c.method is not None}
-        table = self._calibrate(proposers) if self._scripted is None else self._scripted
-        found = _Governed(candidates, members, self._new_governor(members, table))
+        table, experience = self._scripted, _NOTHING_KEPT
+        if table is None:
+            table, experience = self._calibrate(proposers), self._remember(members, proposers)
+        found = _Governed(candidates, members, self._new_governor(members, table, experience.read()), experience)
         idle = [each for each in self._governed if all(each is not used for used in self._of.values())]
         for each in idle[: max(0, len(self._governed) + 1 - _MOST_SETTINGS)]:
             self._governed.remove(each)
         self._governed.append(found)
         return found
 
-    def _new_governor(self, members: Mapping[str, SpeculationConfig], table: CostTable) -> Governor:
+    def _new_governor(
+        self, members: Mapping[str, SpeculationConfig], table: CostTable, known: Mapping[str, Experience] | None = None
+    ) -> Governor:
+        experience = (known or {}).get
         candidates = [
-            Candidate(name, config.num_draft_tokens, lookup=not config.method.grows_from_probabilities)
+            Candidate(
+                name,
+                config.num_draft_tokens,
+                lookup=not config.method.grows_from_probabilities,
+                experience=experience(name),
+            )
             for name, config in members.items()
             if config.method is not None
         ]
