@@ -1,4 +1,7 @@
-"""Estimates acceptance by method and position: counts of each request, with those of other requests as a prior.
+"""Estimates how many tokens of a method's next draft will stand: counts of each request, with those of others as a prior.
+
+It knows methods and positions, and is asked before anything is drawn, so that the governor can choose. Which rows a growing
+tree gets is another question: `propose/trees/acceptance.py` answers it from the confidence of each row.
 
 A position counts only drafts whose earlier tokens stood, so chances multiply along a draft. Counts fade, so that a change
 of text is followed; where outcomes are too unlikely under the present estimate, most of the past is forgotten at once.

@@ -1,4 +1,4 @@
-"""Predicts the time of a step: target passes by rows, texts and context, drafts by method, and the host.
+"""Predicts the time of a step from measured ones: target passes by rows, texts and context, drafts by method, and the host.
 
 A calibration at start says what passes take. Every step corrects it, near the number of rows that it had and, more slowly,
 everywhere. Where passes become longer in steps, the calibration knows the steps, and a correction keeps them. What makes a

@@ -1,5 +1,6 @@
-"""Predicts speculation without measurements: tokens a round, the best length, the speedup.
+"""Predicts speculation from sizes and rates alone, for `outrider plan`: tokens a round, the best length, the speedup.
 
+Nothing is measured here, and the engine's own choice does not use it: that follows measured times (`govern/costs.py`).
 Leviathan et al. 2023 (arXiv 2211.17192) take a pass of several rows to cost as much as a pass of one. Here a pass costs the
 time of its bytes or the time of its arithmetic, whichever is longer, so that the batch counts too.
 """

@@ -1,4 +1,7 @@
-"""Estimates how often rows of adaptive trees are accepted, from earlier rows."""
+"""Estimates how often rows of adaptive trees are accepted, from earlier rows of the same rank, depth and confidence.
+
+It is asked while a draft grows. Before that, the governor's estimate (`govern/acceptance.py`) says whether to draft at all.
+"""
 
 from __future__ import annotations
 
