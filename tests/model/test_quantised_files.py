@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from copy import deepcopy
 from pathlib import Path
@@ -131,6 +132,20 @@ def test_compressed_tensors_are_those_of_its_package(
     model = read(folder)
     for name, want in values.items():
         assert torch.equal(weight_of(model, name).double(), want.double())
+
+
+def test_what_is_declared_and_not_rounded_here_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = checkpoints.save("llama", tmp_path / "source", seed=3, hidden_size=64, intermediate_size=96, layers=1)
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(tmp_path / "whole")
+    out = write_compressed(str(tmp_path / "whole"), tmp_path / "out", FORMATS["int8-g32"])
+    read(out)
+    assert "declares" not in caplog.text
+    said = json.loads((out / "config.json").read_text())["quantization_config"]
+    group = next(iter(said["config_groups"].values()))
+    group["input_activations"] = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token", "symmetric": True}
+    declare(out, quantization_config=said | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}})
+    read(out)
+    assert "its configuration declares input_activations and kv_cache_scheme; only its weights are rounded" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "int8", "int8-g32"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -33,9 +34,11 @@ from outrider.model.loading.hub import local_folder
 from outrider.model.loading.kinds import missing_head, wrong_shape
 from outrider.model.loading.loaded_model import LoadedModel, describe_model
 from outrider.model.loading.quantised.checkpoint import QuantisedCheckpoint
-from outrider.model.loading.quantised.scheme import layout_of
+from outrider.model.loading.quantised.scheme import layout_of, rounded_while_computing
 from outrider.model.loading.sources import source_options
 from outrider.model.loading.tokenizers import checkpoint_tokenizer, given_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(config: ModelConfig, tokenizer: Any | None = None, *, kv_tokens: int | None = None) -> LoadedModel:
@@ -132,6 +135,13 @@ def _load_quantised(config: ModelConfig, hf_config: Any, source: dict[str, Any],
     """A model whose quantised matrices stay as the files have them."""
     layout = layout_of(config.model, hf_config)
     assert layout is not None, "its configuration says how its weights are quantised"
+    left_out = rounded_while_computing(hf_config)
+    if left_out:
+        logger.warning(
+            "%s: its configuration declares %s; only its weights are rounded here, and texts may differ from others",
+            config.model,
+            " and ".join(left_out),
+        )
     folder = local_folder(config.model, source)
     dtype = _quantised_dtype(config, hf_config)
     with QuantisedCheckpoint(config.model, folder, layout) as files:

@@ -45,6 +45,13 @@ def declared(hf_config: Any) -> Mapping[str, Any] | None:
     return as_dict
 
 
+def rounded_while_computing(hf_config: Any) -> list[str]:
+    """What a configuration wants rounded in every pass beside the weights, which is not done here."""
+    found = declared(hf_config) or {}
+    wanted = {name for group in _groups(found) for name in ("input_activations", "output_activations") if group.get(name)}
+    return sorted(wanted | {name for name in ("kv_cache_scheme",) if found.get(name)})
+
+
 def _gptq(model: str, found: Mapping[str, Any], bits: int) -> Gptq:
     version = str(found.get("checkpoint_format") or "gptq")
     if version not in ("gptq", "gptq_v2"):
@@ -62,14 +69,18 @@ def _awq(model: str, found: Mapping[str, Any], bits: int) -> Awq:
 
 
 def _compressed(model: str, found: Mapping[str, Any]) -> Compressed:
-    groups = found.get("config_groups")
-    each = [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
-    formats = {str(group.get("format") or found.get("format")) for group in each} or {str(found.get("format"))}
+    formats = {str(group.get("format") or found.get("format")) for group in _groups(found)} or {str(found.get("format"))}
     unknown = sorted(formats - set(_WHOLE))
     if unknown:
         problem = f"its weights are in the format {unknown[0]} of compressed-tensors, which is not supported"
         raise UnsupportedModelError(model, problem, _KNOWN)
     return Compressed()
+
+
+def _groups(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What compressed-tensors' configuration says of groups of layers."""
+    groups = found.get("config_groups")
+    return [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
 
 
 def _whole(model: str, found: Mapping[str, Any], name: str, default: int) -> int:
