@@ -16,7 +16,7 @@ from outrider.engine.proposing.governing import Governing
 from outrider.errors import InvalidParameterError
 from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.govern.governor import Governor
-from outrider.model.row_costs import measure_context, measure_passes
+from outrider.model.pass_costs import measure_context, measure_passes
 from outrider.propose.auto import Auto
 from outrider.propose.base import Proposer
 from outrider.propose.method import Method

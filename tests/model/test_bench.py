@@ -27,11 +27,11 @@ from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPro
 from outrider.llm import LLM
 from outrider.measure import machine
 from outrider.measure.decoding_config import parse_ways
-from outrider.measure.passes import PassTimer
 from outrider.measure.row_costs import row_costs
 from outrider.measure.run import EncodedTask, Run, write
 from outrider.measure.widen import stretched, widen
 from outrider.model.loading.configuration import read_context
+from outrider.model.pass_timer import PassTimer
 from outrider.params import SamplingParams
 from outrider.propose.method import Method, ProposerContext
 from outrider.prove.tiny import save_tiny_llama

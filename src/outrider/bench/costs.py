@@ -12,7 +12,7 @@ from outrider.bench.results import ModelResult
 from outrider.bench.settings import BenchSettings
 from outrider.errors import InvalidParameterError
 from outrider.measure import machine, row_costs
-from outrider.measure.passes import PassTimer
+from outrider.model.pass_timer import PassTimer
 from outrider.model.runner import ModelRunner
 
 #: The contexts of a full run.

@@ -13,8 +13,8 @@ from torch import nn
 from outrider.bench.results import PrefillResult
 from outrider.cache.layer_spec import LayerReach
 from outrider.measure.machine import is_mixture
-from outrider.measure.passes import PassTimer
 from outrider.model import hf
+from outrider.model.pass_timer import PassTimer
 
 #: The rows of the passes that a usual run times, and those of a full run.
 USUAL = (32, 128, 512)

@@ -10,9 +10,9 @@ from time import perf_counter
 from outrider.engine.engine import Engine
 from outrider.engine.sequence import Request, Status
 from outrider.engine.stats import PHASES
-from outrider.measure.passes import PassTimer
 from outrider.measure.row_costs import row_costs
 from outrider.measure.run import EncodedTask
+from outrider.model.pass_timer import PassTimer
 from outrider.model.runner import ModelRunner
 from outrider.params import SamplingParams
 from outrider.propose.speculation import SpeculationConfig

@@ -37,8 +37,8 @@ from outrider.errors import (
 )
 from outrider.govern.costs import StepTimes
 from outrider.model.batch import Segment
+from outrider.model.pass_costs import measure_passes
 from outrider.model.resumed_forward import TargetPass
-from outrider.model.row_costs import measure_passes
 from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.params import SamplingParams, TokenOrigin
 from outrider.propose.base import Proposer

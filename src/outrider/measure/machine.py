@@ -15,6 +15,7 @@ import torch
 
 from outrider import __version__
 from outrider.kernels.library import kernel_library
+from outrider.model.pass_timer import synchronise
 from outrider.model.processor import processor_name
 
 _MIB = 2**20
@@ -35,12 +36,6 @@ def describe(device: torch.device) -> dict[str, Any]:
         "transformers": version("transformers"),
         "python": platform.python_version(),
     }
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait for the device, so that a clock that is read afterwards counts all of its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def read_bandwidth(device: torch.device, num_bytes: int | None = None, repeats: int = 5) -> float:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from outrider.measure.load import LoadWatch
-from outrider.measure.passes import PassTimer
 from outrider.measure.plausible import AGAIN, doubt_about_rows
+from outrider.model.pass_timer import PassTimer
 
 #: The numbers of rows whose passes a usual run times, and those of a full run.
 USUAL = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)

@@ -9,7 +9,7 @@ from statistics import median
 
 from outrider.embedded import default_model
 from outrider.llm import LLM
-from outrider.measure.passes import PassTimer
+from outrider.model.pass_timer import PassTimer
 from outrider.propose.methods.draft_model import DraftModel, DraftModelProposer
 from outrider.train.distill import DistillSettings
 from outrider.train.models import Shape

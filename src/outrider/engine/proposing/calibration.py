@@ -13,7 +13,7 @@ import torch
 from outrider import __version__
 from outrider.engine.proposing import keeping
 from outrider.govern.costs import CostTable
-from outrider.model.row_costs import measure_context, measure_passes, sizes_of
+from outrider.model.pass_costs import measure_context, measure_passes, sizes_of
 from outrider.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)

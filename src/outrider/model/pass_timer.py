@@ -6,12 +6,17 @@ from time import perf_counter
 
 import torch
 
-from outrider.measure.machine import synchronise
 from outrider.model.batch import Segment
 from outrider.model.runner import ModelRunner
 
 #: The rows of a pass that computes context which is not timed.
 _FILLING_ROWS = 512
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device, so that a clock that is read afterwards counts all of its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class PassTimer:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from outrider.cache.state import SequenceState
-from outrider.model.batch import Segment
+from outrider.model.pass_timer import PassTimer
 from outrider.model.runner import ModelRunner
 
 #: Numbers of rows that are timed.
@@ -14,8 +13,8 @@ SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _ROUNDS = 5
 #: Seconds after which no further round begins.
 _PATIENCE = 5.0
-#: Tokens of the context behind which a row is timed, the rows in which it is read, and seconds that reading may take.
-_CONTEXT, _PART, _READING = 1024, 64, 3.0
+#: Tokens of the context behind which a row is timed, and seconds that reading it may take.
+_CONTEXT, _READING = 1024, 3.0
 
 
 def sizes_of(runner: ModelRunner) -> list[int]:
@@ -27,16 +26,14 @@ def sizes_of(runner: ModelRunner) -> list[int]:
 def measure_passes(runner: ModelRunner) -> dict[int, float]:
     """Seconds of a pass of one short text by its number of rows, in a memory apart from that of the texts."""
     sizes = sizes_of(runner)
-    apart = runner.with_own_memory(sizes[-1])
-    state = apart.memory.room_for(sizes[-1])
-    begun = perf_counter()
-    _time(apart, state, sizes[-1])  # the first pass also makes what later ones find made
+    timer, begun = PassTimer(runner, sizes[-1]), perf_counter()
+    timer.seconds(0, sizes[-1], logits=True)  # the first pass also makes what later ones find made
     found = dict.fromkeys(sizes, float("inf"))
     for turn in range(_ROUNDS):
         if turn and perf_counter() - begun > _PATIENCE:
             break
         for size in sizes:
-            found[size] = min(found[size], _time(apart, state, size))
+            found[size] = min(found[size], timer.seconds(0, size, logits=True))
     return found
 
 
@@ -47,23 +44,14 @@ def measure_context(runner: ModelRunner, passes: dict[int, float]) -> float:
         runner: The model.
         passes: What its passes take, by rows.
     """
-    context = min(_CONTEXT, _longest(runner) - 1) // _PART * _PART
+    context = min(_CONTEXT, _longest(runner) - 1)
     if not context or passes[max(passes)] * context / max(passes) > _READING:
         return 0.0
-    apart = runner.with_own_memory(context + 1)
-    state = apart.memory.room_for(context + 1)
-    for start in range(0, context, _PART):
-        _time(apart, state, _PART, start)
-    pairs = [(_time(apart, state, 1, context), _time(apart, state, 1)) for _ in range(_ROUNDS)]
+    timer = PassTimer(runner, context + 1)
+    timer.compute(context)
+    pairs = [[timer.seconds(start, 1, logits=True) for start in (context, 0)] for _ in range(_ROUNDS)]
     return max(0.0, min(far for far, _ in pairs) - min(near for _, near in pairs)) / context
 
 
 def _longest(runner: ModelRunner) -> int:
     return min(runner.loaded.max_model_len, runner.loaded.long_rope_after or runner.loaded.max_model_len)
-
-
-def _time(runner: ModelRunner, state: SequenceState, size: int, start: int = 0) -> float:
-    begun = perf_counter()
-    out = runner.forward([Segment.of(state, [0] * size, start)])
-    float(out.logits[0, 0])  # a device that works on is waited for
-    return perf_counter() - begun
