@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         StructuredOutputs,
         TokenOrigin,
     )
+    from outrider.patching.generate import patch, unpatch
     from outrider.propose.auto import Auto
     from outrider.propose.compositions import Merge, Then
     from outrider.propose.methods.blockwise import Blockwise
@@ -61,6 +62,8 @@ _HOMES = {
     "Lookahead": "outrider.propose.methods.lookahead",
     "TokenRecycling": "outrider.propose.methods.token_recycling",
     "OutriderError": "outrider.errors",
+    "patch": "outrider.patching.generate",
+    "unpatch": "outrider.patching.generate",
     "RequestStats": "outrider.stats",
     "RoundTrace": "outrider.trace",
     **dict.fromkeys(
@@ -106,6 +109,8 @@ __all__ = [
     "Then",
     "TokenOrigin",
     "TokenRecycling",
+    "patch",
+    "unpatch",
 ]
 
 

@@ -1,0 +1,1 @@
+"""Speculation behind `generate` of a transformers model."""

@@ -1,0 +1,173 @@
+"""Translates the arguments of transformers' generate into ours, and refuses what is not computed exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import logits_process as stock
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from outrider.errors import InvalidParameterError, InvalidPromptError, UnsupportedParameterError
+from outrider.params import LogitsProcessor, SamplingParams
+
+#: What transformers makes of settings that SamplingParams has too.
+_SETTINGS = (
+    stock.LogitNormalization,
+    stock.MinLengthLogitsProcessor,
+    stock.MinNewTokensLengthLogitsProcessor,
+    stock.MinPLogitsWarper,
+    stock.RepetitionPenaltyLogitsProcessor,
+    stock.TemperatureLogitsWarper,
+    stock.TopKLogitsWarper,
+    stock.TopPLogitsWarper,
+)
+_LEAVE = "Leave it out, or call outrider.unpatch(model) first."
+_ONLY_TOKENS = "tokens are all that a draft is checked for"
+_BEHIND = "it works behind temperature and top_p, where no processor of the caller runs"
+_OF_THE_BATCH = "it depends on the place of a text in the batch"
+_ENDS = "a text ends at its length or at an end-of-sequence token"
+
+#: Arguments of generate that are not served, with the reason.
+_ARGUMENTS = {
+    "assistant_model": "the draft is chosen once: outrider.patch(model, draft_model=...)",
+    "prefix_allowed_tokens_fn": _OF_THE_BATCH,
+    "negative_prompt_ids": "it needs a second pass of the model for every token",
+    "negative_prompt_attention_mask": "it needs a second pass of the model for every token",
+    "custom_generate": "the patched generate is one itself",
+    "synced_gpus": "the model runs on one device",
+}
+#: Settings of a GenerationConfig that are not served, with the values that ask for nothing, and the reason.
+_CONFIG: dict[str, tuple[tuple[object, ...], str]] = {
+    "cache_implementation": ((None, "dynamic"), "the KV memory is our own"),
+    "encoder_no_repeat_ngram_size": ((None, 0), _OF_THE_BATCH),
+    "encoder_repetition_penalty": ((None, 1.0), _OF_THE_BATCH),
+    "epsilon_cutoff": ((None, 0.0), _BEHIND),
+    "eta_cutoff": ((None, 0.0), _BEHIND),
+    "guidance_scale": ((None, 1.0), "it needs a second pass of the model for every token"),
+    "max_time": ((None,), _ENDS),
+    "output_attentions": ((None, False), _ONLY_TOKENS),
+    "output_hidden_states": ((None, False), _ONLY_TOKENS),
+    "output_logits": ((None, False), _ONLY_TOKENS),
+    "output_scores": ((None, False), _ONLY_TOKENS),
+    "prompt_lookup_num_tokens": ((None,), "the draft is chosen once: outrider.patch(model, speculation=...)"),
+    "stop_strings": ((None,), _ENDS),
+    "token_healing": ((None, False), "prompts are taken as they stand"),
+    "top_h": ((None,), _BEHIND),
+    "typical_p": ((None, 1.0), _BEHIND),
+    "watermarking_config": ((None,), _BEHIND),
+}
+#: What generate takes beside settings.
+_INPUTS = {"input_ids", "attention_mask", "tokenizer", "trust_remote_code", "use_model_defaults"}
+
+
+def check_arguments(given: Mapping[str, Any], own_config: GenerationConfig) -> None:
+    """Refuse what a call asks for and is not served, before transformers prepares anything.
+
+    Args:
+        given: The call's arguments by name.
+        own_config: The model's, which holds where the call says nothing.
+
+    Raises:
+        UnsupportedParameterError: An argument or a setting is not served.
+        InvalidParameterError: A processor repeats a setting.
+    """
+    for name, reason in _ARGUMENTS.items():
+        if given.get(name) not in (None, False):
+            raise UnsupportedParameterError(name, given[name], reason, _LEAVE)
+    settings, known = {**_set(own_config), **_set(given.get("generation_config")), **given}, vars(GenerationConfig())
+    for name, (neutral, reason) in _CONFIG.items():
+        if settings.get(name) not in neutral:
+            raise UnsupportedParameterError(name, settings[name], reason, _LEAVE)
+    others = {"inputs", "generation_config", "logits_processor", "stopping_criteria", "streamer", *_ARGUMENTS, *_INPUTS}
+    for name in sorted(given.keys() - known.keys() - others):
+        if given[name] is not None:
+            raise UnsupportedParameterError(name, given[name], "prompts are token ids with a mask", _LEAVE)
+    for processor in given.get("logits_processor") or ():
+        if isinstance(processor, _SETTINGS):
+            remedy = "Give the setting itself, such as temperature=0.7."
+            raise InvalidParameterError("logits_processor", type(processor).__name__, "it is a setting", remedy)
+
+
+def _set(config: GenerationConfig | None) -> dict[str, Any]:
+    return {} if config is None else {name: value for name, value in vars(config).items() if value is not None}
+
+
+def check_prepared(config: GenerationConfig, criteria: Sequence[object]) -> None:
+    """Refuse a search, and an end that is not served; raises UnsupportedParameterError."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        problem = "a search or a mixture of passes does not draw from the model's probabilities"
+        raise UnsupportedParameterError("generation mode", mode.value, problem, "Use num_beams=1 and no mode of its own.")
+    for each in criteria:
+        if type(each) not in (EosTokenCriteria, MaxLengthCriteria):
+            raise UnsupportedParameterError("stopping_criteria", type(each).__name__, _ENDS, _LEAVE)
+
+
+def split_rows(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[tuple[torch.Tensor, list[int]]]:
+    """The padding and the prompt of each row of a batch.
+
+    Args:
+        input_ids: [rows, columns], padded on the left.
+        mask: The same shape: 0 where there is padding; None where there is none.
+
+    Raises:
+        InvalidPromptError: A row is padded elsewhere, or is nothing but padding.
+    """
+    if mask is None:
+        return [(row[:0], row.tolist()) for row in input_ids]
+    found = []
+    for place, (row, seen) in enumerate(zip(input_ids, mask.bool(), strict=True)):
+        padding = int((~seen).sum())
+        if not seen[padding:].all() or padding == len(row):
+            remedy = "Use a tokenizer with padding_side='left', and prompts of one token or more."
+            raise InvalidPromptError(f"attention_mask[{place}]", seen.int().tolist(), "it is padded on the right", remedy)
+        found.append((row[:padding], row[padding:].tolist()))
+    return found
+
+
+def params_of(
+    config: GenerationConfig, columns: int, processors: Sequence[LogitsProcessor], padding: torch.Tensor
+) -> SamplingParams:
+    """The parameters of one text. A drawn text is seeded by torch's generator, so that torch.manual_seed repeats it.
+
+    Args:
+        config: As transformers has prepared it.
+        columns: Tokens of a padded prompt.
+        processors: All of them, as transformers has prepared them.
+        padding: Token ids in front of the prompt, which processors see as with transformers.
+
+    Raises:
+        InputError: A value is out of range.
+    """
+    max_tokens = config.max_length - columns
+    fewest = max(config.min_new_tokens or 0, (config.min_length or 0) - columns)
+    ends = getattr(config, "_eos_token_tensor", None)
+    drawn = {
+        "temperature": 1.0 if config.temperature is None else config.temperature,
+        "top_k": config.top_k or 0,
+        "top_p": 1.0 if config.top_p is None else config.top_p,
+        "min_p": config.min_p or 0.0,
+        "seed": int(torch.randint(2**63 - 1, ())),
+    }
+    return SamplingParams(
+        **(drawn if config.do_sample else {"temperature": 0.0}),
+        repetition_penalty=config.repetition_penalty or 1.0,
+        logits_processors=tuple(_with_padding(each, padding) for each in processors if not isinstance(each, _SETTINGS)),
+        max_tokens=max_tokens,
+        min_tokens=min(fewest, max_tokens),
+        ignore_eos=True,
+        stop_token_ids=() if ends is None else tuple(ends.flatten().tolist()),
+    )
+
+
+def _with_padding(processor: LogitsProcessor, padding: torch.Tensor) -> LogitsProcessor:
+    return partial(_process_padded, processor, padding) if len(padding) else processor
+
+
+def _process_padded(processor: Callable[..., Any], padding: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> Any:
+    return processor(torch.cat([padding.to(ids)[None], ids], dim=1), scores)
