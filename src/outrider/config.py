@@ -29,6 +29,9 @@ ActivationsName = Literal["int8"]
 
 QUANTIZATIONS: tuple[str, ...] = get_args(QuantizationName)
 
+#: What the name of a precision ends with where rows are rounded to 8 bits before they meet rounded weights.
+ROUNDED_ROWS = "+a8"
+
 
 def _no_quantization(value: object) -> object:
     if value in QUANTIZATIONS:

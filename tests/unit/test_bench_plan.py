@@ -12,7 +12,7 @@ import pytest
 from outrider.bench.plan import Cell, Plan
 from outrider.bench.settings import BenchSettings
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
-from outrider.measure.decoding_config import parse_ways
+from outrider.measure.decoding_config import parse_ways, precision, rounding
 from outrider.measure.tasks import LONG_WORKLOADS, WORKLOADS
 from outrider.propose.methods.draft_model import DraftModel
 from outrider.propose.methods.medusa import Medusa
@@ -163,6 +163,17 @@ def test_ways_that_cannot_be_taken(name: str) -> None:
     assert caught.value.field == "way"
 
 
+def test_a_precision_says_how_weights_and_rows_are_rounded() -> None:
+    names = ("float32", "int8", "int4-g32-asym", "int4-g32+a8")
+    assert BenchSettings(dtypes=names).dtypes == names
+    assert [rounding(name) for name in names] == [None, "int8", "int4-g32-asym", "int4-g32"]
+    assert precision("int4-g32") == {"dtype": "bfloat16", "quantization": "int4-g32"}
+    assert precision("int4-g32+a8") == {"dtype": "bfloat16", "quantization": "int4-g32", "activations": "int8"}
+    recipe = plan(None).ways[0].recipe("m", "int8+a8", greedy=False)
+    assert 'quantization="int8", activations="int8"' in recipe.python
+    assert "--quantization int8 --activations int8" in recipe.command
+
+
 def test_without_a_draft_model_the_others_are_measured() -> None:
     assert not any(way.name.startswith("draft_model") for way in plan(None).ways)
 
@@ -175,6 +186,8 @@ def test_without_a_draft_model_the_others_are_measured() -> None:
         ({"batches": (65,)}, InvalidParameterError, "Use 1 to 64"),
         ({"samplings": ("T=2",)}, InvalidParameterError, "greedy or T=1"),
         ({"dtypes": ("int3",)}, InvalidParameterError, "int3"),
+        ({"dtypes": ("bfloat16+a8",)}, InvalidParameterError, r"int4\+a8, or"),
+        ({"dtypes": ("int4-g32+a4",)}, InvalidParameterError, r"int4\+a8, or"),
         ({"max_tokens": 1}, InvalidParameterError, "2 or more"),
         ({"num_prompts": 0}, InvalidParameterError, "1 or more"),
         ({"contexts": (0,)}, InvalidParameterError, "1 to 131072"),

@@ -59,6 +59,26 @@ def test_weights_survive_as_far_as_the_type_allows(llama, tmp_path, dtype, toler
     assert np.array_equal(norm.data, state["model.norm.weight"].numpy())
 
 
+@pytest.mark.parametrize(("dtype", "stored_as", "steps"), [("int8", "Q8_0", 127), ("int4", "Q4_0", 8)])
+def test_blocks_keep_weights_to_a_step_of_their_scale(tmp_path, dtype, stored_as, steps):
+    gguf = pytest.importorskip("gguf")
+    from transformers import AutoModelForCausalLM
+
+    from outrider.embedded import default_model
+
+    checkpoint = default_model("draft")
+    tensors = {t.name: t for t in gguf.GGUFReader(write_gguf(checkpoint, tmp_path / "m.gguf", dtype)).tensors}
+    stored = tensors["blk.0.ffn_up.weight"]
+    assert stored.tensor_type.name == stored_as
+    weight = (
+        AutoModelForCausalLM.from_pretrained(checkpoint).float().state_dict()["model.layers.0.mlp.up_proj.weight"].numpy()
+    )
+    blocks = weight.reshape(-1, 32)
+    wrong = np.abs(gguf.quants.dequantize(stored.data, stored.tensor_type).reshape(-1, 32) - blocks).max(1)
+    assert (wrong <= 1.01 * np.abs(blocks).max(1) / steps).all()
+    assert wrong.max() > 0
+
+
 def test_a_tied_head_is_written_once(tmp_path):
     gguf = pytest.importorskip("gguf")
     from outrider.embedded import default_model

@@ -201,7 +201,7 @@ def test_who_drafts_for_one_text_at_a_time_is_not_asked_for_more(tmp_path):
 
 
 def test_unknown_peers_and_unusable_weights_are_refused(tmp_path):
-    with pytest.raises(InvalidParameterError, match=r"Known are transformers, llama.cpp, openvino"):
+    with pytest.raises(InvalidParameterError, match=r"Known are transformers, llama.cpp, ik_llama.cpp, openvino"):
         open_peer("nobody", MODELS)
     with pytest.raises(InvalidParameterError, match="float32, bfloat16"):
         open_peer("transformers", PeerModels("target", None, "int8", 1, tmp_path))
@@ -212,7 +212,9 @@ def test_unknown_peers_and_unusable_weights_are_refused(tmp_path):
 # -- what is offered ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "package"), [("llama.cpp", "xllamacpp"), ("openvino", "openvino_genai")])
+@pytest.mark.parametrize(
+    ("name", "package"), [("llama.cpp", "xllamacpp"), ("ik_llama.cpp", "ik_llama_cpp"), ("openvino", "openvino_genai")]
+)
 def test_a_peer_that_is_not_installed_says_what_to_install(monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
     reason = PEERS[name].missing()

@@ -20,13 +20,13 @@ from outrider.bench.settings import BenchSettings, PrecisionName
 from outrider.bench.store import Store
 from outrider.bench.summary import reads_too_fast, summarise
 from outrider.bench.widen_heads import wide_heads
-from outrider.config import QUANTIZATIONS, ModelConfig
+from outrider.config import ModelConfig
 from outrider.embedded import default_model
 from outrider.errors import InvalidParameterError, MissingExtraError, OtherEngineError
 from outrider.llm import LLM
 from outrider.measure import machine
 from outrider.measure.contestants import Contestant, interleave, ours
-from outrider.measure.decoding_config import DecodingConfig, precision
+from outrider.measure.decoding_config import DecodingConfig, precision, rounding
 from outrider.measure.load import LoadWatch
 from outrider.measure.plausible import AGAIN
 from outrider.measure.progress import Progress
@@ -132,8 +132,10 @@ class Session:
         with self._one(f"loading {self._name}"):
             target = self._target(dtype)
             llm = self._load(target, dtype)
-        actual = dtype if dtype in QUANTIZATIONS else str(llm.engine.runner.loaded.dtype).removeprefix("torch.")
-        models = PeerModels(target, self._draft_model, actual, torch.get_num_threads(), cache_folder() / "peers")
+        actual = dtype if rounding(dtype) else str(llm.engine.runner.loaded.dtype).removeprefix("torch.")
+        stored = rounding(actual) or actual
+        kind = stored[: len("int8")] if rounding(actual) else stored  # peers have one way to store weights of 8 or 4 bits
+        models = PeerModels(target, self._draft_model, kind, torch.get_num_threads(), cache_folder() / "peers")
         with ExitStack() as stack:
             peers = self._open_peers(models, stack, results)
             model = self._model_result(llm, f"{self._name}, {actual}", results)
@@ -164,7 +166,7 @@ class Session:
         if not self._settings.wide:
             return default_model("target")
         return wide_target(
-            "bfloat16" if dtype in ("auto", *QUANTIZATIONS) else dtype
+            "bfloat16" if dtype == "auto" or rounding(dtype) else dtype
         )  # "auto" is the embedded checkpoint's own
 
     def _load(self, target: str, dtype: PrecisionName) -> LLM:

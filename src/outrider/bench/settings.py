@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from outrider.bench.peers.known_peers import PEERS
-from outrider.config import DTypeName, QuantizationName
+from outrider.config import QUANTIZATIONS, ROUNDED_ROWS, DTypeName, QuantizationName
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.measure.tasks import LONG, LONG_WORKLOADS, WORKLOADS
 from outrider.validation import Frozen
@@ -20,8 +21,10 @@ Chunk = Annotated[int, Field(ge=1, le=4_096)]
 
 ALL_PEERS = "all"
 
+#: Rounded weights, and rows that are rounded before they meet them.
+RoundedRowsName = Annotated[str, Field(pattern=rf"^({'|'.join(QUANTIZATIONS)}){re.escape(ROUNDED_ROWS)}$")]
 #: How weights are held: in a dtype, or quantized.
-PrecisionName = DTypeName | QuantizationName
+PrecisionName = DTypeName | QuantizationName | RoundedRowsName
 
 
 class BenchSettings(Frozen):
@@ -31,7 +34,8 @@ class BenchSettings(Frozen):
         model: Folder or hub id of the target. None takes the embedded one.
         draft_model: Its draft model. None takes the embedded one for the embedded target, and none for other targets.
         wide: Whether the target is the wide copy of the embedded one.
-        dtypes: The precisions, measured one after another. Rounded weights are used with bfloat16.
+        dtypes: The precisions, measured one after another. Rounded weights are used with bfloat16, and with
+            "+a8" behind them rows are rounded to 8 bits, too.
         device: The device, as LLM takes it.
         num_threads: The number of threads that compute. None leaves torch's.
         workloads: Names of built-in workloads. "long" stands for all that have long prompts.
@@ -59,7 +63,8 @@ class BenchSettings(Frozen):
     draft_model: str | None = Field(None, min_length=1, description="Use a local folder or a hub id.")
     wide: bool = False
     dtypes: tuple[PrecisionName, ...] = Field(
-        (), description="Use auto, float64, float32, bfloat16, float16, int8, int4 or another way to round weights."
+        (),
+        description="Use auto, float64, float32, bfloat16, float16, int8, int4, int4+a8, or another way to round.",
     )
     device: str | None = None
     num_threads: int | None = Field(None, ge=1, description="Use 1 or more.")

@@ -49,7 +49,9 @@ def bench(
     ] = None,
     batch: Annotated[list[int] | None, typer.Option("--batch", "-b", help="Texts at a time, 1 to 64; repeated.")] = None,
     sampling: Annotated[Names, typer.Option(help="greedy or T=1; repeated.")] = None,
-    dtype: Annotated[Names, typer.Option(help="auto, bfloat16, float32, int8, ...; repeated.")] = None,
+    dtype: Annotated[
+        Names, typer.Option(help="auto, bfloat16, float32, int8, int4+a8 (rows of 8 bits), ...; repeated.")
+    ] = None,
     device: options.Device = None,
     threads: Annotated[int | None, typer.Option(help="Threads that compute.")] = None,
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Prompts of each workload.")] = None,

@@ -18,7 +18,7 @@ from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.model.loading.exclusive import exclusive_transformers
 
 #: The types in which weights may be stored, with their names in the gguf package.
-STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8_0"}
+STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
 #: The model types whose layers GGUF can describe completely. The value says whether llama.cpp rotates neighbours in them.
 _ROTATES_NEIGHBOURS = {"llama": True, "qwen2": False, "qwen3": False}
 
@@ -29,8 +29,8 @@ def write_gguf(checkpoint: str, path: Path, dtype: str = "float32", *, eos_token
     Args:
         checkpoint: Folder or hub id of a Llama, Qwen2 or Qwen3.
         path: The file. It appears when it is complete.
-        dtype: The type of the matrices: "float32", "bfloat16", "float16", or "int8" (Q8_0, which has 8 bits for a weight
-            and a scale for 32 weights). Vectors stay float32.
+        dtype: The type of the matrices: "float32", "bfloat16", "float16", "int8" (Q8_0) or "int4" (Q4_0). The last
+            two have a scale for 32 weights. Vectors stay float32.
         eos_token_id: The token that ends a text. With None no token ends a text.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from outrider.config import QUANTIZATIONS
+from outrider.config import QUANTIZATIONS, ROUNDED_ROWS
 from outrider.embedded import default_model
 from outrider.errors import InvalidParameterError
 from outrider.model.loading.sources import check_sources
@@ -54,9 +54,19 @@ class Recipe(BaseModel):
     command: str
 
 
+def rounding(dtype: str) -> str | None:
+    """How weights are rounded in this precision. None where they are not."""
+    name = dtype.removesuffix(ROUNDED_ROWS)
+    return name if name in QUANTIZATIONS else None
+
+
 def precision(dtype: str) -> dict[str, Any]:
     """The settings of a model for a dtype, or for weights that are rounded this way, which are used with bfloat16."""
-    return {"dtype": "bfloat16", "quantization": dtype} if dtype in QUANTIZATIONS else {"dtype": dtype}
+    weights = rounding(dtype)
+    if weights is None:
+        return {"dtype": dtype}
+    rows = {"activations": "int8"} if dtype.endswith(ROUNDED_ROWS) else {}
+    return {"dtype": "bfloat16", "quantization": weights, **rows}
 
 
 @dataclass(frozen=True)

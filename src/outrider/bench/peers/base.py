@@ -73,7 +73,7 @@ class PeerModels:
     Attributes:
         target: Folder or hub id.
         draft: Folder or hub id of a draft model with the same vocabulary. None where there is none.
-        dtype: "float32", "bfloat16" or "int8".
+        dtype: "float32", "bfloat16", "int8" or "int4". The last two have a scale for 32 weights, as GGUF's Q8_0 and Q4_0.
         num_threads: The number of threads that compute.
         folder: Where converted files are kept from one run to the next.
     """

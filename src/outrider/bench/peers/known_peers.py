@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from outrider.bench.peers.base import Peer, PeerModels
+from outrider.bench.peers.ik_llama import IkLlamaPeer
 from outrider.bench.peers.llama_cpp import LlamaCppPeer
 from outrider.bench.peers.openvino import OpenVinoPeer
 from outrider.bench.peers.transformers import TransformersPeer
 from outrider.errors import InvalidParameterError, MissingExtraError
 
-PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (TransformersPeer, LlamaCppPeer, OpenVinoPeer)}
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (TransformersPeer, LlamaCppPeer, IkLlamaPeer, OpenVinoPeer)}
 
 
 def open_peer(name: str, models: PeerModels) -> Peer:

@@ -39,7 +39,7 @@ class LlamaCppPeer(Peer):
 
     name = "llama.cpp"
     package = "xllamacpp"
-    dtypes = ("float32", "bfloat16", "int8")
+    dtypes = ("float32", "bfloat16", "int8", "int4")
 
     @staticmethod
     def missing() -> str | None:
@@ -54,7 +54,7 @@ class LlamaCppPeer(Peer):
     @property
     def precision(self) -> str:
         """See Peer."""
-        weights = {"int8": "q8_0"}.get(self.models.dtype, self.models.dtype)
+        weights = {"int8": "q8_0", "int4": "q4_0"}.get(self.models.dtype, self.models.dtype)
         return f"weights {weights}, KV {_kv_type(self.models.dtype)}"
 
 

@@ -25,7 +25,7 @@ from outrider.bench.peers.converted import converted_path
 
 #: The longest n-gram that prompt lookup matches. It falls back to shorter ones.
 _NGRAM_MAX = 3
-_STORED_AS = {"float32": "float16", "bfloat16": "float16", "int8": "int8"}
+_STORED_AS = {"float32": "float16", "bfloat16": "float16", "int8": "int8", "int4": "int4"}
 
 
 class OpenVinoPeer(Peer):
@@ -33,7 +33,7 @@ class OpenVinoPeer(Peer):
 
     name = "openvino"
     package = "openvino-genai"
-    dtypes = ("float32", "bfloat16", "int8")
+    dtypes = ("float32", "bfloat16", "int8", "int4")
 
     @staticmethod
     def missing() -> str | None:
@@ -50,8 +50,9 @@ class OpenVinoPeer(Peer):
         """See Peer."""
         if self.models.dtype == "float32":
             return "weights float16 in the file, float32 in memory, KV float32"
-        if self.models.dtype == "int8":
-            return "weights 8 bits in groups of 32, KV float16, or float32 on processors without bfloat16"
+        if self.models.dtype in ("int8", "int4"):
+            bits = self.models.dtype.removeprefix("int")
+            return f"weights {bits} bits in groups of 32, KV float16, or float32 on processors without bfloat16"
         return "weights float16 in the file; bfloat16 and KV float16 where the processor has bfloat16, otherwise float32"
 
 
