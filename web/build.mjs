@@ -1,4 +1,4 @@
-// Bundles the pages into the package, and writes down of which sources: tests/server/test_pages_built.py reads that.
+// Bundles the pages into the package, writes the front page of the documentation site, and writes down of which sources: tests/server/test_pages_built.py reads that.
 import { createHash } from "node:crypto";
 import { readdirSync, readFileSync, rmSync, writeFileSync, mkdirSync } from "node:fs";
 import { join, relative } from "node:path";
@@ -28,13 +28,24 @@ const nameOf = (source) =>
 const icon = readFileSync(join(here, "src/icon.svg"));
 const iconName = `icon-${createHash("sha256").update(icon).digest("hex").slice(0, 8)}.svg`;
 writeFileSync(join(out, iconName), icon);
-for (const [page, script] of [["index.html", "playground.ts"], ["learn.html", "learn.ts"]]) {
-  const html = readFileSync(join(here, "src", page), "utf8")
-    .replace("%style%", `/assets/${nameOf("style.css")}`)
-    .replace("%script%", `/assets/${nameOf(script)}`)
-    .replaceAll("%icon%", `/assets/${iconName}`);
-  writeFileSync(join(out, page), html);
+
+/** A page with the addresses of what it loads; parts for the other of server and site are left out. */
+function page(source, script, kind, folder) {
+  const other = kind === "site" ? "server" : "site";
+  return readFileSync(join(here, "src", source), "utf8")
+    .replace(new RegExp(`\\n *<!-- ${other} -->.*?<!-- end -->`, "gs"), "")
+    .replace(/<!-- (server|site|end) -->/g, "")
+    .replace("%style%", `${folder}/${nameOf("style.css")}`)
+    .replace("%script%", `${folder}/${nameOf(script)}`)
+    .replaceAll("%icon%", `${folder}/${iconName}`)
+    .replace("%home%", kind === "site" ? "./" : "/")
+    .replace("%site%", kind === "site" ? " data-site" : "");
 }
+
+writeFileSync(join(out, "index.html"), page("index.html", "playground.ts", "server", "/assets"));
+writeFileSync(join(out, "learn.html"), page("learn.html", "learn.ts", "server", "/assets"));
+const front = join(here, "../docs/front.html");
+writeFileSync(front, page("learn.html", "learn.ts", "site", "learn"));
 
 /** Digest of files, by name and content; tests/server/test_pages_built.py does the same. */
 function digest(folder, files) {
@@ -50,7 +61,7 @@ const sources = readdirSync(join(here, "src"), { recursive: true, withFileTypes:
   .map((entry) => join(entry.parentPath, entry.name));
 const settings = ["build.mjs", "package.json", "package-lock.json", "tsconfig.json"].map((name) => join(here, name));
 const built = readdirSync(out).map((name) => join(out, name));
-const digests = { sources: digest(here, [...sources, ...settings]), built: digest(out, built) };
+const digests = { sources: digest(here, [...sources, ...settings]), built: digest(out, built), front: digest(join(here, ".."), [front]) };
 writeFileSync(join(out, "digests.json"), `${JSON.stringify(digests, null, 2)}\n`);
 const bytes = built.reduce((sum, file) => sum + readFileSync(file).length, 0);
 console.log(`${built.length} files, ${(bytes / 1000).toFixed(1)} kB`);

@@ -1,36 +1,58 @@
-"""The record that the Learn page shows before anything is measured: `python web/record.py URL "two cores" > recorded.json`.
+"""Writes the record that the Learn page shows where nothing was measured: web/src/recorded.json.
 
-URL is a server of the embedded pair, started with `--allow merge`. Texts are short, and traces hold what is drawn.
+    outrider serve --wide --allow merge        in another terminal
+    python web/record.py http://127.0.0.1:8000 "two cores"
+    make pages
+
+It presses every button of the Learn page of that server, and keeps what was measured. So the record is what a reader would
+have seen. Needs Chromium and the extra `dev`.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-import urllib.request
+from pathlib import Path
 from typing import Any
 
-PROMPT = "class Reader:\n    def __init__(self, path):\n"
-TWICE = "names = ['alpha', 'beta']\nfor name in names:\n    print(name)\n\nnames = ['gamma', 'delta']\nfor"
-DROPPED = ("position", "num_scratch_rows", "schedule", "laws", "reason", "draft_probs")
+from playwright.sync_api import Locator, Page, sync_playwright
+
+RECORD = Path(__file__).parent / "src" / "recorded.json"
+#: What no scene shows.
+DROPPED = ("position", "num_scratch_rows", "schedule", "reason", "draft_probs", "laws", "speculation")
+LISTEN = "window.found = {}; addEventListener('measured', ({ detail }) => (window.found[detail.name] = detail.found))"
+FACTS = "fetch('/pages/facts').then(answer => answer.json())"
 
 
-def write(url: str, speculation: Any, prompt: str = PROMPT, max_tokens: int = 14) -> dict[str, Any]:
-    """One text, in the shape of the pages."""
-    asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 1, "ignore_eos": True, "trace": True}
-    body = json.dumps({**asked, "speculation": speculation}).encode()
-    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        found = json.load(answer)
-    (choice,) = found["choices"]
-    trace = choice["trace"]
-    names = {"tokenIds": "token_ids", "origins": "origins", "texts": "texts", "rounds": "rounds"}
-    text = {"text": choice["text"], "finishReason": choice["finish_reason"], "speculation": {}}
-    return {**text, **{name: trace[theirs] for name, theirs in names.items()}}
+def measure(page: Page) -> dict[str, Any]:
+    """Press the buttons of all scenes, one after the other; the text of several methods is the best of some."""
+    page.evaluate(LISTEN)
+    for box in page.locator(".experiment").all():
+        press(box)
+    found: dict[str, Any] = page.evaluate("window.found")
+    for _ in range(12):
+        press(page.locator("#lab-6 .experiment"))
+        found["members"] = max(found["members"], page.evaluate("window.found.members"), key=variety)
+    return found
+
+
+def press(box: Locator) -> None:
+    """Press the button of an experiment, and wait for what it shows."""
+    box.locator(".found").evaluate("e => delete e.dataset.measured")
+    box.locator(".go button").click()
+    box.locator(".found[data-measured], .problem:visible").first.wait_for()
+    if box.locator(".problem:visible").count():
+        sys.exit(f"nothing is recorded: {box.locator('.problem').inner_text()}")
+
+
+def variety(text: dict[str, Any]) -> int:
+    """How many methods guessed in one round; of as many, the fewer rounds."""
+    return max(len({draw["member"] for draw in each["draws"]}) for each in text["rounds"]) * 100 - len(text["rounds"])
 
 
 def short(value: Any) -> Any:
-    """The same with three digits a number, and four likely tokens a row."""
+    """The same with three digits a number, and without what no scene shows."""
     if isinstance(value, float):
         return float(f"{value:.3g}")
     if isinstance(value, list):
@@ -48,37 +70,20 @@ def short(value: Any) -> Any:
     return found
 
 
-def passes(url: str) -> list[tuple[int, list[float]]]:
-    """Times of passes, by the tokens that they look at."""
-    found: dict[int, list[float]] = {}
-    for speculation in ("off", *({"method": "draft_model", "num_draft_tokens": length} for length in (1, 3, 7))):
-        for each in write(url, speculation, max_tokens=40)["rounds"][1:]:
-            found.setdefault(len(each["token_ids"]) + 1, []).append(each["seconds"]["forward"])
-    return sorted((rows, short(seconds[:16])) for rows, seconds in found.items() if len(seconds) >= 6)
-
-
 def main(url: str, machine: str) -> None:
-    """Print the file."""
-    with urllib.request.urlopen(f"{url}/pages/facts") as answer:
-        facts = json.load(answer)
-    write(url, {"method": "draft_model"})
-    merge = {"method": "merge"}
-    merged = max((write(url, merge, TWICE) for _ in range(12)), key=variety)
-    run = max((write(url, {"method": "draft_model", "num_draft_tokens": 4}) for _ in range(12)), key=variety)
-    found = {
-        "machine": f"{machine} with the embedded pair ({facts['dtype']})",
-        "weight_bytes": facts["weight_bytes"],
-        "passes": passes(url),
-        "run": short(run),
-        "merged": short(merged),
-    }
-    sys.stdout.write(json.dumps(found, separators=(",", ":")) + "\n")
-
-
-def variety(text: dict[str, Any]) -> int:
-    """How much there is to see: kinds of tokens, and methods that guessed in one round."""
-    most = max(len({draw["member"] for draw in each["draws"]}) for each in text["rounds"])
-    return 10 * most + 3 * len(set(text["origins"])) - len(text["rounds"])
+    """Write the file."""
+    chromium = next(found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name)))
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.set_default_timeout(600_000)
+        page.goto(f"{url}/learn")
+        page.wait_for_selector("#lab-7 .experiment")
+        facts = page.evaluate(FACTS)
+        found = short(measure(page))
+        browser.close()
+    told = f"{machine} with {facts['model']} ({facts['dtype']}, {facts['weight_bytes'] / 1e9:.2f} GB of weights)"
+    RECORD.write_text(json.dumps({"machine": told, **found}, separators=(",", ":"), ensure_ascii=False) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

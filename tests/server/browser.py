@@ -12,6 +12,8 @@ import pytest
 
 #: Names of the browser, Debian's first. Playwright's own is not needed.
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
+#: Widths of windows at which pages are audited: a small phone, a phone, a tablet and a desk.
+WIDTHS = (320, 390, 820, 1280)
 CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), None)
 
 
@@ -61,6 +63,12 @@ class Watch:
         found = [_answer(response) for response in waiting if response.status == 200]
         self._answers += [each for each in found if each is not None]
         return list(self._answers)
+
+
+def check(axe: Any, page: Any) -> None:
+    """No rule of accessibility is broken."""
+    found = axe.Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
 
 
 def _answer(response: Any) -> dict[str, Any] | None:

@@ -15,10 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.browser import Watch, browsing
+from tests.server.browser import WIDTHS, Watch, browsing, check
 from tests.server.running import Server, running
 
-WIDTHS = (320, 390, 820, 1280)
 NEXT, BACK = ".round-buttons button:last-child", ".round-buttons button:first-child"
 #: What the note of a token says, by its origin.
 REASONS = {"accepted": "It stands", "recovered": " fell.", "bonus": "one token more", "plain": "wrote it alone"}
@@ -467,11 +466,6 @@ def test_axe_finds_nothing_and_nothing_is_cut_off(browser: Any, server: Server, 
         check(axe, page)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
     context.close()
-
-
-def check(axe: Any, page: Any) -> None:
-    found = axe.Axe().run(page)
-    assert found.violations_count == 0, found.generate_report()
 
 
 def test_a_page_is_light_and_loads_nothing_from_elsewhere(page: Any, server: Server) -> None:

@@ -28,6 +28,7 @@ def test_the_build_fits_the_sources() -> None:
     assert told["sources"] == digest(WEB, [*sources, *(WEB / name for name in SETTINGS)]), REMEDY
     built = [path for path in BUILT.iterdir() if path.name != "digests.json"]
     assert told["built"] == digest(BUILT, built), REMEDY
+    assert told["front"] == digest(WEB.parent, [WEB.parent / "docs" / "front.html"]), REMEDY
 
 
 def test_the_build_is_small_and_names_nothing_elsewhere() -> None:

@@ -4,6 +4,8 @@ import { type Asked, type Facts, type MethodFacts, type Written, writeAll } from
 import { fill, h } from "./dom";
 import { factor } from "./format";
 import { type Gain, LEAST_TURNS, gainOf } from "./interval";
+import type { Prediction } from "./predict";
+import recorded from "./recorded.json";
 import { Run } from "./run";
 import { Status } from "./status";
 
@@ -59,39 +61,66 @@ export class Lab {
   }
 }
 
+/** Something that is measured on a server, or was on the machine of the record. */
+export interface Experiment<Found> {
+  /** In the record. */
+  name: Exclude<keyof typeof recorded, "machine">;
+  /** On the button. */
+  label: string;
+  /** What will be asked of the server. */
+  hint: string;
+  guess: Prediction;
+  /** What the guess is about. */
+  predicted: (found: Found) => number;
+  /** Measures, and says what it does. */
+  measure: (lab: Lab, say: (text: string) => void) => Promise<Found>;
+  show: (found: Found) => Node[];
+  /** What is shown of the record before anything is asked; it gives away nothing that is to be guessed. */
+  before?: (record: Found) => Node[];
+}
+
+/** An event with what was measured: web/record.py keeps it. */
+export interface Measured {
+  name: string;
+  found: unknown;
+}
+
 /**
- * A box with a button that measures something.
+ * The guess, a button that measures or shows the record, and what was found.
  *
- * @param label On the button.
- * @param hint What will be asked of the server.
- * @param measure Measures, says what it does, and returns what is shown.
- * @param before What is shown before anything is measured: recorded numbers.
+ * @param lab None where there is no server to measure on.
  */
-export function experiment(
-  label: string,
-  hint: string,
-  measure: (say: (text: string) => void) => Promise<Node[]>,
-  before: () => Node[] = () => [],
-): HTMLElement {
+export function experiment<Found>(lab: Lab | null, it: Experiment<Found>): HTMLElement {
+  const record = recorded[it.name] as unknown as Found;
   const status = new Status();
-  status.say(hint);
-  const found = h("div.found", {}, ...before());
-  const button = h<HTMLButtonElement>("button", { type: "button" }, label);
+  status.say(lab ? it.hint : "");
+  const found = h("div.found", {}, ...(it.before ? [madeOn(lab), ...it.before(record)] : []));
+  const button = h<HTMLButtonElement>("button", { type: "button" }, lab ? it.label : "Show what was recorded");
   button.addEventListener("click", async () => {
     button.disabled = true;
     status.clear();
     try {
-      fill(found, ...(await measure((text) => status.show(text))));
+      const data = lab ? await it.measure(lab, (text) => status.show(text)) : record;
+      fill(found, !lab && madeOn(lab), it.guess.against(it.predicted(data)), ...it.show(data));
       found.dataset.measured = "";
-      button.textContent = "Measure again";
-      status.say("Measured.");
+      if (lab) {
+        found.dispatchEvent(new CustomEvent<Measured>("measured", { bubbles: true, detail: { name: it.name, found: data } }));
+        button.textContent = "Measure again";
+      }
+      status.say(lab ? "Measured." : "Shown.");
     } catch (error) {
       status.fail(error);
     }
     button.disabled = false;
     button.focus({ preventScroll: true });
   });
-  return h("div.experiment", {}, h("div.go", {}, button, status.element, status.quiet), status.problem, found);
+  return h("div.experiment", {}, it.guess.element, h("div.go", {}, button, status.element, status.quiet), status.problem, found);
+}
+
+/** Says where recorded numbers are from. */
+function madeOn(lab: Lab | null): HTMLElement {
+  const then = lab ? " Measure, and what this server does takes its place." : "";
+  return h("p.recorded", {}, `Recorded on ${recorded.machine}.${then}`);
 }
 
 /** Plain decoding and speculation in turns, after which it is known how many times as fast it was. */

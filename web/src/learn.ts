@@ -1,4 +1,5 @@
-/** The Learn page: scenes with something to move, a measurement on this server, and a question. */
+/** The Learn page: scenes with something to move, a guess and a measurement, and a question. On the documentation site there is no
+ * server, and what was recorded stands in place of measurements. */
 
 import { facts } from "./api";
 import { byId, fill, h } from "./dom";
@@ -15,7 +16,7 @@ import { verify } from "./scenes/verify";
 import { Status } from "./status";
 
 /** What a scene measures, and what it asks; its prose stands in learn.html. */
-const SCENES: { measure: (lab: Lab) => HTMLElement; asks: string; options: Option[] }[] = [
+const SCENES: { measure: (lab: Lab | null) => HTMLElement; asks: string; options: Option[] }[] = [
   {
     measure: memory,
     asks: "A pass over one token takes 20 ms, and nearly all of that is reading weights. About how long does a pass over four tokens take?",
@@ -81,6 +82,8 @@ const SCENES: { measure: (lab: Lab) => HTMLElement; asks: string; options: Optio
   },
 ];
 
+/** Whether this is the page of the documentation site. */
+const onSite = document.documentElement.hasAttribute("data-site");
 const status = new Status(() => void begin());
 const score = new Score(SCENES.length);
 let begun = false;
@@ -92,16 +95,21 @@ async function begin(): Promise<void> {
     if (!found.methods.length) throw new Error("This server drafts nothing. Start it with a draft model or a method, and load this page again.");
     begun = true;
     fill(byId("model"), `${found.model}, ${found.dtype}${found.weight_bytes ? `, ${bytes(found.weight_bytes)} of weights` : ""}`);
-    const lab = new Lab(found);
-    for (const [place, scene] of SCENES.entries()) fill(byId(`lab-${place + 1}`), scene.measure(lab));
+    open(new Lab(found));
   } catch (error) {
     status.fail(error);
   }
+}
+
+function open(lab: Lab | null): void {
+  for (const [place, scene] of SCENES.entries()) fill(byId(`lab-${place + 1}`), scene.measure(lab));
 }
 
 for (const [place, scene] of SCENES.entries()) {
   byId(`question-${place + 1}`).append(question(place + 1, scene.asks, scene.options, score));
 }
 byId("status").append(status.element, status.problem);
-fill(byId("score"), score.element, h("p.onward", {}, h("a", { href: "/" }, "Try it with your own text")));
-void begin();
+const onward = onSite ? h("a", { href: "tutorial/" }, "From nothing to a server that is twice as fast") : h("a", { href: "/" }, "Try it with your own text");
+fill(byId("score"), score.element, h("p.onward", {}, onward));
+if (onSite) open(null);
+else void begin();

@@ -1,6 +1,8 @@
 /** The question at the end of a scene, and the score at the end of the page. */
 
 import { fill, h } from "./dom";
+import { forgetGuesses } from "./predict";
+import { keep, kept } from "./visits";
 
 export interface Option {
   text: string;
@@ -15,7 +17,7 @@ export class Score {
   private readonly answers: Map<number, boolean>;
 
   constructor(private readonly questions: number) {
-    this.answers = new Map(remembered());
+    this.answers = new Map(kept<[number, boolean][]>(KEPT, []));
     for (const [question, right] of this.answers) mark(question, right);
     this.show();
   }
@@ -23,13 +25,14 @@ export class Score {
   answer(question: number, right: boolean): void {
     if (!this.answers.has(question)) this.answers.set(question, right);
     mark(question, right);
-    remember([...this.answers]);
+    keep(KEPT, [...this.answers]);
     this.show();
   }
 
   private forget(): void {
     this.answers.clear();
-    remember([]);
+    keep(KEPT, []);
+    forgetGuesses();
     for (const link of document.querySelectorAll("[data-answered]")) link.removeAttribute("data-answered");
     this.show();
   }
@@ -44,23 +47,6 @@ export class Score {
 }
 
 const KEPT = "outrider-learn";
-
-/** First answers of earlier visits; none where this browser keeps nothing. */
-function remembered(): [number, boolean][] {
-  try {
-    return JSON.parse(localStorage.getItem(KEPT) ?? "[]");
-  } catch {
-    return [];
-  }
-}
-
-function remember(answers: [number, boolean][]): void {
-  try {
-    localStorage.setItem(KEPT, JSON.stringify(answers));
-  } catch {
-    // this browser keeps nothing, and the score is that of this visit
-  }
-}
 
 function mark(question: number, right: boolean): void {
   document.querySelector(`[data-scene-link="${question}"]`)?.setAttribute("data-answered", right ? "right" : "later");

@@ -1,39 +1,54 @@
 /** Scene 6: several methods guess together. */
 
+import type { Written } from "../api";
 import { h } from "../dom";
-import { percent } from "../format";
+import { mean, percent } from "../format";
 import { type Lab, bars, experiment, finding } from "../lab";
 import { listed, proposers } from "../members";
-import recorded from "../recorded.json";
+import { Prediction, SHARE } from "../predict";
 import { Rounds } from "../rounds";
 import { Run } from "../run";
-import { madeOn } from "./memory";
-import type { Written } from "../api";
 
 /** The same lines twice: what came before says what comes next, until it does not. */
 const PROMPT = "names = ['alpha', 'beta']\nfor name in names:\n    print(name)\n\nnames = ['gamma', 'delta']\nfor";
 
-export function members(lab: Lab): HTMLElement {
-  const recordedRun = () => [madeOn(), ...shown(new Run(recorded.merged as unknown as Written, 1))];
-  const merged = lab.facts.methods.find((method) => method.name === "merge");
-  if (!merged) {
-    const how = h("p.fine", {}, "To measure it here, start the server with ", h("code", {}, "--allow merge"), ".");
-    return h("div", {}, ...recordedRun(), how);
-  }
-  return experiment("Let several guess", "One text of 40 tokens.", async (say) => {
-    say("Writing 40 tokens…");
-    return shown(await lab.run({ prompt: PROMPT, speculation: { method: "merge" } }));
-  }, recordedRun);
+export function members(lab: Lab | null): HTMLElement {
+  const merges = !lab || lab.facts.methods.some((method) => method.name === "merge");
+  const how = h("p.fine", {}, "To measure it here, start the server with ", h("code", {}, "--allow merge"), ".");
+  const box = experiment<Written>(merges ? lab : null, {
+    name: "members",
+    label: "Let several guess",
+    hint: "One text of 40 tokens.",
+    guess: new Prediction("guess-members", "Of a hundred guesses in the common tree, how many will stand?", SHARE),
+    predicted: (text) => share(text.rounds.slice(1).flatMap((round) => round.token_ids.map((_, node) => round.accepted.includes(node)))),
+    measure: async (lab, say) => {
+      say("Writing 40 tokens…");
+      return (await lab.run({ prompt: PROMPT, speculation: { method: "merge" } })).written;
+    },
+    show: (text) => shown(new Run(text, 1)),
+    before: (text) => [stepper(new Run(text, 1))],
+  });
+  return merges ? box : h("div", {}, box, how);
 }
 
 function shown(run: Run): Node[] {
   const counts = run.drafters.map((name) => {
-    const drafted = run.later.flatMap((round) => round.token_ids.map((_, node) => ({ round, node }))).filter(({ round, node }) => proposers(round, node).includes(name));
-    const stood = drafted.filter(({ round, node }) => round.accepted.includes(node)).length;
-    return { name, value: drafted.length ? stood / drafted.length : 0, text: `${percent(drafted.length ? stood / drafted.length : 0)} of ${drafted.length}` };
+    const guesses = run.later.flatMap((round) => round.token_ids.flatMap((_, node) => (proposers(round, node).includes(name) ? [round.accepted.includes(node)] : [])));
+    return { name, value: share(guesses), text: `${percent(share(guesses))} of ${guesses.length}` };
   });
-  const told = finding(`${listed(run.drafters)} guessed together. A token that both propose is one place in the tree, and each has a test of its own. Colours say who guessed.`);
-  return [told, bars("Guesses of each that stood", "accepted", counts), new Rounds(run, () => {}, best(run)).element];
+  const who = run.drafters.length > 1 ? `${listed(run.drafters)} guessed together.` : `${listed(run.drafters)} alone had a guess in this text; measure again.`;
+  const told = finding(`${who} A token that both propose is one place in the tree, and each has a test of its own. Colours say who guessed.`);
+  return [told, bars("Guesses of each that stood", "accepted", counts), stepper(run)];
+}
+
+/** The rounds, from the one in which most methods guessed. */
+function stepper(run: Run): HTMLElement {
+  return new Rounds(run, () => {}, best(run)).element;
+}
+
+/** How many of them stood. */
+function share(guesses: boolean[]): number {
+  return mean(guesses.map(Number));
 }
 
 /** The round in which most methods guessed. */

@@ -3,8 +3,7 @@
 import { fill, h, s } from "../dom";
 import { bytes, count, duration, factor, median } from "../format";
 import { type Lab, experiment, figure, finding } from "../lab";
-import { Prediction } from "../predict";
-import recorded from "../recorded.json";
+import { FACTOR, Prediction } from "../predict";
 import type { Run } from "../run";
 
 const LENGTHS = [1, 3, 7];
@@ -12,24 +11,32 @@ const LENGTHS = [1, 3, 7];
 /** Times of passes by the number of tokens that they look at. */
 type Passes = [number, number[]][];
 
-export function memory(lab: Lab): HTMLElement {
-  const guess = new Prediction("guess-pass", "A pass over eight tokens takes how many times as long as one over a single token?", 0.5, 8, 0.1);
-  const box = experiment("Measure passes", "Four short texts, with one, two, four and eight tokens in a pass.", async (say) => {
-    await lab.warmUp(lab.drafting(5));
-    say("Plain decoding: one token in each pass…");
-    const runs: Run[] = [await lab.run({ speculation: "off" })];
-    for (const length of LENGTHS) {
-      say(`With ${count(length, "guess")} in each pass…`);
-      runs.push(await lab.run({ speculation: lab.drafting(length) }));
-    }
-    return shown(passes(runs), lab.facts.weight_bytes, guess);
-  }, () => [madeOn(), ...shown(recorded.passes as Passes, recorded.weight_bytes, null)]);
-  return h("div", {}, bus(), guess.element, box);
+/** Passes of a target, and the bytes of its weights. */
+interface Found {
+  passes: Passes;
+  size: number | null;
 }
 
-/** Says where recorded numbers are from. */
-export function madeOn(): HTMLElement {
-  return h("p.recorded", {}, `Recorded on ${recorded.machine}. Measure, and numbers of this server take their place.`);
+export function memory(lab: Lab | null): HTMLElement {
+  const box = experiment<Found>(lab, {
+    name: "memory",
+    label: "Measure passes",
+    hint: "Four short texts, with one, two, four and eight tokens in a pass.",
+    guess: new Prediction("guess-pass", "A pass over eight tokens takes how many times as long as one over a single token?", { ...FACTOR, min: 0.5, max: 8 }),
+    predicted: ({ passes }) => ratioOf(passes),
+    measure: async (lab, say) => {
+      await lab.warmUp(lab.drafting(5));
+      say("Plain decoding: one token in each pass…");
+      const runs: Run[] = [await lab.run({ speculation: "off" })];
+      for (const length of LENGTHS) {
+        say(`With ${count(length, "guess")} in each pass…`);
+        runs.push(await lab.run({ speculation: lab.drafting(length) }));
+      }
+      return { passes: passesOf(runs), size: lab.facts.weight_bytes };
+    },
+    show: shown,
+  });
+  return h("div", {}, bus(), box);
 }
 
 /** The weights cross the bus once for each pass, however many tokens ride along. */
@@ -59,7 +66,7 @@ function bus(): HTMLElement {
   return h("div.toy", {}, h("div.go", { role: "radiogroup", "aria-label": "Tokens in a pass" }, choice(1), choice(8)), drawing, said);
 }
 
-function passes(runs: Run[]): Passes {
+function passesOf(runs: Run[]): Passes {
   const found = new Map<number, number[]>();
   for (const round of runs.flatMap((run) => run.later)) {
     const rows = round.token_ids.length + 1;
@@ -68,13 +75,16 @@ function passes(runs: Run[]): Passes {
   return [...found].filter(([, seconds]) => seconds.length >= 3).sort((a, b) => a[0] - b[0]);
 }
 
-function shown(found: Passes, size: number | null, guess: Prediction | null): Node[] {
-  const one = median(found[0][1]);
-  const [rows, seconds] = found.at(-1)!;
-  const ratio = median(seconds) / one;
+/** The time of the widest passes over that of those of one token. */
+function ratioOf(passes: Passes): number {
+  return median(passes.at(-1)![1]) / median(passes[0][1]);
+}
+
+function shown({ passes, size }: Found): Node[] {
+  const [one, ratio, [rows]] = [median(passes[0][1]), ratioOf(passes), passes.at(-1)!];
   const reading = size && h("p.fine", {}, `One pass reads ${bytes(size)} of weights in ${duration(one)}: ${bytes(size / one)} in each second.`);
-  const told = finding(`A pass over ${rows} tokens took `, figure("ratio", ratio, `${factor(ratio)}×`), ` the time of a pass over one. ${lesson(rows, ratio)}${guess?.against(ratio) ?? ""}`);
-  return [told, scatter(found), ...(reading ? [reading] : [])];
+  const told = finding(`A pass over ${rows} tokens took `, figure("ratio", ratio, `${factor(ratio)}×`), ` the time of a pass over one. ${lesson(rows, ratio)}`);
+  return [told, scatter(passes), ...(reading ? [reading] : [])];
 }
 
 /** What the ratio means, whatever it is. */

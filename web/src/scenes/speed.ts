@@ -4,7 +4,8 @@ import { type Measured, curve } from "../charts";
 import { fill, h } from "../dom";
 import { count, factor, mean, median, percent, roughly } from "../format";
 import { type Compared, type Lab, experiment, figure, finding, told } from "../lab";
-import { Prediction } from "../predict";
+import type { Gain } from "../interval";
+import { FACTOR, Prediction } from "../predict";
 import { type Conditions, bestLength, speedupUnder } from "../speedup";
 
 const LONGEST = 12;
@@ -28,7 +29,15 @@ const KNOBS: Knob[] = [
   { name: "room", label: "Tokens a pass takes before it gets slower", min: 1, max: 256, step: 1, value: 32, said: String },
 ];
 
-export function speed(lab: Lab): HTMLElement {
+/** What was measured, as the sliders have it. */
+interface Fitted {
+  gain: Gain;
+  chance: number;
+  cost: number;
+  length: number;
+}
+
+export function speed(lab: Lab | null): HTMLElement {
   const values = Object.fromEntries(KNOBS.map((knob) => [knob.name, knob.value])) as Record<Knob["name"], number>;
   const measured: Measured[] = [];
   const drawing = h("div");
@@ -56,28 +65,32 @@ export function speed(lab: Lab): HTMLElement {
     return h("div.field", {}, h("label", { for: input.id }, knob.label), h("div.with-number", {}, input, output));
   });
   show();
-  const guess = new Prediction("guess-gain", "How many times as fast will this server be, with as many guesses as you have chosen?", 0.2, 4, 0.1);
-  const box = experiment("Measure this server", "Three turns, plainly and with guesses; the point is pinned into the curve.", async (say) => {
-    const length = Math.max(1, values.length);
-    const found = await lab.compare(lab.drafting(length), say);
-    const fitted = fit(found);
-    measured.push({ length: fitted.length, gain: found.gain.middle, low: found.gain.low, high: found.gain.high });
-    Object.assign(values, { chance: fitted.chance, cost: fitted.cost, length: Math.round(fitted.length), texts: 1, room: 256 });
-    show();
-    return [
-      finding("This server: ", figure("gain", found.gain.middle, told(found.gain)), `. ${guess.against(found.gain.middle)}`),
-      h("p.fine", {}, "Here a guess stood with a chance of ", figure("chance", fitted.chance, percent(fitted.chance)), " and cost ", figure("cost", fitted.cost, percent(fitted.cost)), " of a plain step, drafting and checking together. The sliders stand there now."),
-    ];
+  const box = experiment<Fitted>(lab, {
+    name: "speed",
+    label: "Measure this server",
+    hint: "Three turns, plainly and with guesses; the point is pinned into the curve.",
+    guess: new Prediction("guess-gain", `How many times as fast is ${lab ? "this server" : "the machine of the record"} with guesses? First move the sliders to where you think it stands.`, FACTOR),
+    predicted: ({ gain }) => gain.middle,
+    measure: async (lab, say) => fit(await lab.compare(lab.drafting(Math.max(1, values.length)), say)),
+    show: ({ gain, chance, cost, length }) => {
+      measured.push({ length, gain: gain.middle, low: gain.low, high: gain.high });
+      Object.assign(values, { chance, cost, length: Math.round(length), texts: 1, room: 256 });
+      show();
+      return [
+        finding(lab ? "This server: " : "With guesses: ", figure("gain", gain.middle, told(gain)), "."),
+        h("p.fine", {}, "Here a guess stood with a chance of ", figure("chance", chance, percent(chance)), " and cost ", figure("cost", cost, percent(cost)), " of a plain step, drafting and checking together. The sliders stand there now."),
+      ];
+    },
   });
-  return h("div", {}, h("div.toy", {}, h("div.knobs", {}, ...knobs), sentence, drawing), guess.element, box);
+  return h("div", {}, h("div.toy", {}, h("div.knobs", {}, ...knobs), sentence, drawing), box);
 }
 
 /** What the runs tell of chance, cost and length. */
-function fit({ plain, fast }: Compared): { chance: number; cost: number; length: number } {
+function fit({ plain, fast, gain }: Compared): Fitted {
   const drafted = fast.filter((run) => run.draftLength > 0);
   if (!drafted.length) throw new Error("Nothing was guessed in these texts. Measure again.");
   const step = median(plain.map((run) => run.secondsPerRound));
   const length = mean(drafted.map((run) => run.draftLength));
   const cost = Math.max(0, mean(drafted.map((run) => (run.secondsPerRound / step - 1) / run.draftLength)));
-  return { chance: mean(drafted.map((run) => run.chance)), cost, length };
+  return { gain, chance: mean(drafted.map((run) => run.chance)), cost, length };
 }

@@ -2,7 +2,9 @@
 
 import { fill, h } from "../dom";
 import { factor, mean, percent } from "../format";
-import { type Lab, bars, experiment, figure, finding, told } from "../lab";
+import type { Gain } from "../interval";
+import { type Compared, type Lab, bars, experiment, figure, finding, told } from "../lab";
+import { FACTOR, Prediction } from "../predict";
 
 /** Guesses of both shapes. */
 const SIZE = 6;
@@ -16,7 +18,7 @@ export function tokensOfShapes(chance: number): { chain: number; tree: number } 
   return { chain, tree: 1 + some(3) + some(3) * chance };  // three at the first place, one behind each
 }
 
-export function trees(lab: Lab): HTMLElement {
+export function trees(lab: Lab | null): HTMLElement {
   const number = h("output", { for: "tree-chance" });
   const found = h("div");
   const input = h<HTMLInputElement>("input", { id: "tree-chance", type: "range", min: 0.05, max: 0.98, step: 0.01, value: 0.4 });
@@ -38,21 +40,33 @@ export function trees(lab: Lab): HTMLElement {
   input.addEventListener("input", show);
   show();
   const field = h("div.field", {}, h("label", { for: "tree-chance" }, "The first guess at a place stands"), h("div.with-number", {}, input, number));
-  return h("div", {}, h("div.toy", {}, field, found), lab.method.takes_tree ? measured(lab) : h("p.fine", {}, "No method of this server draws trees. Start it with a draft model to measure one."));
+  return h("div", {}, h("div.toy", {}, field, found), !lab || lab.method.takes_tree ? measured(lab) : h("p.fine", {}, "No method of this server draws trees. Start it with a draft model to measure one."));
 }
 
-function measured(lab: Lab): HTMLElement {
-  return experiment("Measure both shapes", "Six guesses a round, three turns each.", async (say) => {
-    const chain = await lab.compare(lab.drafting(SIZE), (text) => say(`A chain. ${text}`));
-    const tree = await lab.compare({ method: lab.method.name, tree: [3, 1] }, (text) => say(`A tree. ${text}`));
-    const rows = [
-      { name: "a chain of 6", value: mean(chain.fast.map((run) => run.tokensPerRound)), text: told(chain.gain) },
-      { name: "3, and 1 behind each", value: mean(tree.fast.map((run) => run.tokensPerRound)), text: told(tree.gain) },
-    ];
-    const word = rows[0].value > rows[1].value ? "The chain" : "The tree";
-    return [
-      finding(`${word} brought more here: `, figure("tokens-chain", rows[0].value, factor(rows[0].value)), " tokens a round in a chain, and ", figure("tokens-tree", rows[1].value, factor(rows[1].value)), " in a tree."),
-      bars("Tokens a round, and what it gained in time", "accepted", rows),
-    ];
+/** What one shape brought: tokens of a round, and how many times as fast it was. */
+interface Shape {
+  tokens: number;
+  gain: Gain;
+}
+
+function measured(lab: Lab | null): HTMLElement {
+  const shape = ({ fast, gain }: Compared): Shape => ({ tokens: mean(fast.map((run) => run.tokensPerRound)), gain });
+  return experiment<{ chain: Shape; tree: Shape }>(lab, {
+    name: "trees",
+    label: "Measure both shapes",
+    hint: "Six guesses a round, three turns each.",
+    guess: new Prediction("guess-shape", "A round with six guesses in a tree brings how many times the tokens of one with a chain of six?", { ...FACTOR, min: 0.5, max: 2, step: 0.05 }),
+    predicted: ({ chain, tree }) => tree.tokens / chain.tokens,
+    measure: async (lab, say) => ({
+      chain: shape(await lab.compare(lab.drafting(SIZE), (text) => say(`A chain. ${text}`))),
+      tree: shape(await lab.compare({ method: lab.method.name, tree: [3, 1] }, (text) => say(`A tree. ${text}`))),
+    }),
+    show: ({ chain, tree }) => [
+      finding(`${chain.tokens > tree.tokens ? "The chain" : "The tree"} brought more here: `, figure("tokens-chain", chain.tokens, factor(chain.tokens)), " tokens a round in a chain, and ", figure("tokens-tree", tree.tokens, factor(tree.tokens)), " in a tree."),
+      bars("Tokens a round, and what it gained in time", "accepted", [
+        { name: "a chain of 6", value: chain.tokens, text: told(chain.gain) },
+        { name: "3, and 1 behind each", value: tree.tokens, text: told(tree.gain) },
+      ]),
+    ],
   });
 }
