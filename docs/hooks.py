@@ -17,6 +17,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+#: Scripts and styles of the Learn page have a digest in their names.
+BUILT = ROOT / "src" / "outrider" / "server" / "pages" / "built"
 #: Links to files, with their anchors; those to other sites and within a page are left alone.
 _LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
@@ -31,8 +33,11 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the icon, and what pages link to outside of docs/."""
+    """Add the icon, the Learn page with its record as the front page, and what pages link to outside of docs/."""
     files.append(File.generated(config, "images/icon.svg", abs_src_path=str(ROOT / "web" / "src" / "icon.svg")))
+    files.append(File.generated(config, "index.html", abs_src_path=str(DOCS / "front.html")))
+    for path in sorted(set(BUILT.glob("*-*.*")) - set(BUILT.glob("playground-*"))):
+        files.append(File.generated(config, f"learn/{path.name}", abs_src_path=str(path)))
     for path in sorted(_linked()):
         files.append(File.generated(config, _place(path), abs_src_path=str(ROOT / path)))
     return files

@@ -1,0 +1,118 @@
+"""The front page of the site: the Learn page from a plain file server, with what was recorded in place of measurements."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from tests.docs.blocks import ROOT
+from tests.server.browser import WIDTHS, Watch, browsing, check
+
+RECORD = json.loads((ROOT / "web" / "src" / "recorded.json").read_text("utf-8"))
+
+
+class Files(SimpleHTTPRequestHandler):
+    """Answers from a folder, and says nothing."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """Of a server that knows nothing but files."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=str(site))) as files:
+        thread = Thread(target=files.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{files.server_port}"
+        files.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def page(address: str) -> Iterator[Any]:
+    with browsing() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+        page.watch = Watch(page)
+        page.goto(f"{address}/")
+        page.wait_for_selector("#lab-7 .experiment")
+        yield page
+
+
+def test_it_is_alive_and_hides_what_needs_a_server(page: Any) -> None:
+    for scene in (2, 6):
+        assert page.locator(f"#lab-{scene} .tree").count() == 1
+    for scene in (1, 3, 4, 5, 7):
+        assert page.locator(f"#lab-{scene} .toy").count() > 0
+    assert set(page.locator(".experiment .go button").all_inner_texts()) == {"Show what was recorded"}
+    shown = page.inner_text("body")
+    for words in ("Playground", "this server", "Measure passes", "Measure again"):
+        assert words not in shown, words
+
+
+def test_every_scene_takes_a_guess_and_shows_what_was_recorded(page: Any) -> None:
+    boxes = page.locator(".experiment")
+    assert boxes.count() == len(RECORD) - 1
+    scenes = page.locator(".lab:has(.predict)").count()
+    assert scenes == 7
+    for place in range(boxes.count()):
+        box = boxes.nth(place)
+        slider = box.locator(".predict input")
+        slider.evaluate("e => { e.value = e.max; e.dispatchEvent(new Event('input')) }")
+        box.locator(".go button").click()
+        box.locator(".found[data-measured]").wait_for()
+        assert RECORD["machine"] in box.locator(".recorded").inner_text()
+        mine = box.locator(".guessed b").first.get_attribute("data-value")
+        assert mine == slider.input_value()
+        assert box.locator(".chart, .tree, .distribution, .finding").count() > 0
+
+
+def test_its_numbers_are_those_of_the_record(page: Any) -> None:
+    def told(name: str) -> float:
+        return float(page.get_attribute(f"[data-name={name}]", "data-value"))
+
+    assert told("gain") == RECORD["speed"]["gain"]["middle"]
+    assert told("passes") == len(RECORD["verify"]["rounds"])
+    assert told("first-fast") == RECORD["first"]["fast"]
+    assert told("gain-many") == RECORD["many"][-1]["gain"]["middle"]
+    assert told("stood") == pytest.approx(sum(each["stood"] for each in RECORD["rejection"]) / len(RECORD["rejection"]))
+
+
+def test_it_asks_nobody_but_the_file_server(page: Any, address: str) -> None:
+    assert {url.startswith((f"{address}/learn/", "data:")) or url == f"{address}/" for url in page.watch.urls} == {True}
+    assert page.watch.problems == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_and_nothing_is_cut_off(page: Any, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        check(axe, page)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
+
+
+def test_its_links_lead_into_the_site(page: Any, address: str, site: Path) -> None:
+    links = page.locator("header nav a, .lede a, .onward a").evaluate_all("all => all.map(e => e.href)")
+    paths = {link.removeprefix(f"{address}/") for link in links}
+    assert {"tutorial/", "how-to/install/", "reference/python/", "explanation/losslessness/"} <= paths
+    assert [path for path in paths if not (site / path / "index.html").exists()] == []
+
+
+def test_a_page_of_the_site_opens_without_an_error(page: Any, address: str) -> None:
+    page.set_viewport_size({"width": 1280, "height": 900})
+    for path in ("tutorial", "reference/python", "reference/command"):
+        page.goto(f"{address}/{path}/")
+        page.wait_for_load_state("networkidle")
+        assert page.locator("h1").count() == 1
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
+    assert {url.startswith((address, "data:", "blob:")) for url in page.watch.urls} == {True}
+    assert page.watch.problems == []
