@@ -26,6 +26,7 @@ from outrider.options import Speculation
 from outrider.params import SamplingParams
 from outrider.profile import Identity, Profile, read_profile
 from outrider.prompts import PromptEncoder
+from outrider.propose.compositions import parts_of
 from outrider.propose.defaults import SpeculationDefaults
 from outrider.propose.speculation import SpeculationConfig
 
@@ -101,7 +102,14 @@ class EnginePlan:
         """
         config, most = self.model, self.scheduling.max_num_seqs
         loaded = self._load(model, tokenizer, consume=consume)
-        runner = make_runner(loaded, config.attention_backend, self.cache, most, batch_invariant=config.batch_invariant)
+        runner = make_runner(
+            loaded,
+            config.attention_backend,
+            self.cache,
+            most,
+            batch_invariant=config.batch_invariant,
+            added_token_bytes=self._added_token_bytes(loaded),
+        )
         defaults = self._defaults_for(runner)
         prompts = PromptEncoder(loaded.tokenizer, None if self.embedded else config.model, loaded.max_model_len)
         default_params = checkpoint_params(loaded)
@@ -111,6 +119,12 @@ class EnginePlan:
         engine = Engine(runner, self.scheduling, proposers)
         engine.load_method(defaults.config)  # what cannot be used is better known now than at the first prompt
         return BuiltEngine(engine, prompts, default_params, defaults)
+
+    def _added_token_bytes(self, loaded: LoadedModel) -> int:
+        """Bytes that a token takes in the layers of all proposers that are known already."""
+        configs = [self.defaults.config] if self.recommended is None else [self.defaults.config, self.recommended.config]
+        parts = [part.method for config in configs for each in config.candidates for part in parts_of(each)]
+        return sum(method.added_token_bytes(loaded) for method in parts if method is not None)
 
     def _load(self, model: Any, tokenizer: Any | None, *, consume: bool) -> LoadedModel:
         if isinstance(model, torch.nn.Module):

@@ -37,7 +37,7 @@ from outrider.prove.engine_distribution import EngineProof
 from outrider.prove.settings import HEADS_SETTINGS, SETTINGS, SHARED_TARGET_LAYERS, Setting
 from outrider.prove.tiny import save_tiny_llama
 from outrider.prove.tiny_heads import save_tiny_heads
-from tests.model import checkpoints, test_boundary, test_heads, test_target
+from tests.model import checkpoints, test_added_layers, test_boundary, test_heads, test_target
 from tests.unit import test_state
 
 PROMPT = [1, 5, 9, 2, 7, 7, 3, 11, 4]
@@ -244,6 +244,17 @@ def states() -> None:
     assert (twin.num_computed, twin.ahead) == (3, [7, 8])
     twin.roll_back([1, 2, 3, 7, 8, 9])
     assert (state.num_computed, twin.num_computed) == (3, 5)
+
+
+def added_layers() -> None:
+    """What a proposer keeps beside the target's is what a fresh prefill gives: of samples that part, and of prefixes."""
+    params = SamplingParams(seed=3, max_tokens=12, n=3)
+    test_added_layers.test_added_layers_hold_what_a_fresh_prefill_gives(_of_seven(), params)
+    test_added_layers.test_a_prefix_is_shared_as_far_as_the_layers_that_are_needed_hold_it(_of_seven())
+
+
+def _of_seven() -> LLM:
+    return test_added_layers.load(save_tiny_llama(Path(tempfile.mkdtemp()), 1, vocab_size=7))
 
 
 def shallow() -> None:

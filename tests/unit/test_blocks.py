@@ -274,6 +274,34 @@ def test_twins_publish_once_and_go_on_together() -> None:
     blocks.check_integrity([first, second, [first[0], second[1]]])
 
 
+def test_a_hit_goes_as_far_as_the_added_layers_that_are_needed() -> None:
+    blocks = BlockManager(8, 2)
+    table = written(blocks, [1, 2, 3, 4, 5, 6])
+    blocks.hold(table[:2], 7)
+    blocks.free(table)
+    found = {needs: blocks.match([1, 2, 3, 4, 5, 6, 7], None, frozenset(needs)) for needs in ((), (7,), (7, 8))}
+    assert [len(found[needs]) for needs in ((), (7,), (7, 8))] == [3, 2, 0]
+
+
+def test_a_block_that_holds_more_takes_the_place_of_its_twin() -> None:
+    blocks = BlockManager(8, 2)
+    first, second = written(blocks, [1, 2, 3, 4]), written(blocks, [1, 2, 3, 4])
+    blocks.hold(second[:1], 7)
+    blocks.hold(first[:1], 7)  # as much as its twin, which stays
+    assert blocks.match([1, 2, 3, 4, 5]) == [second[0], first[1]], "both are one to the blocks behind them"
+    blocks.check_integrity([first, second, [second[0], first[1]]])
+
+
+def test_what_a_block_held_is_gone_when_it_is_handed_out_again() -> None:
+    blocks = BlockManager(1, 2)
+    table = written(blocks, [1, 2])
+    blocks.hold(table, 7)
+    blocks.free(table)
+    table = written(blocks, [3, 4])
+    blocks.free(table)
+    assert blocks.match([3, 4, 5], None, frozenset({7})) == []
+
+
 def test_only_shared_blocks_in_the_written_range_are_copied() -> None:
     blocks = BlockManager(8, 2)
     table = blocks.allocate(3)

@@ -16,6 +16,8 @@ from outrider.cache.memory import StateMemory
 from outrider.cache.state import SequenceState
 
 NAMESPACES = (None, "tenant")
+#: The number of a layer that a proposer has added.
+ADDED = 5
 
 
 @dataclass
@@ -38,10 +40,11 @@ class SlotMemory(StateMemory):
     def __init__(self, blocks: BlockManager, long_rope_after: int | None) -> None:
         super().__init__(blocks, long_rope_after)
         self.slots: dict[int, tuple[object, ...]] = {}
+        self.filled: dict[int, tuple[object, ...]] = {}  # the same of a layer that a proposer has added
 
     def move(self, slots: Sequence[tuple[int, int]]) -> None:
-        held = {target: self.slots[source] for source, target in slots if source in self.slots}
-        self.slots.update(held)
+        for kept in (self.slots, self.filled):
+            kept.update({target: kept[source] for source, target in slots if source in kept})
 
 
 class StateMachine(RuleBasedStateMachine):
@@ -101,11 +104,14 @@ class StateMachine(RuleBasedStateMachine):
         self.texts.append(Text(tokens, namespace, state))
 
     @precondition(lambda self: any(not text.state.block_table for text in self.texts))
-    @rule(data=st.data(), share=st.booleans())
-    def open(self, data: st.DataObject, share: bool) -> None:
+    @rule(data=st.data(), share=st.booleans(), needs=st.booleans())
+    def open(self, data: st.DataObject, share: bool, needs: bool) -> None:
         text = data.draw(st.sampled_from([text for text in self.texts if not text.state.block_table]))
-        text.state.open(text.tokens, share=share)
-        self._has_opened(text, share=share)
+        text.state.open(text.tokens, share=share, needs=frozenset({ADDED} if needs else ()))
+        if needs:
+            assert text.state.num_filled == {ADDED: text.state.num_computed}
+        else:
+            self._has_opened(text, share=share)
 
     def _has_opened(self, text: Text, *, share: bool = True) -> None:
         state = text.state
@@ -236,6 +242,19 @@ class StateMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
+    def fill(self, data: st.DataObject) -> None:
+        """What a proposer does to its added layer, as far as it has kept up."""
+        text = data.draw(st.sampled_from(self.texts))
+        state = text.state
+        filled = state.num_filled.get(ADDED, 0)
+        if filled < state.writable_from:
+            return  # it lies further back than the last pass, and may belong to others
+        for position in range(filled, state.num_computed):
+            self.memory.filled[self._slot(text, position)] = self._content(text, text.tokens[: position + 1])
+        state.fill(ADDED, state.num_computed)
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
         text = data.draw(st.sampled_from(self.texts))
         state = text.state
@@ -293,6 +312,8 @@ class StateMachine(RuleBasedStateMachine):
             )
             # A rollback counts the last token as not computed; its block stays in the cache, and gets the same token again.
             assert text.state.num_published * self.blocks.block_size <= text.state.num_computed + 1
+            for position in range(min(text.state.num_filled.get(ADDED, 0), text.state.num_computed)):
+                assert self.memory.filled[self._slot(text, position)] == self._content(text, known[: position + 1])
             for position in range(len(known)):
                 assert self.slots[self._slot(text, position)] == self._content(text, known[: position + 1])
 
@@ -425,25 +446,26 @@ def test_rows_that_are_computed_already_are_not_copied(tokens: list[int], ahead:
     assert twin.block_table[:2] == state.block_table
 
 
-def test_rows_that_stand_move_behind_what_is_computed_and_the_others_are_gone() -> None:
+def written_rows() -> tuple[SlotMemory, SequenceState, list[int]]:
+    """A text of two tokens with rows behind it, and where all of them lie; each slot holds its place."""
     memory = SlotMemory(BlockManager(10, 2), None)
     state = memory.state()
     assert state.reserve(7)
     state.commit(0, range(2))
-    slots = [state.block_table[i // 2] * 2 + i % 2 for i in range(7)]
+    slots = [state.slot(place) for place in range(7)]
     memory.slots.update({slot: (place,) for place, slot in enumerate(slots)})
+    return memory, state, slots
+
+
+def test_rows_that_stand_move_behind_what_is_computed_and_the_others_are_gone() -> None:
+    memory, state, slots = written_rows()
     state.commit(2, [0, 2, 4])  # row 0 is the last token of the text; rows 1 and 3 are rejected siblings
     assert [memory.slots[slot] for slot in slots[:5]] == [(0,), (1,), (2,), (4,), (6,)]
     assert state.num_computed == 5
 
 
 def test_rows_that_stand_ahead_of_the_text_move_too() -> None:
-    memory = SlotMemory(BlockManager(10, 2), None)
-    state = memory.state()
-    assert state.reserve(7)
-    state.commit(0, range(2))
-    slots = [state.block_table[i // 2] * 2 + i % 2 for i in range(7)]
-    memory.slots.update({slot: (place,) for place, slot in enumerate(slots)})
+    memory, state, slots = written_rows()
     state.run_ahead([5])
     state.run_ahead([6, 7], [1, 3])
     assert [memory.slots[slot] for slot in slots[:5]] == [(0,), (1,), (2,), (4,), (6,)]

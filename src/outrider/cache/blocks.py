@@ -8,7 +8,7 @@ tokens then shares the block instead of computing it. Keys are compared token by
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence, Set
 
 PrefixKey = tuple[Hashable, tuple[int, ...]]
 
@@ -37,6 +37,8 @@ class BlockManager:
         self._free: deque[int] = deque(range(self.num_blocks))  # unpublished, unreferenced
         self._idle: OrderedDict[int, None] = OrderedDict()  # published, unreferenced; oldest first
         self._published: dict[PrefixKey, int] = {}
+        self._held: list[set[int]] = [set() for _ in range(self.num_blocks)]  # added layers of which a block is full
+        self._unfound: dict[int, PrefixKey] = {}  # full blocks whose twins are published
 
     @property
     def num_free(self) -> int:
@@ -98,19 +100,32 @@ class BlockManager:
             table[i] = fresh
         return copies
 
-    def match(self, token_ids: Sequence[int], namespace: Hashable = None) -> list[int]:
-        """Take a reference on the longest published prefix, at least one token short of `token_ids`; returns its blocks."""
+    def match(self, token_ids: Sequence[int], namespace: Hashable = None, needs: Set[int] = frozenset()) -> list[int]:
+        """Take a reference on the longest published prefix whose blocks hold the added layers that are needed, at least one
+        token short of `token_ids`; returns its blocks."""
         table: list[int] = []
         parent: Hashable = (namespace,)
         for index in range((len(token_ids) - 1) // self.block_size if self.prefix_caching else 0):
             block = self._published.get((parent, self._tokens_of(token_ids, index)))
-            if block is None:
+            if block is None or not needs <= self._held[block]:
                 break
             self._idle.pop(block, None)
             self._ref_count[block] += 1
             table.append(block)
             parent = self._uid[block]
         return table
+
+    def hold(self, blocks: Iterable[int], number: int) -> None:
+        """Note that these blocks are full of keys and values of an added layer too. One that holds more than its published
+        twin takes the place of it."""
+        for block in blocks:
+            self._held[block].add(number)
+            key = self._unfound.get(block)
+            twin = None if key is None else self._published.get(key)
+            if key is not None and (twin is None or self._held[twin] < self._held[block]):
+                if twin is not None:
+                    self._withdraw(twin)
+                self._show(block, key)
 
     def publish(self, token_ids: Sequence[int], table: Sequence[int], first: int, namespace: Hashable = None) -> int:
         """Make the full blocks of `token_ids` from index `first` on findable.
@@ -130,10 +145,11 @@ class BlockManager:
             key = (parent, self._tokens_of(token_ids, index))
             if key in self._published:  # a twin computed the same block first: this one stays private, its children do not
                 self._uid[block] = self._uid[self._published[key]]
+                self._unfound[block] = key
                 continue
-            self._key[block], self._uid[block] = key, self._next_uid
-            self._published[key] = block
+            self._uid[block] = self._next_uid
             self._next_uid += 1
+            self._show(block, key)
         return full
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
@@ -149,18 +165,31 @@ class BlockManager:
         assert all(self._key[b] is not None for b in self._idle), "an unpublished block among the idle ones"
         assert all(self._key[b] == key for key, b in self._published.items()), "prefix index out of step"
 
+    def _show(self, block: int, key: PrefixKey) -> None:
+        """Let a block be found."""
+        self._key[block] = key
+        self._published[key] = block
+        self._unfound.pop(block, None)
+
+    def _withdraw(self, block: int) -> None:
+        """Let a published block be found no more."""
+        key = self._key[block]
+        assert key is not None
+        del self._published[key]
+        self._key[block] = None
+        if block in self._idle:
+            del self._idle[block]
+            self._free.append(block)
+
     def _tokens_of(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
         return tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
 
     def _take(self) -> int:
-        if self._free:
-            block = self._free.popleft()
-        else:
-            block, _ = self._idle.popitem(last=False)
-            key = self._key[block]
-            assert key is not None
-            del self._published[key]
-            self._key[block] = None
+        if not self._free:
+            self._withdraw(next(iter(self._idle)))  # the oldest
+        block = self._free.popleft()
+        self._unfound.pop(block, None)
         self._uid[block] = 0
+        self._held[block].clear()
         self._ref_count[block] = 1
         return block

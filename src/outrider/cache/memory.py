@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import count
+from weakref import WeakSet
 
+import torch
+
+from outrider.cache.added_layers import AddedLayers, AddedShape, Recompute
 from outrider.cache.blocks import BlockManager
 from outrider.cache.pool import KVPool
 from outrider.cache.state import SequenceState
@@ -18,12 +23,15 @@ class StateMemory:
 
     Attributes:
         pool: Keys and values of all slots.
+        added: Layers that proposers keep beside the model's own, as long as somebody holds them.
     """
 
     def __init__(self, blocks: BlockManager, long_rope_after: int | None = None) -> None:
         self.blocks = blocks
         self.long_rope_after = long_rope_after
         self.pool = KVPool(blocks.num_blocks * blocks.block_size)
+        self.added: WeakSet[AddedLayers] = WeakSet()
+        self._numbers = count(1)
 
     def state(self, namespace: str | None = None) -> SequenceState:
         """A state that holds nothing yet, for a text of this namespace."""
@@ -37,6 +45,15 @@ class StateMemory:
         assert reserved, "the caller has made the memory large enough"
         return state
 
+    def add_layers(
+        self, shape: AddedShape, dtype: torch.dtype, device: torch.device, recompute: Recompute, aux_layers: Sequence[int]
+    ) -> AddedLayers:
+        """Layers of a proposer in the blocks of this memory; the arguments are those of `AddedLayers`."""
+        size, number = self.blocks.block_size, next(self._numbers)
+        layers = AddedLayers(number, shape, size, self.blocks.num_blocks, dtype, device, recompute, aux_layers)
+        self.added.add(layers)
+        return layers
+
     def make_copies(self, states: Collection[SequenceState]) -> None:
         """Make the copies of blocks that reservations of these states have left, all of them together."""
         pairs = [pair for state in states for pair in state.copies]
@@ -49,7 +66,10 @@ class StateMemory:
 
     def move(self, slots: Sequence[tuple[int, int]]) -> None:
         """Copy slots, (source, destination) each; all sources are read before any destination is written."""
-        self.pool.move([source for source, _ in slots], [destination for _, destination in slots])
+        sources, destinations = [source for source, _ in slots], [destination for _, destination in slots]
+        self.pool.move(sources, destinations)
+        for layers in self.added:
+            layers.move(sources, destinations)
 
     def check_integrity(self, states: Collection[SequenceState]) -> None:
         """Raise AssertionError unless the books agree with the states that are in use."""

@@ -7,7 +7,7 @@ here and in the memory alone. The target has a state for each sequence, and so h
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from typing import Protocol
 
 from outrider.cache.blocks import BlockManager
@@ -38,6 +38,9 @@ class SequenceState:
         num_computed: Leading tokens of the text that are in the blocks.
         ahead: Tokens computed behind these that the text has not confirmed; only a draft model has such.
         num_published: Leading blocks that are settled in the prefix cache.
+        num_filled: Leading tokens that added layers hold, by their number.
+        writable_from: First slot that a proposer may write in added layers: where the last pass began, until another step
+            begins, and then behind all that is computed.
         long_rope: Whether they were computed with the rotary factors of long texts.
 
     Args:
@@ -53,6 +56,8 @@ class SequenceState:
         self.num_computed = 0
         self.ahead: list[int] = []
         self.num_published = 0
+        self.num_filled: dict[int, int] = {}
+        self.writable_from = 0
         self.long_rope = False
 
     @property
@@ -76,18 +81,20 @@ class SequenceState:
         limit = self.memory.long_rope_after
         return None if limit is None or self.long_rope else limit - num_tokens
 
-    def open(self, token_ids: Sequence[int], *, share: bool = True) -> None:
+    def open(self, token_ids: Sequence[int], *, share: bool = True, needs: Set[int] = frozenset()) -> None:
         """Begin with the longest published prefix of the text, at least one token short of it.
 
         Args:
             token_ids: The text.
             share: Whether to look for one; without, everything is computed.
+            needs: Added layers that must hold it too.
         """
         assert not self.block_table, "opened twice"
         self.long_rope = self._is_long(len(token_ids))
-        self.block_table = self._blocks.match(token_ids, self.space) if share else []
+        self.block_table = self._blocks.match(token_ids, self.space, needs) if share else []
         self.num_published = len(self.block_table)
-        self.num_computed = self.num_published * self._blocks.block_size
+        self.num_computed = self.writable_from = self.num_published * self._blocks.block_size
+        self.num_filled = dict.fromkeys(needs, self.num_computed)
 
     def roll_back(self, token_ids: Sequence[int], loose: Sequence[int] = ()) -> None:
         """Keep what the committed tokens confirm of the tokens computed ahead, and forget the others.
@@ -137,7 +144,7 @@ class SequenceState:
         """
         if not self.fits(rows):
             return False
-        stop = self.end + rows
+        stop, self.writable_from = self.end + rows, self.end
         self.copies += self._blocks.make_writable(self.block_table, self.end, stop)
         return self._blocks.grow(self.block_table, stop)
 
@@ -150,7 +157,14 @@ class SequenceState:
         """
         assert start == self.num_computed, "rows are committed behind what is computed"
         self._line_up(start, accepted_rows)
-        self.num_computed += len(accepted_rows)
+        self.num_computed, self.writable_from = start + len(accepted_rows), start
+
+    def fill(self, number: int, stop: int) -> None:
+        """An added layer holds the first `stop` tokens now."""
+        size, filled = self._blocks.block_size, self.num_filled.get(number, 0)
+        assert filled <= stop <= self.num_computed, "an added layer holds no more than is computed"
+        self._blocks.hold(self.block_table[filled // size : stop // size], number)
+        self.num_filled[number] = stop
 
     def run_ahead(self, token_ids: Sequence[int], rows: Sequence[int] | None = None) -> None:
         """Keep tokens that were computed behind the end and that the text has not confirmed.
@@ -175,14 +189,16 @@ class SequenceState:
         twin = SequenceState(self.memory, self._namespace)
         twin.block_table = self._blocks.fork(self.block_table)
         twin.num_computed, twin.ahead, twin.num_published = self.num_computed, list(self.ahead), self.num_published
-        twin.long_rope = self.long_rope
+        twin.num_filled, twin.long_rope = dict(self.num_filled), self.long_rope
+        self.writable_from = twin.writable_from = self.num_computed
         return twin
 
     def free(self) -> None:
         """Give all blocks back; the tokens will be computed again."""
         self._blocks.free(self.block_table)
-        self.num_computed = self.num_published = 0
+        self.num_computed = self.num_published = self.writable_from = 0
         self.ahead.clear()
+        self.num_filled.clear()
         self.copies.clear()
 
     def void(self) -> None:
@@ -198,9 +214,10 @@ class SequenceState:
         """Move rows that were written from position `start` on behind each other, in this order."""
         moved = [(row, place) for place, row in enumerate(rows) if row != place]
         if moved:  # never after a chain
-            self.memory.move([(self._slot(start + row), self._slot(start + place)) for row, place in moved])
+            self.memory.move([(self.slot(start + row), self.slot(start + place)) for row, place in moved])
 
-    def _slot(self, position: int) -> int:
+    def slot(self, position: int) -> int:
+        """Where the token at a position lies."""
         block, offset = divmod(position, self._blocks.block_size)
         return self.block_table[block] * self._blocks.block_size + offset
 
@@ -238,6 +255,23 @@ class KVView:
     def long_rope(self) -> bool:
         """Whether the KV was computed with the rotary factors of long texts."""
         return self._state.long_rope
+
+    @property
+    def writable(self) -> tuple[int, int]:
+        """(first, end) slots that a proposer may write in its added layers now."""
+        return self._state.writable_from, self._state.capacity
+
+    def num_filled(self, number: int) -> int:
+        """Leading tokens that an added layer holds."""
+        return self._state.num_filled.get(number, 0)
+
+    def fill(self, number: int, stop: int) -> None:
+        """An added layer holds the first `stop` tokens now."""
+        self._state.fill(number, stop)
+
+    def slots(self, start: int, stop: int) -> list[int]:
+        """Where the tokens from position `start` to `stop` lie."""
+        return [self._state.slot(position) for position in range(start, stop)]
 
     def belongs_to(self, memory: Memory) -> bool:
         """Whether the blocks are of this memory."""

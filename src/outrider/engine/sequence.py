@@ -94,6 +94,7 @@ class Sequence:
         refused: Methods whose proposers cannot be had.
         num_prompt_charged: Up to where its tenant has been charged for its prompt.
         reads_every_row: Whether one of them must be shown every row of the text, so that no prefix may come from a cache.
+        added_layers: The numbers of layers of proposers that must hold whatever it begins with.
         coupled: Whether a draft has guessed with the target's noise. A guess shows noise of places that the text has yet to
             come to. So this noise decides there, whatever rule is asked for later: if it were left unused by what the guess
             showed, the text would have another distribution.
@@ -131,6 +132,7 @@ class Sequence:
         self.refused: list[Method] = []
         self.num_prompt_charged = 0
         self.reads_every_row = False
+        self.added_layers: frozenset[int] = frozenset()
         self.coupled = False
         self.forked = request.params.n == 1 or index > 0
         self.finish_reason: FinishReason | None = None

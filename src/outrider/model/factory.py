@@ -43,6 +43,7 @@ def make_runner(
     max_num_seqs: int,
     *,
     batch_invariant: bool = False,
+    added_token_bytes: int = 0,
 ) -> ModelRunner:
     """Choose a backend by probing, size the KV memory from what the probe wrote, and put the runner together.
 
@@ -52,6 +53,7 @@ def make_runner(
         cache: Block size and capacity.
         max_num_seqs: Sequences that run at a time, to bound the default capacity.
         batch_invariant: Whether the backend must also reproduce its own bits, however rows are batched.
+        added_token_bytes: Bytes that a token will take in layers that proposers add.
 
     Raises:
         UnsupportedModelError: No backend reproduces a plain forward pass.
@@ -81,7 +83,7 @@ def make_runner(
             logger.info("attention backend %s (packed: %s) does not fit %s: %s", name, packed, loaded.name, error)
             failures[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
             continue
-        count = num_blocks(loaded, cache, max_num_seqs, bytes_per_token)
+        count = num_blocks(loaded, cache, max_num_seqs, bytes_per_token + added_token_bytes)
         return ModelRunner(loaded, backend, BlockManager(count, cache.block_size, prefix_caching=cache.prefix_caching))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
     remedy = "Report it." if attention_backend == "auto" else "Use attention_backend='auto', or report it."

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.cache.added_layers import AddedLayers, AddedShape, Recompute
 from outrider.cache.state import KVView
-from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError
+from outrider.errors import ContradictionError, InvalidParameterError, ModelTooLargeError, UnsupportedModelError
 from outrider.model.backends.base import PartialPass
 from outrider.model.batch import Segment
+from outrider.model.loading.available import available_bytes
 from outrider.model.runner import ForwardOutput, ModelRunner, upcast_logits
 
 
@@ -184,6 +186,36 @@ class Target:
         num_rows = sum(len(each.token_ids) for each in rows)
         hidden = None if resume_from is None else self._checked(resume_from, num_rows)
         return self._compute(rows, aux_layers, PartialPass(chosen, hidden))
+
+    def add_layers(self, shape: AddedShape, recompute: Recompute, aux_layers: Sequence[int] = ()) -> AddedLayers:
+        """Layers of a proposer's own, whose keys and values lie beside the target's in the same blocks, in its dtype.
+
+        They live as long as somebody holds what is returned. A proposer names them in its `Requirements`, so that a text
+        that it drafts for begins with no more of another one than these layers hold.
+
+        Args:
+            shape: What is kept.
+            recompute: How the proofs compute it anew, from tokens and hidden states of the target.
+            aux_layers: The hidden states that `recompute` reads, by index as transformers counts them.
+
+        Raises:
+            InvalidParameterError: A size that is none, or a layer that the target has not.
+            ModelTooLargeError: There is no memory for them.
+        """
+        for field, size in (("num_layers", shape.num_layers), ("num_heads", shape.num_heads), ("head_dim", shape.head_dim)):
+            if type(size) is not int or size < 1:
+                raise InvalidParameterError(field, size, "no size of added layers", "Use a whole number from 1 on.")
+        if type(shape.feature_size) is not int or shape.feature_size < 0:
+            remedy = "Use a whole number, or 0 for none."
+            raise InvalidParameterError("feature_size", shape.feature_size, "no size of a feature", remedy)
+        self._check_layers("aux_layers", tuple(aux_layers), self.num_layers + 1)
+        memory, free = self._runner.memory, available_bytes(self.device)
+        blocks = memory.blocks
+        size = shape.nbytes(blocks.num_blocks, blocks.block_size, self.dtype)
+        if free is not None and size > free:
+            problem = f"{shape.num_layers} added layers need {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+            raise ModelTooLargeError(self.name, problem, "Use a smaller kv_cache_tokens.", 0, size, free)
+        return memory.add_layers(shape, self.dtype, self.device, recompute, aux_layers)
 
     def try_layers(self, layers: Sequence[int]) -> None:
         """Run a token through some of the layers, in a memory of its own, so that a method is refused before any work where

@@ -9,6 +9,7 @@ from typing import NamedTuple, overload
 
 from torch import Tensor
 
+from outrider.cache.added_layers import AddedLayers
 from outrider.cache.state import KVView
 from outrider.draft import Draft, Law
 from outrider.params import SamplingParams
@@ -193,11 +194,14 @@ class Requirements:
         needs_uncached_prompt: Whether every row of the text is needed, from its first token. Such a sequence is computed
             without prefix-cache hits on the target, and where `target_top_k` is asked for, prompt rows get logits too.
             Without, what was computed anyway is shown, and nothing is computed for it.
+        added_layers: Its own layers beside the target's (`Target.add_layers`). A text begins with no more of another one
+            than these hold, and every other row is shown.
     """
 
     aux_layers: tuple[int, ...] = ()
     target_top_k: int = 0
     needs_uncached_prompt: bool = False
+    added_layers: AddedLayers | None = None
 
 
 class RowStatus(StrEnum):

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
+from outrider.cache.added_layers import AddedLayers
 from outrider.errors import OutriderError, ProposerError
+from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.runner import ModelRunner
 from outrider.model.target import Target
 from outrider.propose.base import Proposer, Requirements
@@ -123,6 +125,11 @@ class Method(Frozen):
         a draft may have fewer nonetheless."""
         return 1
 
+    def added_token_bytes(self, target: LoadedModel) -> int:
+        """Bytes that a token takes in the layers that the proposer adds to the target's (`Target.add_layers`); for a method
+        with such layers to override. They count when the memory of an engine that begins with this method is sized."""
+        return 0
+
     def build(self, context: ProposerContext) -> Proposer:
         """The proposer with these settings.
 
@@ -151,7 +158,9 @@ def _check_requirements(method: Method, requires: object, target: Target) -> Non
         raise ProposerError(
             f"method {method.name!r}: requires is {type(requires).__name__} instead of Requirements or None"
         )
-    layers, top_k = requires.aux_layers, requires.target_top_k
+    layers, top_k, added = requires.aux_layers, requires.target_top_k, requires.added_layers
+    if added is not None and not isinstance(added, AddedLayers):
+        raise ProposerError(f"method {method.name!r}: added_layers={added!r} is not what Target.add_layers returns")
     if not isinstance(layers, tuple) or any(type(layer) is not int for layer in layers):
         raise ProposerError(f"method {method.name!r}: aux_layers={layers!r} is no tuple of layer numbers")
     if any(not 0 <= layer <= target.num_layers for layer in layers):

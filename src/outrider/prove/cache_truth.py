@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,10 +39,19 @@ class CacheAudit:
                     self.num_checked += 1
 
     def difference(self, seq: Sequence) -> float:
-        """The largest relative difference between the KV that `seq` holds and the KV that a fresh prefill computes."""
+        """The largest relative difference between the KV that `seq` holds and the KV that a fresh prefill computes, in the
+        target's layers and in those that proposers have added."""
         runner = self.engine.runner
-        pairs = zip(_kept(runner, seq.state, seq.state.num_computed), _fresh(runner, seq), strict=True)
-        return max(float((held - fresh).abs().max() / fresh.abs().max().clamp(min=1e-9)) for held, fresh in pairs)
+        held = [*_kept(runner, seq.state, seq.state.num_computed)]
+        fresh, hidden = _fresh(runner, seq)
+        for added in runner.memory.added:
+            count = added.num_filled(seq.view.kv)
+            if count:
+                held += [rows for layer in range(added.shape.num_layers) for rows in added.read(seq.view.kv, layer, count)]
+                anew = added.recompute(seq.token_ids[:count], {layer: hidden[layer][:count] for layer in added.aux_layers})
+                fresh += [rows for pair in anew for rows in pair]
+        pairs = zip(held, fresh, strict=True)
+        return max(float((one - other).abs().max() / other.abs().max().clamp(min=1e-9)) for one, other in pairs)
 
 
 def _kept(runner: ModelRunner, state: SequenceState, num_tokens: int) -> Iterator[Tensor]:
@@ -52,12 +61,14 @@ def _kept(runner: ModelRunner, state: SequenceState, num_tokens: int) -> Iterato
         yield from runner.pool.read(layer, slots.to(runner.loaded.device))
 
 
-def _fresh(runner: ModelRunner, seq: Sequence) -> Iterator[Tensor]:
+def _fresh(runner: ModelRunner, seq: Sequence) -> tuple[list[Tensor], Mapping[int, Tensor]]:
+    """The same as a fresh prefill leaves it, and the hidden states that added layers read."""
     size = seq.state.num_computed
     other = runner.with_own_memory(size)
     state = other.memory.state()
     state.open(seq.token_ids, share=False)
     reserved = state.reserve(size)
     assert reserved, "the memory was made for these tokens"
-    other.forward([Segment.of(state, seq.token_ids[:size], 0)])
-    yield from _kept(other, state, size)
+    wanted = sorted({layer for added in runner.memory.added for layer in added.aux_layers})
+    out = other.forward([Segment.of(state, seq.token_ids[:size], 0)], wanted)
+    return [*_kept(other, state, size)], out.aux_hidden_states

@@ -48,7 +48,10 @@ class Drafters:
         found = Drafter(seq.num_drafters, method, proposer, proposer.requires, breaker, last_round=seq.view.round)
         seq.num_drafters += 1
         seq.drafters.append(found)
-        seq.reads_every_row |= found.requires is not None and found.requires.needs_uncached_prompt
+        if found.requires is not None:
+            seq.reads_every_row |= found.requires.needs_uncached_prompt
+            if found.requires.added_layers is not None:
+                seq.added_layers |= {found.requires.added_layers.number}
         self.tell(seq, found, "begin", seq.view)
         self._dismiss_unused(seq)
         return found
@@ -86,6 +89,7 @@ class Drafters:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The proposers of a sequence go on with a copy of it too."""
         child.reads_every_row, child.refused = parent.reads_every_row, list(parent.refused)
+        child.added_layers = parent.added_layers
         child.num_drafters = parent.num_drafters
         for drafter in parent.drafters:
             self._proposers.acquire(drafter.method)

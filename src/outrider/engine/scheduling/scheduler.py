@@ -239,7 +239,7 @@ class Scheduler:
     def _opens(self, seq: Sequence) -> bool:
         """Take what the cache has of its text. The rest must fit too, so that a newcomer does not preempt or get preempted
         at once."""
-        seq.state.open(seq.token_ids, share=_may_share(seq))
+        seq.state.open(seq.token_ids, share=_may_share(seq), needs=seq.added_layers)
         if seq.state.fits(seq.num_missing):
             return True
         seq.state.free()

@@ -1,0 +1,168 @@
+"""AddedLayers: layers of a proposer that keep keys and values beside the target's own, in the same blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.cache.pool import KVPool
+from outrider.cache.state import KVView
+from outrider.errors import ContradictionError, InvalidParameterError
+
+#: From the tokens [n] of a text and the hidden states [n, hidden_size] of the target, by layer, to keys and values
+#: [n, num_heads, dim] of each added layer. The proofs compare what is kept with what this computes.
+Recompute = Callable[[Sequence[int], Mapping[int, Tensor]], list[tuple[Tensor, Tensor]]]
+
+
+@dataclass(frozen=True)
+class AddedShape:
+    """What added layers keep.
+
+    Attributes:
+        num_layers: How many there are.
+        num_heads: Key-value heads of each.
+        head_dim: Width of a head's keys and values.
+        feature_size: Width of what is kept beside each full block, for whoever goes on behind it; 0 for nothing.
+    """
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    feature_size: int = 0
+
+    def nbytes(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes that so many blocks take."""
+        by_token = 2 * self.num_layers * self.num_heads * self.head_dim
+        return num_blocks * (block_size * by_token + self.feature_size) * dtype.itemsize
+
+
+class AddedLayers:
+    """Keys and values that a proposer keeps of the texts of the target, one slot a token.
+
+    They share the target's blocks: what is forked, copied, moved, shared with later texts or given back is so for these
+    layers too. So a proposer must keep up with the target: it writes the rows of a pass in `observe` of the same step, for
+    what lies further back may belong to other texts by then. Behind the text, in the room for a draft, it may write at
+    any time.
+
+    The slot of token i may hold what token i and the target's feature of token i - 1 give. The feature of a block's last
+    token is kept with the block, so that a text that begins with a block of another one can go on behind it.
+
+    Args:
+        number: Its name in the books.
+        shape: What is kept.
+        block_size: Tokens a block.
+        num_blocks: Of the memory.
+        dtype: Of what is kept.
+        device: Where it lies.
+        recompute: How it can be computed anew.
+        aux_layers: The hidden states that `recompute` reads.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        shape: AddedShape,
+        block_size: int,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        recompute: Recompute,
+        aux_layers: Sequence[int],
+    ) -> None:
+        self.number = number
+        self.shape = shape
+        self.recompute = recompute
+        self.aux_layers = tuple(aux_layers)
+        self._block_size = block_size
+        self._pool = KVPool(num_blocks * block_size)
+        row = torch.empty(0, shape.num_heads, shape.head_dim, dtype=dtype, device=device)
+        for layer in range(shape.num_layers):
+            self._pool.memory(layer, row, row)
+        self._features = torch.empty(num_blocks, shape.feature_size, dtype=dtype, device=device)
+
+    def num_filled(self, kv: KVView) -> int:
+        """Leading tokens of a text that the layers hold."""
+        return kv.num_filled(self.number)
+
+    def write(self, kv: KVView, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Store rows of a text.
+
+        Args:
+            kv: The text's.
+            layer: Which of the added layers.
+            start: Slot of the first row, counted in tokens of the text.
+            keys: [num_rows, num_heads, head_dim]
+            values: [num_rows, num_heads, head_dim]
+
+        Raises:
+            InvalidParameterError: No such layer, or another shape.
+            ContradictionError: The rows lie further back than the last pass, or behind the blocks of the text.
+        """
+        self._check_layer(layer)
+        wanted = (len(keys), self.shape.num_heads, self.shape.head_dim)
+        for name, rows in (("keys", keys), ("values", values)):
+            if tuple(rows.shape) != wanted:
+                raise InvalidParameterError(name, list(rows.shape), "rows of another shape", f"Use {list(wanted)}.")
+        first, end = kv.writable
+        if not first <= start <= start + len(keys) <= end:
+            problem = f"{len(keys)} rows there are outside the slots from {first} to {end} that may be written now"
+            raise ContradictionError("start", start, problem, "Write the rows of the last pass, and those of a draft.")
+        slots = torch.tensor(kv.slots(start, start + len(keys)), dtype=torch.long, device=keys.device)
+        self._pool.write(layer, keys, values, slots)
+
+    def read(self, kv: KVView, layer: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [stop, num_heads, head_dim] of the first slots of a text.
+
+        Raises:
+            InvalidParameterError: No such layer.
+            ContradictionError: The text has no blocks for so many.
+        """
+        self._check_layer(layer)
+        if not 0 <= stop <= kv.capacity:
+            raise ContradictionError("stop", stop, f"the text has {kv.capacity} slots", "Read no further.")
+        return self._pool.read(layer, torch.tensor(kv.slots(0, stop), dtype=torch.long, device=self._features.device))
+
+    def fill(self, kv: KVView, stop: int, features: Tensor | None = None) -> None:
+        """Say that the layers hold the first `stop` tokens of a text now.
+
+        Args:
+            kv: The text's.
+            stop: Not more than the target has computed.
+            features: [n, feature_size] of the last n tokens before `stop`, of all that are new at least; None where no
+                features are kept.
+
+        Raises:
+            ContradictionError: The target has computed less, or features are missing.
+        """
+        filled = self.num_filled(kv)
+        if not filled <= stop <= kv.num_computed:
+            problem = f"{filled} tokens were held, and the target has computed {kv.num_computed}"
+            raise ContradictionError("stop", stop, problem, f"Use {filled} to {kv.num_computed}.")
+        ends = range((filled // self._block_size + 1) * self._block_size, stop + 1, self._block_size)
+        if self.shape.feature_size and ends:
+            count = 0 if features is None else len(features)
+            if features is None or count < stop - filled or features.shape[1] != self.shape.feature_size:
+                remedy = f"Give [{stop - filled}, {self.shape.feature_size}] at least."
+                raise ContradictionError("features", count, "the features of new tokens are missing", remedy)
+            blocks = [kv.block_table[end // self._block_size - 1] for end in ends]
+            self._features[blocks] = features[[end - stop - 1 for end in ends]].to(self._features)
+        kv.fill(self.number, stop)
+
+    def feature_of_last(self, kv: KVView) -> Tensor | None:
+        """The feature [feature_size] of the last token that the layers hold, where a block ends with it; None elsewhere."""
+        filled = self.num_filled(kv)
+        if not self.shape.feature_size or not filled or filled % self._block_size:
+            return None
+        return self._features[kv.block_table[filled // self._block_size - 1]].clone()
+
+    def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy slots onto others in every layer; the memory calls this whenever it does so."""
+        self._pool.move(sources, destinations)
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.shape.num_layers:
+            problem, remedy = f"{self.shape.num_layers} were added", f"Use 0 to {self.shape.num_layers - 1}."
+            raise InvalidParameterError("layer", layer, problem, remedy)
