@@ -46,6 +46,8 @@ _UNBOUNDED = {"bool": "true or false", "Method or None": "settings, or a name", 
 STATISTICS = """## Statistics
 
 `RequestOutput.outputs[i].stats` holds the counts of one completion, and `LLM.stats` the totals of the engine."""
+#: Settings of the methods that cannot do without.
+REQUIRED: dict[str, dict[str, Any]] = {"staged": {"drafter": "suffix"}}
 ALL_RULES = "`auto`, `block`, `token`, `walk` or `coupled`"
 ONE_RULE = "its drafts are not drawn from known probabilities, so the walk checks them, whatever `rule` says"
 
@@ -63,7 +65,7 @@ def page() -> str:
 
 def _method(kind: type[Method]) -> Iterator[str]:
     """What is said of one method."""
-    usual = kind()
+    usual = kind(**REQUIRED.get(kind.name, {}))
     yield f"## {kind.name}"
     yield f"`{kind.__name__}`. {_first_sentence(kind)}"
     fixed = "yes" if usual.allows_tree else "no"
@@ -98,7 +100,7 @@ def _settings(kind: Any) -> str:
         values = (found.description or "").rstrip(".").removeprefix("Use ") or (
             "true or false" if shown == "bool" else "any"
         )
-        cells = (f"`{name}`", shown, f"`{found.default!r}`", values, meanings[name])
+        cells = (f"`{name}`", shown, "required" if found.is_required() else f"`{found.default!r}`", values, meanings[name])
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 

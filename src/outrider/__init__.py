@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from outrider.propose.methods.medusa import Medusa
     from outrider.propose.methods.ngram import Ngram
     from outrider.propose.methods.prediction import Prediction
+    from outrider.propose.methods.staged import Staged
     from outrider.propose.methods.suffix import Suffix
     from outrider.propose.methods.token_recycling import TokenRecycling
     from outrider.propose.speculation import SpeculationConfig
@@ -57,6 +58,7 @@ _HOMES = {
     "Merge": "outrider.propose.compositions",
     "Ngram": "outrider.propose.methods.ngram",
     "Prediction": "outrider.propose.methods.prediction",
+    "Staged": "outrider.propose.methods.staged",
     "Suffix": "outrider.propose.methods.suffix",
     "Then": "outrider.propose.compositions",
     "Lookahead": "outrider.propose.methods.lookahead",
@@ -103,6 +105,7 @@ __all__ = [
     "RoundTrace",
     "SamplingParams",
     "SpeculationConfig",
+    "Staged",
     "StreamPiece",
     "StructuredOutputs",
     "Suffix",

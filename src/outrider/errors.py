@@ -110,13 +110,25 @@ class ModelError(OutriderError):
         model: Path or hub id.
         problem: What is wrong, as a clause.
         remedy: What would help, as a sentence.
+
+    Attributes:
+        place: The setting that names it, such as "methods.1.model", where settings stand inside others; else empty.
     """
+
+    place = ""
 
     def __init__(self, model: str, problem: str, remedy: str) -> None:
         self.model = model
         self.problem = problem
         self.remedy = remedy
         super().__init__(f"model {model!r}: {problem}. {remedy}")
+
+    def at(self, place: str) -> Self:
+        """The same error, whose message begins with the place of the settings that name the model."""
+        text = str(self).removeprefix(f"{self.place}: ")
+        self.place = f"{place}.{self.place or 'model'}"
+        self.args = (f"{self.place}: {text}",)
+        return self
 
 
 class ModelLoadError(ModelError):

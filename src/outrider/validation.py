@@ -50,7 +50,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _first_problem(kind: type[Frozen], error: ValidationError) -> InputError:
-    detail = error.errors()[0]
+    detail = min(
+        error.errors(), key=lambda each: each["type"] == "missing"
+    )  # what is missing may be there under a wrong name
     raised = detail.get("ctx", {}).get("error")
     if isinstance(raised, InputError):
         return raised

@@ -52,6 +52,8 @@ WAYS: list[dict[str, Any]] = [
         "num_draft_tokens": 9,
     },
     {"method": "then", "methods": [{"method": "ngram", "num_draft_tokens": 2}, {"method": "draft_model"}]},
+    {"method": "staged", "drafter": {"method": "suffix", "branches": True}},
+    {"method": "staged", "drafter": {"method": "early_exit", "tree": (2, 1)}, "num_draft_tokens": 4},
     {"method": "auto", "methods": [{"method": "draft_model"}, {"method": "ngram", "min_match": 1}]},
 ]
 PREDICTION = "\n    for name in names:\n        return self\n"

@@ -186,6 +186,34 @@ def law_merged() -> None:
     _named("merged tree, three laws")
 
 
+def law_staged() -> None:
+    _named("staged, a drawn drafter", 4)
+
+
+def law_staged_filtered() -> None:
+    _named("staged, temperature and top_p")
+
+
+def staged_as_alone() -> None:
+    """Without chance of its own a stage drafts what its draft model drafts alone, whatever its drafter guesses; and with
+    chance no drafter has a fault."""
+    target, draft = (save_tiny_llama(Path(tempfile.mkdtemp()), seed, vocab_size=8) for seed in (3, 4))
+    llm = LLM(target, dtype="float64", block_size=4)
+    llm.generate([1, 5, 2, 2, 7], SamplingParams(max_tokens=1))  # a prompt that is cached drafts from the first round on
+    alone = {"method": "draft_model", "model": draft, "num_draft_tokens": 5}
+    for guesses in ({"tree": (3, 2)}, {"num_draft_tokens": 3}):
+        staged = {**alone, "method": "staged", "drafter": {"method": "draft_model", "model": target, **guesses}}
+        for params in ({"temperature": 0}, {"seed": 5}, {"seed": 6, "frequency_penalty": 0.5}):
+            drafts = []
+            for speculation in (alone, staged):
+                asked = SamplingParams(max_tokens=30, **params)
+                output = llm.generate([1, 5, 2, 2, 7], asked, speculation=speculation, trace=True)[0]
+                drafts.append([found.token_ids for found in output.outputs[0].rounds])
+            assert drafts[0] == drafts[1], (guesses, params)
+        output = llm.generate([1, 5, 2, 2, 7], SamplingParams(max_tokens=30), speculation=staged)[0]
+        assert output.stats.num_proposer_faults == 0, output.stats
+
+
 def verifier_tree() -> None:
     finding = prove_tree_verifier(TreeRule.TRAVERSAL, (2, 1), 8, 3)
     assert finding.passed, finding

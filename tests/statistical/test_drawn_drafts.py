@@ -56,6 +56,11 @@ DRAWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "blockwise heads, Sequoia's tree": ({"method": "blockwise", "tree": "sequoia"}, {}),
     "a head to exit with": ({"method": "exit", "num_draft_tokens": 4}, {}),
     "a head to exit with, tree": ({"method": "exit", "tree": (2, 2)}, {"top_p": 0.95}),
+    "staged, a lookup": ({"method": "staged", "drafter": "ngram", "num_draft_tokens": 5}, {}),
+    "staged, a drawn tree": (
+        {"method": "staged", "drafter": {"method": "early_exit", "tree": (2, 2)}, "num_draft_tokens": 5},
+        {"temperature": 1.2, "top_p": 0.95},
+    ),
     "other vocabulary": ({"method": "cross_vocabulary", "num_draft_tokens": 4}, {}),
     "other vocabulary, tree": ({"method": "cross_vocabulary", "tree": (2, 2)}, {"temperature": 0.7}),
 }

@@ -11,24 +11,23 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
-from outrider.draft import EMPTY, Draft, Law
+from outrider.draft import EMPTY, Draft
 from outrider.errors import ContradictionError, InvalidParameterError, StepAbortedError
 from outrider.params import SamplingParams
 from outrider.propose import registry
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
 from outrider.propose.method import Method, ProposerContext
-from outrider.propose.methods.draft_model import DraftModel, DraftModelProposer
-from outrider.propose.speculation import Member, Members, SpeculationConfig
+from outrider.propose.methods.draft_model import DraftModelProposer
+from outrider.propose.methods.staged import StagedProposer
+from outrider.propose.speculation import Members, SpeculationConfig
 from outrider.propose.trees.tree import CHAIN
 from outrider.prove.engine_distribution import EngineProof
 from outrider.prove.one_method import method_settings
-from outrider.prove.settings import DRAFT, Setting
+from outrider.prove.settings import DRAFT, TARGET, Setting
 from outrider.prove.tiny import raise_norms, save_tiny_llama
-from outrider.verify.logits import target_probs
 from outrider.verify.noise import KeyedNoise
-from outrider.verify.verifier import Candidate, CandidateKeys, Verifier, rule_for
+from outrider.verify.verifier import Candidate
 
 
 def build(context: ProposerContext, member: SpeculationConfig) -> Proposer:
@@ -81,74 +80,11 @@ class Chained(Method):
         return ChainedProposer([build(context, m) for m in self.members], [m.num_draft_tokens for m in self.members])
 
 
-class StagedProposer(Proposer):
-    """A middle model verifies what a drafter guesses, and what comes out is drawn from the middle model's probabilities."""
-
-    def __init__(self, drafter: Proposer, middle: DraftModelProposer) -> None:
-        self.drafter, self.middle = drafter, middle
-        self.apart = True
-
-    def begin(self, sequence: ProposerSequence) -> None:
-        self.drafter.begin(sequence)
-
-    def finish(self, sequence: ProposerSequence) -> None:
-        self.drafter.finish(sequence)
-
-    def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
-        return [self._one(request, noise) if request.max_depth > 0 else EMPTY for request in requests]
-
-    def _one(self, request: ProposeRequest, noise: DraftNoise) -> Draft:
-        """One token guessed, verified by the middle model, and the token that follows from that."""
-        guess_room = min(1, request.budget - 1, request.max_depth - 1)
-        asked = replace(request, budget=max(guess_room, 0), max_depth=max(guess_room, 0))
-        (guess,) = self.drafter.propose([asked], noise.member(0)) if guess_room > 0 else (EMPTY,)
-        text = [*request.sequence.token_ids, *request.path]
-        logits = torch.stack([self._logits([*text, *guess.token_ids[:i]]) for i in range(len(guess) + 1)])
-        sampling = request.sequence.sampling
-        sequence = request.sequence
-        keys = CandidateKeys(
-            sequence.seq_id,
-            sequence.seed,
-            sequence.sample,
-            sequence.round,
-            len(text),
-            noise.member(1).drafter(request) if self.apart else 0,
-        )
-        rule = rule_for(guess, "block")
-        (verdict,) = Verifier(noise.source).verify([Candidate(guess, (0, len(guess) + 1), sampling, keys, rule)], logits)
-        tokens = [*(guess.token_ids[node] for node in verdict.path), verdict.token_id]
-        return Draft.chain(tokens, Law.SAMPLED, target_probs(logits[: len(tokens)], [sampling] * len(tokens)))
-
-    def _logits(self, tokens: list[int]) -> torch.Tensor:
-        from outrider.model.batch import Segment
-
-        blocks = self.middle.runner.blocks
-        table = blocks.allocate(blocks.blocks_for(len(tokens)))
-        logits = self.middle.runner.forward([Segment(tokens, 0, table, None, len(tokens) - 1)]).logits[0]
-        blocks.free(table)
-        return logits
-
-
-class Staged(Method):
-    name: ClassVar[str] = "test_staged"
-    takes_tree: ClassVar[bool] = False
-
-    drafter: Member
-    middle: str
-
-    def build(self, context: ProposerContext) -> Proposer:
-        middle = build(context, SpeculationConfig(method=DraftModel(model=self.middle)))
-        assert isinstance(middle, DraftModelProposer)
-        return StagedProposer(build(context, self.drafter), middle)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
-    for kind in (Chained, Staged):
-        registry.register(kind)
+    registry.register(Chained)
     yield
-    for kind in (Chained, Staged):
-        del registry._registered[kind.name]
+    del registry._registered[Chained.name]
 
 
 @pytest.fixture(scope="module")
@@ -159,12 +95,15 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> EngineProof:
 
 _MODEL = {"method": "draft_model", "model": DRAFT, "num_draft_tokens": 1}
 CHAINED = {"method": "test_chained", "members": [_MODEL, {**_MODEL, "dtype": "float64"}], "num_draft_tokens": 2}
-STAGED = {"method": "test_staged", "drafter": {"method": "ngram", "min_match": 1}, "middle": DRAFT, "num_draft_tokens": 2}
-DRAWN = {**STAGED, "drafter": {**_MODEL, "dtype": "float64"}}
+STAGED = {"method": "staged", "drafter": {"method": "ngram", "min_match": 1}, "model": DRAFT, "num_draft_tokens": 2}
+DRAWN = {**STAGED, "drafter": {**_MODEL, "model": TARGET}}
+DEEP = {**STAGED, "drafter": {**STAGED, "model": TARGET}}
 
 
 @pytest.mark.parametrize("rule", ["auto", "token"])
-@pytest.mark.parametrize("settings", [CHAINED, STAGED, DRAWN], ids=["two drawn members", "staged lookup", "staged drawn"])
+@pytest.mark.parametrize(
+    "settings", [CHAINED, STAGED, DRAWN, DEEP], ids=["two drawn members", "lookup", "drawn", "two stages"]
+)
 def test_nested_methods_are_exact(proof: EngineProof, settings: dict[str, Any], rule: str) -> None:
     finding = proof.prove(Setting("nested", {**settings, "rule": rule}), 3)
     assert finding.passed, finding
@@ -173,7 +112,7 @@ def test_nested_methods_are_exact(proof: EngineProof, settings: dict[str, Any], 
 def test_nested_methods_have_no_fault_in_long_texts(proof: EngineProof) -> None:
     """No key is used twice, though a stage comes to the same position again after a rejection."""
     proof.llm.engine.use_noise(KeyedNoise())
-    for settings in (CHAINED, STAGED, DRAWN):
+    for settings in (CHAINED, STAGED, DRAWN, DEEP):
         config = SpeculationConfig.of(proof.filled(settings))
         for seed in range(4):
             params = SamplingParams(max_tokens=40, seed=None if seed else 1)
@@ -192,15 +131,17 @@ def proposer_of(proof: EngineProof, settings: dict[str, Any]) -> Any:
     return proof.llm.proposers.get(_method(proof, settings))
 
 
-def test_a_stage_that_draws_as_the_target_does_is_noticed(proof: EngineProof) -> None:
+def test_a_stage_that_draws_as_the_target_does_is_noticed(proof: EngineProof, monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative control, whose draws have the keys of the engine's own verification."""
-    proposer = proposer_of(proof, STAGED)
-    proposer.apart = False
-    try:
-        with pytest.raises(StepAbortedError, match="NoiseReuseError"):
-            proof.prove(Setting("nested", {**STAGED, "rule": "walk"}), 3)
-    finally:
-        proposer.apart = True
+    real = StagedProposer._candidate
+
+    def as_the_engine(*args: Any) -> Candidate:
+        candidate = real(*args)
+        return replace(candidate, keys=replace(candidate.keys, drafter=0))
+
+    monkeypatch.setattr(StagedProposer, "_candidate", as_the_engine)
+    with pytest.raises(StepAbortedError, match="NoiseReuseError"):
+        proof.prove(Setting("nested", {**STAGED, "rule": "walk"}), 3)
 
 
 def test_a_member_that_draws_twice_is_noticed(proof: EngineProof) -> None:

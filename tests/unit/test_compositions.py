@@ -12,6 +12,7 @@ from outrider.propose.compositions import MAX_DEPTH, turns_of
 from outrider.propose.defaults import SpeculationDefaults
 from outrider.propose.methods.draft_model import DraftModel
 from outrider.propose.methods.ngram import Ngram
+from outrider.propose.methods.staged import Staged
 from outrider.propose.speculation import SpeculationConfig
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": "m", "num_draft_tokens": 4}
@@ -23,6 +24,10 @@ def merge(*methods: Any, **more: Any) -> dict[str, Any]:
 
 def then(*methods: Any, **more: Any) -> dict[str, Any]:
     return {"method": "then", "methods": list(methods), **more}
+
+
+def staged(drafter: Any, **more: Any) -> dict[str, Any]:
+    return {"method": "staged", "model": "m", "drafter": drafter, **more}
 
 
 def turns(asked: Any) -> list[tuple[str, tuple[int, ...]]]:
@@ -54,12 +59,20 @@ def test_compositions_inside_each_other() -> None:
 
 
 def test_settings_come_back_from_their_mapping() -> None:
-    config = SpeculationConfig.of(merge(DRAFT, then("ngram", "suffix"), num_draft_tokens=7))
-    assert SpeculationConfig.of(config.as_mapping()) == config
+    for asked in (
+        merge(DRAFT, then("ngram", "suffix"), num_draft_tokens=7),
+        merge(staged(staged("ngram", model="n")), "ngram"),
+    ):
+        config = SpeculationConfig.of(asked)
+        assert SpeculationConfig.of(config.as_mapping()) == config
 
 
 def _deep(depth: int) -> Any:
     return "suffix" if not depth else then("ngram" if depth % 2 else DRAFT, _deep(depth - 1))
+
+
+def _stages(depth: int) -> Any:
+    return "ngram" if not depth else staged(_stages(depth - 1), model=f"model {depth}")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +90,20 @@ def _deep(depth: int) -> Any:
         (merge("ngram", DRAFT, tree=[2]), ContradictionError, "tree"),
         (_deep(MAX_DEPTH + 1), InvalidParameterError, None),
         (merge(*({"method": "ngram", "max_match": n} for n in range(5, 15))), InvalidParameterError, "methods"),
+        ({"method": "staged"}, InvalidParameterError, "drafter"),
+        ({"method": "staged", "draftr": "ngram"}, InvalidParameterError, "draftr"),
+        (staged("none"), InvalidParameterError, "drafter.method"),
+        (staged("auto"), InvalidParameterError, "drafter.method"),
+        (staged(merge("ngram", "suffix")), InvalidParameterError, "drafter.method"),
+        (staged("sufix"), InvalidParameterError, "drafter.method"),
+        (staged({"method": "ngram", "min_match": 0}), InvalidParameterError, "drafter.min_match"),
+        (staged({"method": "ngram", "rule": "coupled"}), ContradictionError, "drafter.rule"),
+        (staged({**DRAFT, "model": "n", "tree": "best_first"}), InvalidParameterError, "drafter.tree"),
+        (staged(DRAFT), ContradictionError, "drafter.model"),
+        (staged({**staged(DRAFT), "model": "n"}), ContradictionError, "drafter.drafter.model"),
+        (staged("ngram", tree=[2]), ContradictionError, "tree"),
+        (merge("ngram", staged("none")), InvalidParameterError, "methods.1.drafter.method"),
+        (_stages(MAX_DEPTH + 1), InvalidParameterError, None),
         ({"method": "auto", "methods": [merge("ngram", "suffix")]}, InvalidParameterError, "methods.0.method"),
     ],
 )
@@ -96,6 +123,41 @@ def test_members_are_completed_as_settings_at_the_top_are() -> None:
     assert raised.value.field == "methods.1.methods.1.draft_model"
     asked = SpeculationDefaults.of(merge("ngram", "draft_model"), "given", None)
     assert asked.draft == DraftModel(model="given")
+
+
+def test_a_drafter_is_completed_as_settings_at_the_top_are() -> None:
+    defaults = SpeculationDefaults.of(DRAFT, None, None)
+    asked = {"method": "staged", "model": "large", "drafter": "draft_model"}
+    for place, around in (("drafter", asked), ("methods.1.drafter", merge("ngram", asked))):
+        (*_, stage) = turns_of([defaults.complete(around)])
+        assert isinstance(stage.config.method, Staged)
+        assert stage.config.method.drafter.method == DraftModel(model="m")
+        with pytest.raises(InvalidParameterError) as raised:
+            SpeculationDefaults().complete(around)
+        assert raised.value.field == f"{place}.draft_model"
+    own = defaults.complete({"method": "staged", "drafter": "ngram"}).method
+    assert isinstance(own, Staged)
+    assert own.model == "m"
+    with pytest.raises(ContradictionError) as same:
+        defaults.complete({"method": "staged", "drafter": {"method": "draft_model", "model": "m"}})
+    assert same.value.field == "drafter.model"
+
+
+def test_a_draft_model_given_beside_a_stage_goes_where_none_is_named() -> None:
+    given = SpeculationDefaults.of({"method": "staged", "drafter": "ngram"}, "given", None).draft
+    assert isinstance(given, Staged)
+    assert given.model == "given"
+    inner = SpeculationDefaults.of(staged("draft_model"), "given", None).draft
+    assert isinstance(inner, Staged)
+    assert inner.model == "m"
+    assert inner.drafter.method == DraftModel(model="given")
+    with pytest.raises(ContradictionError):
+        SpeculationDefaults.of(staged("ngram"), "given", None)
+
+
+def test_models_are_shared_where_all_of_their_settings_are_equal() -> None:
+    assert DraftModel(model="m").identity == DraftModel(model="m", min_confidence=0.5).identity
+    assert DraftModel(model="m").identity != DraftModel(model="m", quantization="int8").identity
 
 
 def test_without_members_a_merge_takes_the_usual_methods() -> None:

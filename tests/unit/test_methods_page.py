@@ -33,17 +33,18 @@ def test_the_page_is_what_the_classes_say(maker: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(methods._BUILT_IN))
-def test_every_setting_of_a_method_has_a_row_with_its_default(name: str) -> None:
+def test_every_setting_of_a_method_has_a_row_with_its_default(maker: ModuleType, name: str) -> None:
     section = PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
     kind = methods.find(name)
     for field, found in kind.model_fields.items():
         (row,) = [line for line in section.split("\n") if line.startswith(f"| `{field}` |")]
         cells = [cell.strip() for cell in row.strip("|").split(" | ")]
         assert len(cells) == 5
-        assert cells[2] == f"`{found.default!r}`"
+        assert cells[2] == ("required" if found.is_required() else f"`{found.default!r}`")
         assert all(cells)
-    assert f"unless given: {kind().usual_length()}\n" in section
-    assert ("no. " in section) is (not kind().allows_tree)
+    usual = kind(**maker.REQUIRED.get(name, {}))
+    assert f"unless given: {usual.usual_length()}\n" in section
+    assert ("no. " in section) is (not usual.allows_tree)
 
 
 @pytest.mark.parametrize("kind", [RequestStats, EngineStats])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, overload
@@ -67,6 +67,10 @@ class ProposerSequence:
     prediction: tuple[int, ...] = ()
 
 
+def _unheard(problem: str) -> None:
+    """Nobody counts faults here."""
+
+
 @dataclass(frozen=True)
 class ProposeRequest:
     """One sequence that wants a draft.
@@ -80,6 +84,8 @@ class ProposeRequest:
         greedy: Whether the caller asked for the most likely tokens instead of drawn ones.
         coupled: Whether drafts are to guess with the target's noise.
         drafter: Whose draws these are; part of their keys.
+        report: Counts a fault of a proposer that drafts for the one that is asked, and logs what happened. It costs the
+            one that is asked nothing.
     """
 
     sequence: ProposerSequence
@@ -90,6 +96,7 @@ class ProposeRequest:
     greedy: bool = False
     coupled: bool = False
     drafter: int = 0
+    report: Callable[[str], None] = field(default=_unheard, compare=False)
 
     @property
     def length(self) -> int:

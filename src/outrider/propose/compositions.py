@@ -6,19 +6,19 @@ request names alone. So faults, memory, what a member is shown and what is learn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, model_validator
 
-from outrider.errors import ContradictionError, InputError, InvalidParameterError
+from outrider.errors import ContradictionError, InputError, InvalidParameterError, ModelError
 from outrider.propose.base import Proposer
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.speculation import SpeculationConfig
 from outrider.propose.trees.tree import MAX_ROWS
 
-#: Compositions inside each other, the outermost included.
+#: Methods with others inside them that may stand inside each other, the outermost included.
 MAX_DEPTH = 4
 #: Rows of a composition whose members are left open.
 _USUAL_LENGTH = 16
@@ -26,8 +26,10 @@ _USUAL_LENGTH = 16
 MAX_MEMBERS = 8
 
 
-def named(place: str, error: InputError) -> InputError:
+def named(place: str, error: InputError | ModelError) -> InputError | ModelError:
     """The same error with the place in the nesting before the name of its setting."""
+    if isinstance(error, ModelError):
+        return error.at(place)
     return type(error)(f"{place}.{error.field}", error.value, error.problem, error.remedy)
 
 
@@ -69,13 +71,18 @@ class Composition(Method):
             if member in self.methods[:place]:
                 problem = f"methods.{self.methods.index(member)} has the same settings, and would draft the same"
                 raise ContradictionError(f"methods.{place}", member.name, problem, "Leave one of them out, or use a tree.")
-        if _depth(self) > MAX_DEPTH:
-            problem = f"compositions stand {_depth(self)} deep inside each other"
-            raise InvalidParameterError("methods", self.name, problem, f"Use up to {MAX_DEPTH}.")
+        check_depth("methods", self)
         if len(turns_of([SpeculationConfig.model_construct(method=self)])) > MAX_MEMBERS:
             problem = "there are too many members in all"
             raise InvalidParameterError("methods", self.name, problem, f"Use up to {MAX_MEMBERS}.")
         return self
+
+    @property
+    def nested(self) -> Mapping[str, SpeculationConfig]:
+        return {f"methods.{place}": member for place, member in enumerate(self.methods)}
+
+    def with_nested(self, nested: Mapping[str, SpeculationConfig]) -> Self:
+        return self.replace(methods=tuple(nested.values()))
 
     def usual_length(self) -> int:
         """As many rows as its members have."""
@@ -141,8 +148,7 @@ def placed_parts_of(config: SpeculationConfig, place: str = "") -> list[tuple[st
     if not isinstance(config.method, Composition):
         return [(place, config)]
     dot = f"{place}." if place else ""
-    members = enumerate(config.method.methods)
-    return [part for index, member in members for part in placed_parts_of(member, f"{dot}methods.{index}")]
+    return [part for own, member in config.method.nested.items() for part in placed_parts_of(member, dot + own)]
 
 
 def _in_line(
@@ -174,15 +180,28 @@ def _draws(config: SpeculationConfig) -> bool:
 
 
 def _check_member(place: str, member: SpeculationConfig) -> None:
-    if member.method is None or member.name == "auto":
-        problem = "it drafts nothing" if member.method is None else "the engine chooses for requests alone"
-        raise InvalidParameterError(f"{place}.method", member.name, problem, "Name a method that drafts.")
+    check_drafts(place, member)
     if member.rule != "auto":
         problem = "one rule checks the whole draft"
         raise ContradictionError(f"{place}.rule", member.rule, problem, "Give the rule beside the outermost method.")
 
 
+def check_drafts(place: str, member: SpeculationConfig) -> None:
+    """Raise InvalidParameterError where settings inside others name no method that drafts by itself."""
+    if member.method is None or member.engine_chooses:
+        problem = "it drafts nothing" if member.method is None else "the engine chooses for requests alone"
+        raise InvalidParameterError(f"{place}.method", member.name, problem, "Name a method that drafts.")
+
+
+def check_depth(field: str, method: Method) -> None:
+    """Raise InvalidParameterError where methods stand too deep inside each other."""
+    depth = _depth(method)
+    if depth > MAX_DEPTH:
+        problem = f"methods stand {depth} deep inside each other"
+        raise InvalidParameterError(field, method.name, problem, f"Use up to {MAX_DEPTH}.")
+
+
 def _depth(method: Method | None) -> int:
-    if not isinstance(method, Composition):
+    if method is None or not method.nested:
         return 0
-    return 1 + max((_depth(member.method) for member in method.methods), default=0)
+    return 1 + max(_depth(member.method) for member in method.nested.values())

@@ -63,20 +63,22 @@ class SpeculationDefaults:
         config = SpeculationConfig.of(speculation)
         if isinstance(config.method, Auto):
             return config.replace(method=self._complete_auto(config.method, config.num_draft_tokens))
-        if isinstance(config.method, Composition):
-            members = config.method.methods or self._usual(config.num_draft_tokens)[::-1]  # a lookup comes first
-            whole = tuple(self._member(place, member) for place, member in enumerate(members))
-            return config.replace(method=config.method.replace(methods=whole))
-        if isinstance(config.method, DraftModel) and config.method.model is None:
-            return config.replace(method=self._complete_draft(config.method))
-        return config
+        if config.method is None:
+            return config
+        method = config.method
+        if isinstance(method, Composition) and not method.methods:
+            method = method.replace(methods=self._usual(config.num_draft_tokens)[::-1])  # a lookup comes first
+        if isinstance(method, DraftModel) and method.model is None:
+            method = self._complete_draft(method)
+        method = method.with_nested({place: self._inner(place, inner) for place, inner in method.nested.items()})
+        return config if method is config.method else config.replace(method=method)
 
-    def _member(self, place: int, member: SpeculationConfig) -> SpeculationConfig:
-        """A member of a composition, completed as settings at the top are; an error names its place."""
+    def _inner(self, place: str, inner: SpeculationConfig) -> SpeculationConfig:
+        """Settings inside others, completed as settings at the top are; an error names their place."""
         try:
-            return self.complete(member)
+            return self.complete(inner)
         except InputError as error:
-            raise named(f"methods.{place}", error) from None
+            raise named(place, error) from None
 
     def _complete_draft(self, asked: DraftModel) -> DraftModel:
         standing = self.draft
@@ -118,12 +120,12 @@ def usual_methods(draft: DraftModel | None, longest: int = Auto.default_num_draf
 def _with_draft(config: SpeculationConfig, draft_model: str) -> SpeculationConfig:
     """The settings with this draft model in the members that name none."""
     method = config.method
-    if isinstance(method, Composition):
-        members = tuple(_with_draft(member, draft_model) for member in method.methods)
-        return config.replace(method=method.replace(methods=members))
+    if method is None:
+        return config
     if isinstance(method, DraftModel) and method.model is None:
-        return config.replace(method=method.replace(model=draft_model))
-    return config
+        method = method.replace(model=draft_model)
+    method = method.with_nested({place: _with_draft(inner, draft_model) for place, inner in method.nested.items()})
+    return config.replace(method=method)
 
 
 def _asked(speculation: Any, draft_model: str | PathLike[str] | None) -> Any:
@@ -139,9 +141,10 @@ def _asked(speculation: Any, draft_model: str | PathLike[str] | None) -> Any:
         return config.replace(
             method=method.replace(methods=usual_methods(DraftModel(model=draft_model), config.num_draft_tokens))
         )
-    if isinstance(method, DraftModel):
+    if isinstance(method, DraftModel) and not method.nested:
         return config.replace(method=method.replace(model=draft_model))
-    if isinstance(method, Composition) and any(isinstance(part.method, DraftModel) for part in parts_of(config)):
-        return _with_draft(config, draft_model)
+    whole = _with_draft(config, draft_model)
+    if whole != config:
+        return whole
     problem = f"speculation names method={config.name!r}"
     raise ContradictionError("draft_model", draft_model, problem, "Leave one of them out.")

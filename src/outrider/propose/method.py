@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 from weakref import WeakValueDictionary
 
 from outrider.cache.added_layers import AddedLayers
@@ -110,6 +110,22 @@ class Method(Frozen):
     def candidates(self) -> tuple[SpeculationConfig, ...] | None:
         """What the engine chooses from, for settings that leave it the choice; None where the method itself drafts."""
         return None
+
+    @property
+    def nested(self) -> Mapping[str, SpeculationConfig]:
+        """Whole settings of other methods inside these, by their place, such as "methods.1"; empty where there are none."""
+        return {}
+
+    def with_nested(self, nested: Mapping[str, SpeculationConfig]) -> Self:
+        """The same settings with others inside them.
+
+        Args:
+            nested: As many as there are, in their order.
+
+        Raises:
+            InputError: They do not fit together.
+        """
+        return self
 
     @property
     def allows_tree(self) -> bool:

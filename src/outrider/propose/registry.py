@@ -28,6 +28,7 @@ _BUILT_IN = {
     "merge": "outrider.propose.compositions:Merge",
     "ngram": "outrider.propose.methods.ngram:Ngram",
     "prediction": "outrider.propose.methods.prediction:Prediction",
+    "staged": "outrider.propose.methods.staged:Staged",
     "suffix": "outrider.propose.methods.suffix:Suffix",
     "then": "outrider.propose.compositions:Then",
     "token_recycling": "outrider.propose.methods.token_recycling:TokenRecycling",

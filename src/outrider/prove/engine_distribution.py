@@ -27,7 +27,7 @@ from outrider.propose.trees.pace import FixedPace
 from outrider.prove.faulty_proposers import Faulty, Merged
 from outrider.prove.findings import Finding
 from outrider.prove.forking import Distribution, ForkingNoise, Outcome, explore, total_variation
-from outrider.prove.settings import DRAFT, HEADS, OTHER_DRAFT, Setting
+from outrider.prove.settings import DRAFT, HEADS, OTHER_DRAFT, TARGET, Setting
 from outrider.prove.teacher_forced import TeacherForced
 from outrider.prove.tiny import PIECES, raise_engine_norms
 from outrider.verify.noise import KeyedNoise
@@ -84,7 +84,7 @@ class EngineProof:
         prompt: tuple[int, ...] = PROMPT,
     ) -> None:
         self.prompt = prompt
-        self._models = {DRAFT: draft, OTHER_DRAFT: draft}
+        self._models = {DRAFT: draft, OTHER_DRAFT: draft, TARGET: target}
         self._heads = dict(heads or {})
         kind = CrossVocabulary if crossed else DraftModel
         speculation = kind(model=draft)
@@ -134,7 +134,7 @@ class EngineProof:
             asked = (config, *(turn for turns in rounds for turn in turns))
             adapts = any(isinstance(part.tree, str) for each in asked for part in parts_of(each))
             adapts = adapts or any(each.engine_chooses or isinstance(each.method, Composition) for each in asked)
-            alone = params.n > 1 or bool(learnt) or adapts or getattr(config.method, "fault", None) == "raises"
+            alone = params.n > 1 or bool(learnt) or adapts or _raises(config)
             return explore(run, noise, width=1 if alone else _WIDTH)
 
     def _learnt(self, configs: Sequence[SpeculationConfig]) -> list[tuple[Proposer, object]]:
@@ -168,6 +168,13 @@ def _planner(rounds: Sequence[tuple[SpeculationConfig, ...]], setting: Setting) 
     if setting.by_drafts:
         return lambda seq: rounds[seq.stats.num_draft_tokens % len(rounds)]
     return lambda seq: rounds[seq.view.round % len(rounds)]
+
+
+def _raises(config: SpeculationConfig) -> bool:
+    """Whether a proposer of these settings, or one inside it, has the planted fault that ends the drafts of a batch."""
+    if config.method is None:
+        return False
+    return getattr(config.method, "fault", None) == "raises" or any(map(_raises, config.method.nested.values()))
 
 
 def _members(configs: Sequence[SpeculationConfig]) -> list[SpeculationConfig]:

@@ -14,11 +14,19 @@ from outrider.propose.speculation import SpeculationConfig
 from outrider.prove.findings import Finding
 from outrider.prove.own_model import OwnModel
 from outrider.prove.running import Proof
-from outrider.prove.settings import DRAFT, HEADS, LOOKUP, OTHER_DRAFT, Setting
+from outrider.prove.settings import DRAFT, HEADS, LOOKUP, OTHER_DRAFT, TARGET, Setting
 from outrider.prove.tiny_heads import HEAD_METHODS
 
 #: What the caller predicts in every setting, over a vocabulary of three tokens; only the method `prediction` reads it.
 PREDICTION = (1, 0, 1, 2)
+#: The draft model of a method, of its drafter, of that one's drafter, and so on; neighbours are models of other laws.
+_STAGES: tuple[dict[str, Any], ...] = (
+    {"model": DRAFT},
+    {"model": TARGET},
+    {"model": DRAFT, "dtype": "float64"},
+    {"model": TARGET, "dtype": "float64"},
+    {"model": DRAFT, "dtype": "float64", "revision": "main"},
+)
 #: Fields of SpeculationConfig that the settings of a proof vary.
 _VARIED = frozenset({"num_draft_tokens", "tree", "rule", "draft_sampling"})
 
@@ -61,15 +69,23 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
     return [replace(setting, prediction=PREDICTION) for setting in found]
 
 
-def _with_models(method: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with the models of the proof, in the members of a composition too."""
-    own_draft = {"draft_model": DRAFT, "cross_vocabulary": OTHER_DRAFT}.get(method["method"])
-    filled = {"model": own_draft, **method} if own_draft is not None else dict(method)
+def _with_models(asked: Mapping[str, Any] | str, stage: int = 0) -> dict[str, Any]:
+    """Settings with the models of the proof, in the settings inside them too.
+
+    Args:
+        asked: The settings, or a method's name.
+        stage: How many stages they draft for.
+    """
+    method = {"method": asked} if isinstance(asked, str) else dict(asked)
+    usual = {"draft_model": _STAGES[stage], "staged": _STAGES[stage], "cross_vocabulary": {"model": OTHER_DRAFT}}
+    filled = {**({} if "model" in method else usual.get(method["method"], {})), **method}
+    if "drafter" in method:
+        filled["drafter"] = _with_models(method["drafter"], stage + 1)
     if method["method"] in HEAD_METHODS:
         filled["model"] = HEADS
     if issubclass(registry.find(method["method"]), Composition):
         members = method.get("methods") or ("suffix", "draft_model")
-        filled["methods"] = [_with_models({"method": each} if isinstance(each, str) else each) for each in members]
+        filled["methods"] = [_with_models(each, stage) for each in members]
     return filled
 
 

@@ -38,6 +38,8 @@ class Setting:
 
 #: In a setting this stands for the path of the draft model of the proof.
 DRAFT = "the draft model of the proof"
+#: This stands for the path of its target, as a draft model of another law.
+TARGET = "the target of the proof"
 #: And this for the folder of its heads for the method of the setting.
 HEADS = "the heads of the proof"
 
@@ -60,6 +62,7 @@ _RARE = LOOKUP | {"num_draft_tokens": 1, "min_match": 2}
 #: Longer drafts are expected to bring more at first: the draft model begins in the first, and the lookup in the second.
 _GOVERNED = {"method": "auto", "methods": (_drafted("auto"), LOOKUP | {"num_draft_tokens": 1})}
 _LOOKUP_FIRST = {"method": "auto", "methods": (_drafted("auto"), LOOKUP)}
+_BRANCHING = {"method": "suffix", "num_draft_tokens": 3, "min_match": 1, "branches": True}
 _PREDICTED = {"method": "prediction", "num_draft_tokens": 3, "min_match": 1}
 #: This lookup learns from other texts of its namespace.
 _SHARED = {"method": "suffix", "num_draft_tokens": 2, "min_match": 1, "shared": True}
@@ -67,6 +70,48 @@ _SHARED = {"method": "suffix", "num_draft_tokens": 2, "min_match": 1, "shared": 
 _RECYCLED = {"method": "token_recycling", "num_draft_tokens": 4}
 #: Window and guesses have room in the first rounds, and are cut in the later ones.
 _LOOKAHEAD = {"method": "lookahead", "window": 2, "ngram": 3, "guesses": 2, "num_draft_tokens": 7}
+
+#: Draws from other probabilities than the draft model.
+_OTHER = {"method": "draft_model", "model": TARGET, "num_draft_tokens": 2}
+
+
+def _staged(drafter: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"method": "staged", "model": DRAFT, "drafter": drafter, "num_draft_tokens": 3, **more}
+
+
+#: Texts in which a stage has several rounds in one draft, of fewer paths.
+_LONGER = {"max_tokens": 4, "top_k": 2}
+#: A stage whose drafter is a stage.
+_TWO_STAGES = _staged({"method": "staged", "model": TARGET, "drafter": LOOKUP, "num_draft_tokens": 2})
+
+#: Drafts that a draft model makes with a drafter of its own: names, settings and parameters.
+_STAGES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("a lookup", _staged(LOOKUP), _LONGER),
+    ("a lookup, token rule", _staged(LOOKUP, rule="token"), {}),
+    ("a lookup with branches", _staged(_BRANCHING), _LONGER),
+    ("a drawn drafter", _staged(_OTHER), _LONGER),
+    ("a drawn drafter under the token rule", _staged(_OTHER | {"rule": "token"}), {}),
+    ("a drawn drafter that is walked", _staged(_OTHER | {"rule": "walk"}), {}),
+    ("a drafter's most likely tokens", _staged(_OTHER | {"draft_sampling": "greedy"}), {}),
+    ("a drawn tree", _staged(_OTHER | {"tree": (2, 1), "num_draft_tokens": 4}), {}),
+    ("a drawn tree, token rule", _staged(_OTHER | {"tree": (2,), "rule": "token", "num_draft_tokens": 2}), {}),
+    ("two stages", _TWO_STAGES, {}),
+    ("two stages, walked", _TWO_STAGES | {"rule": "walk"}, {}),
+    ("two stages, seeded", _TWO_STAGES, {"seed": 9}),
+    ("seeded", _staged(LOOKUP), {"seed": 5}),
+    ("seeded, a drawn drafter", _staged(_OTHER), {"seed": 6}),
+    ("most likely tokens", _staged(_OTHER, draft_sampling="greedy"), {}),
+    ("two samples", _staged(_OTHER, num_draft_tokens=2), {"n": 2, "max_tokens": 2}),
+    ("temperature and top_p", _staged(_OTHER), {"temperature": 1.5, "top_p": 0.9}),
+    ("behind a token of low confidence", _staged(_OTHER, min_confidence=0.33), {}),
+    ("a drafter that keeps what the target held likely", _staged(_RECYCLED), {}),
+    ("in a merge", {"method": "merge", "methods": (_staged(_OTHER, num_draft_tokens=2), LOOKUP)}, {}),
+    ("behind a lookup", {"method": "then", "methods": (_RARE, _staged(_OTHER, num_draft_tokens=2))}, {}),
+    *(
+        (f"the drafter's fault: {fault}", _staged(_OTHER | {"method": "_prove_faulty", "fault": fault}), {})
+        for fault in ("raises", "nan row", "truncated", "token outside")
+    ),
+)
 
 QUICK_SETTINGS = (
     Setting("token", _drafted("token")),
@@ -84,7 +129,7 @@ SETTINGS = (
     Setting("ngram, seeded", {"method": "ngram", "num_draft_tokens": 2, "min_match": 1}, {"seed": 6}),
     Setting("suffix", {"method": "suffix", "num_draft_tokens": 2, "min_match": 1}),
     Setting("suffix, seeded", {"method": "suffix", "num_draft_tokens": 2, "min_match": 1}, {"seed": 4}),
-    Setting("suffix, branches", {"method": "suffix", "num_draft_tokens": 3, "min_match": 1, "branches": True}),
+    Setting("suffix, branches", _BRANCHING),
     Setting("suffix, shared texts", _SHARED),
     Setting("suffix, shared texts, two samples", _SHARED, {"n": 2, "max_tokens": 2}),
     Setting("token recycling", _RECYCLED),
@@ -131,6 +176,7 @@ SETTINGS = (
     Setting("then, a lookup and a drawn draft", {"method": "then", "methods": (_RARE, _ONE)}),
     Setting("then, a drawn draft and a lookup", {"method": "then", "methods": (_drafted("auto"), _RARE)}),
     Setting("then, behind a merge", {"method": "then", "methods": ({"method": "merge", "methods": (_ONE, _TWIN)}, _RARE)}),
+    *(Setting(f"staged, {name}", asked, params) for name, asked, params in _STAGES),
     Setting("a text that the caller predicts", _PREDICTED, prediction=(1, 0, 1, 2)),
     Setting("the same, seeded", _PREDICTED, {"seed": 3}, prediction=(0, 1, 0, 1)),
     Setting("the engine chooses", _GOVERNED, {"max_tokens": 5}),
@@ -206,6 +252,7 @@ SHARED_TARGET_SETTINGS = (
     Setting("early exit, tree, traversal", _exit_tree("block")),
     Setting("early exit, tree, recursive rejection", _exit_tree("token")),
     Setting("early exit, tree, seeded", _exit_tree("auto"), {"seed": 6}),
+    Setting("staged, early exit drafts for the draft model", _staged(_EXIT_ONE)),
     Setting("early exit in turns with the draft model", turns=((_EXIT,), (_drafted("block"),))),
     Setting("early exit behind a lookup", turns=((LOOKUP | {"num_draft_tokens": 1}, _EXIT),)),
     Setting("early exit, then the draft model behind it", turns=((_EXIT_ONE, _drafted("block", num_draft_tokens=1)),)),
@@ -321,6 +368,7 @@ DRAFTED_BY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recursive": (_drafted("token", tree=(2,)), {"max_tokens": 2}),
     "merged": (_drafted("auto", tree=(2,), num_draft_tokens=4) | {"method": "_prove_merged"}, {"max_tokens": 2}),
     "coupled": (_drafted("auto"), {"seed": 8}),
+    "staged": (_staged(_OTHER), {}),
     "lookup": ({"method": "ngram", "num_draft_tokens": 2, "min_match": 1}, {}),
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider.llm import LLM
 from outrider.model.loading.exclusive import exclusive_transformers
+from outrider.propose.base import Proposer
 
 #: The text of the token that ends a text.
 END = "<end>"
@@ -104,6 +105,13 @@ def raise_engine_norms(llm: LLM) -> None:
     """Apply `raise_norms` to the target and to every draft model that is loaded."""
     raise_norms(llm.engine.runner.loaded.model)
     for proposer in llm.proposers:
-        runner = getattr(proposer, "runner", None)
-        if runner is not None:
-            raise_norms(runner.loaded.model)
+        _raise_norms_of(proposer)
+
+
+def _raise_norms_of(proposer: Proposer) -> None:
+    """The same for the model of a proposer, and for those of its drafter where it has one."""
+    runner, stage = getattr(proposer, "runner", None), getattr(proposer, "stage", None)
+    if runner is not None:
+        raise_norms(runner.loaded.model)
+    if stage is not None:
+        _raise_norms_of(stage.proposer)

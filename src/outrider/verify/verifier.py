@@ -50,6 +50,7 @@ class CandidateKeys:
         position: Index in the text of the draft's first token.
         drafter: 0 for the engine's verification; a proposer that verifies the guess of its own drafter has another, so
             that its draws have nothing to do with the target's.
+        coupled: Whether such a proposer is to choose its tokens with the target's noise nonetheless, as a coupled guess.
     """
 
     owner: int
@@ -58,6 +59,7 @@ class CandidateKeys:
     round: int
     position: int
     drafter: int = 0
+    coupled: bool = False
 
     def coin(self, draw: int, depth: int) -> Key:
         """Of the coin of a draw, whose node is `depth` tokens below the root. A position's coin may be tossed again in a
@@ -68,7 +70,8 @@ class CandidateKeys:
     def next(self, depth: int, *, owed: bool) -> Key:
         """Of the token after a node at `depth`, from the target's own probabilities or from what they still owe after a
         rejection. The engine comes to a position once; a proposer that verifies comes again in another round."""
-        stream, position = Stream.RECOVER if owed else Stream.TARGET, self.position + depth
+        own = Stream.GUESS if self.coupled else Stream.TARGET
+        stream, position = Stream.RECOVER if owed else own, self.position + depth
         round_ = self.round if self.drafter else 0
         return Key(self.owner, self.seed, self.sample, stream, position, round_, drafter=self.drafter)
 

@@ -48,4 +48,11 @@ class Drafter:
         self.demoted = True
         if useless:
             self.breaker.failed(request_id)
+        self._log(request_id, problem)
+
+    def report_inner_fault(self, request_id: int, problem: str) -> None:
+        """A proposer inside this one had a fault, which says nothing about the drafts of this one."""
+        self._log(request_id, problem)
+
+    def _log(self, request_id: int, problem: str) -> None:
         logger.warning("method %s, request %d: %s", self.method.name, request_id, problem)

@@ -235,10 +235,16 @@ class _Asked:
             self.turn.greedy,
             self.item.coupled,
             self.drafter.index,
+            self.report_inner,
         )
 
     def report(self, problem: str, *, useless: bool = True) -> None:
         self.drafter.report_fault(self.seq.request.request_id, problem, useless=useless)
+        self.seq.stats.num_proposer_faults += 1
+
+    def report_inner(self, problem: str) -> None:
+        """Count a fault of a proposer inside this one, which cost the inner one's guesses alone."""
+        self.drafter.report_inner_fault(self.seq.request.request_id, problem)
         self.seq.stats.num_proposer_faults += 1
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from outrider.engine.proposing.breaker import ProposerBreaker
-from outrider.errors import InputError
+from outrider.errors import InputError, ModelError
 from outrider.model.target import Target
 from outrider.propose.base import Proposer
 from outrider.propose.compositions import named, placed_parts_of
@@ -62,7 +62,7 @@ class ProposerSet:
         """The proposers of settings: one, or those of all members of a composition.
 
         Raises:
-            InputError, ModelError, ProposerError: One cannot be built; the error of a setting names its place.
+            InputError, ModelError, ProposerError: One cannot be built; the error of a setting or a model names its place.
         """
         found = []
         for place, part in placed_parts_of(config):
@@ -70,8 +70,10 @@ class ProposerSet:
                 continue
             try:
                 found.append(self.get(part.method))
-            except InputError as error:
-                raise (named(place, error) if place else error) from error
+            except (InputError, ModelError) as error:
+                if not place:
+                    raise
+                raise named(place, error) from None
         return found
 
     def acquire(self, method: Method) -> Proposer:

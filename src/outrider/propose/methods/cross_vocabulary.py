@@ -106,7 +106,7 @@ class TextProposer(DraftModelProposer):
         writings = [_Writing(request) for request in requests]
         drafting = [self.begin_draft(request, own) for request in own]
         by_drafting = {id(d): writing for d, writing in zip(drafting, writings, strict=True)}
-        ready = self.catch_up([d for d in drafting if d.growth.budget > 0])
+        ready = self.run(self.due([d for d in drafting if d.growth.budget > 0]))
         while ready is not None:
             drafts, logits = ready
             tokens: list[int] = argmax(logits).tolist()

@@ -8,7 +8,7 @@ and prompts that only the target had cached need no messages; the next call fill
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -60,14 +60,26 @@ class DraftModel(Method):
     trust_remote_code: bool = False
     min_confidence: float = Field(0.0, ge=0.0, le=1.0, description="Use 0 to 1.")
 
+    @property
+    def identity(self) -> Hashable:
+        """What settings share that share one loaded model."""
+        return (self.model, self.dtype, self.quantization, self.revision, self.trust_remote_code)
+
     def build(self, context: ProposerContext) -> Proposer:
-        key = (self.model, self.dtype, self.revision, self.trust_remote_code)
-        runner = context.loaded.get(key) or self.load(context)
-        context.loaded[key] = runner
+        runner, bridge = self.runner(context), SameVocabulary(context.target.vocab_size)
+        return DraftModelProposer(runner, bridge, context.max_num_batched_tokens, self.min_confidence)
+
+    def runner(self, context: ProposerContext) -> ModelRunner:
+        """The draft model, which proposers of equal models share.
+
+        Raises:
+            InvalidParameterError: No model is named, or there is no such folder.
+            ModelError: It cannot be used, or speaks other tokens than the target.
+        """
+        runner = context.loaded.get(self.identity) or self.load(context)
+        context.loaded[self.identity] = runner
         check_vocabulary(runner.loaded, context.target)
-        return DraftModelProposer(
-            runner, SameVocabulary(context.target.vocab_size), context.max_num_batched_tokens, self.min_confidence
-        )
+        return runner
 
     def load(self, context: ProposerContext) -> ModelRunner:
         """The draft model with KV memory of its own.
@@ -110,7 +122,7 @@ class DraftModelProposer(Proposer):
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
         drafting = [self.begin_draft(request, requests) for request in requests]
-        ready = self.catch_up([d for d in drafting if d.growth.budget > 0])
+        ready = self.run(self.due([d for d in drafting if d.growth.budget > 0]))
         while ready is not None:
             drafts, logits = ready
             growths = [d.growth for d in drafts]
@@ -214,8 +226,8 @@ class DraftModelProposer(Proposer):
         self.runner.memory.make_copies([state])
         return reserved
 
-    def catch_up(self, drafting: list[Drafting]) -> tuple[list[Drafting], Tensor] | None:
-        """Compute tokens that the draft model has not seen; returns who reached the end, and their logits.
+    def due(self, drafting: list[Drafting]) -> list[Work]:
+        """Rows of tokens that the draft model has not seen; logits are wanted where they reach the end of the text.
 
         Those with little to catch up come first. Who has far to go shares few rows a step while others are ready to draft,
         so that these keep their pace.
@@ -233,7 +245,7 @@ class DraftModelProposer(Proposer):
             late_left -= len(missing) if late else 0
             wanted = len(missing) == d.text.num_missing
             work.append(Work(d, d.text.segment(missing, len(missing) - int(wanted)), wanted))
-        return self.run(work)
+        return work
 
     def run(self, work: list[Work]) -> tuple[list[Drafting], Tensor] | None:
         """Compute rows; returns those that want logits, and these logits. Nothing is recorded as computed before the

@@ -173,6 +173,22 @@ class Growth:
         probs = torch.stack([self.laws[n.parent].row for n in self.nodes])
         return Draft(tokens, parents, laws, probs, confidences=confidences)
 
+    def follow(self, token_ids: Sequence[int], rows: Tensor) -> None:
+        """Go on as a chain with tokens that were chosen elsewhere, up to the first of low confidence.
+
+        Args:
+            token_ids: At most as many as the budget has left.
+            rows: [num_tokens, vocab_size] what each of them was chosen from, as in `NodeLaw`.
+        """
+        self.level = []
+        for token, row in zip(token_ids, rows, strict=True):
+            last = len(self.nodes) - 1
+            self.laws[last] = NodeLaw(row, self.draws)
+            self.nodes.append(Node(token, last, last + 2, 0, last + 1))
+            if not _may_go_on(self, last + 1):
+                return
+        self.level = [len(self.nodes) - 1] if len(self.nodes) < self.budget else []
+
     def new_keys(self, depth: int, count: int) -> range:
         """Numbers that tell the draws for one depth apart."""
         first = self._num_keys.get(depth, 0)

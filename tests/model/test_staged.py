@@ -1,0 +1,150 @@
+"""Staged drafts over real models: what a stage drafts, what its drafter saves, and what a drafter's fault costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.draft import EMPTY, Draft, Law
+from outrider.errors import InputError, VocabularyMismatchError
+from outrider.propose import registry
+from outrider.propose.base import DraftNoise, Proposer, ProposerSequence
+from outrider.propose.method import Method, ProposerContext
+from outrider.propose.methods.draft_model import DraftModelProposer
+from outrider.propose.methods.staged import StagedProposer
+from outrider.prove.tiny import save_tiny_llama
+
+PROMPTS = ["def main(", "x = [1, 2, 3, 1, 2, 3,", "class Reader:\n    def __init__(self, path):\n"]
+ALONE = {"method": "draft_model", "num_draft_tokens": 6}
+#: The draft model again, with other weights in memory: it agrees with the draft model almost always.
+TWIN = {"method": "draft_model", "dtype": "float32", "num_draft_tokens": 4}
+DRAFTERS: dict[str, Any] = {
+    "a lookup": {"method": "suffix", "min_match": 1},
+    "a lookup with branches": {"method": "suffix", "min_match": 1, "branches": True},
+    "a draft model": TWIN,
+    "a tree": {**TWIN, "tree": [2, 2, 1]},
+    "what the target held likely": "token_recycling",
+    "layers of the target": "early_exit",
+    "another stage": {"method": "staged", "dtype": "float32", "drafter": "ngram"},
+}
+
+
+def staged(drafter: Any, **more: Any) -> dict[str, Any]:
+    return {"method": "staged", "drafter": drafter, "num_draft_tokens": 6, **more}
+
+
+class _Spoilt(Proposer):
+    """Raises wherever it is told to."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def begin(self, sequence: ProposerSequence) -> None:
+        if self._where == "begin":
+            raise RuntimeError("planted in begin")
+
+    def propose(self, requests: Any, noise: DraftNoise) -> list[Draft]:
+        if self._where == "propose" and any(request.length > 20 for request in requests):
+            raise RuntimeError("planted in propose")
+        if self._where == "answer":
+            return [Draft((5, -3), (-1, 0), (Law.DETERMINISTIC,) * 2) for _ in requests]
+        return [EMPTY for _ in requests]
+
+
+class Spoilt(Method):
+    name: ClassVar[str] = "test_spoilt_drafter"
+
+    where: str
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return _Spoilt(self.where)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    registry.register(Spoilt)
+    yield LLM(dtype="float64", block_size=8, kv_cache_tokens=4000)
+    del registry._registered[Spoilt.name]
+
+
+def drafted(llm: LLM, speculation: Any, **params: Any) -> list[list[tuple[int, ...]]]:
+    """The draft of each round of each text."""
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=40, **params), speculation=speculation, trace=True)
+    assert sum(output.stats.num_proposer_faults for output in outputs) == 0
+    llm.engine.check_rest()
+    return [[found.token_ids for found in output.outputs[0].rounds] for output in outputs]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
+def test_a_stage_drafts_what_its_draft_model_drafts_alone(llm: LLM, drafter: Any) -> None:
+    """Where nothing is left to chance of its own, token for token: what stood of a guess is computed as it should be."""
+    for params in ({"temperature": 0}, {"seed": 3}, {"seed": 4, "frequency_penalty": 0.7}):
+        assert drafted(llm, staged(drafter), **params) == drafted(llm, ALONE, **params)
+
+
+def test_most_likely_drafts_of_a_drawn_text(llm: LLM) -> None:
+    asked = staged(TWIN, draft_sampling="greedy")
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24), speculation=asked, trace=True)
+    laws = {law for output in outputs for found in output.outputs[0].rounds for law in found.laws}
+    assert laws == {"deterministic"}
+
+
+def test_a_good_drafter_saves_passes_of_the_draft_model(llm: LLM) -> None:
+    passes = {}
+    for name, asked in (("alone", ALONE), ("staged", staged(TWIN)), ("tree", staged({**TWIN, "tree": [2, 2, 1]}))):
+        (proposer,) = llm.engine.proposers.prepare(llm.resolve(asked))
+        assert isinstance(proposer, DraftModelProposer)
+        before = proposer.runner.num_passes
+        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=40), speculation=asked)
+        passes[name] = (proposer.runner.num_passes - before) / sum(output.stats.num_drafts for output in outputs)
+    assert passes["staged"] < 0.6 * passes["alone"]
+    assert passes["tree"] < 0.6 * passes["alone"]
+
+
+def test_a_stage_shares_its_model_with_others(llm: LLM) -> None:
+    asked = {"method": "merge", "methods": [staged("ngram", num_draft_tokens=3), {**ALONE, "num_draft_tokens": 3}]}
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24), speculation=asked)
+    assert all(output.stats.num_proposer_faults == 0 for output in outputs)
+    found = llm.engine.proposers.prepare(llm.resolve(asked))
+    assert {type(proposer) for proposer in found} == {StagedProposer, DraftModelProposer}
+    assert len({id(proposer.runner) for proposer in found if isinstance(proposer, DraftModelProposer)}) == 1
+    llm.engine.check_rest()
+
+
+@pytest.mark.parametrize("where", ["begin", "propose", "answer"])
+def test_a_drafters_fault_costs_its_own_guesses(llm: LLM, where: str) -> None:
+    asked = staged({"method": Spoilt.name, "where": where})
+    plain = llm.generate(PROMPTS, SamplingParams(seed=3, max_tokens=40), speculation=ALONE, trace=True)
+    outputs = llm.generate(PROMPTS, SamplingParams(seed=3, max_tokens=40), speculation=asked, trace=True)
+    for one, other in zip(plain, outputs, strict=True):
+        assert [r.token_ids for r in one.outputs[0].rounds] == [r.token_ids for r in other.outputs[0].rounds]
+        assert {law for r in other.outputs[0].rounds for law in r.laws} == {"coupled"}, "the stage itself is believed"
+        assert other.stats.num_proposer_faults == 1, "it is told once for each text"
+    llm.engine.check_rest()
+
+
+def test_samples_and_short_memory() -> None:
+    llm = LLM(dtype="float64", block_size=8, kv_cache_tokens=320)
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=40, n=2), speculation=staged({**TWIN, "tree": [2, 1]}))
+    assert sum(output.stats.num_draft_tokens for output in outputs) > 0
+    assert sum(output.stats.num_proposer_faults for output in outputs) == 0
+    llm.engine.check_rest()
+
+
+def test_a_drafter_that_cannot_be_built_is_named_by_its_place(llm: LLM, tmp_path: Any) -> None:
+    asked = {"method": "then", "methods": ["ngram", staged({"method": "draft_model", "model": "/no/such/folder"})]}
+    with pytest.raises(InputError) as raised:
+        llm.load_method(asked)
+    assert raised.value.field == "methods.1.drafter.draft_model"
+    other = save_tiny_llama(tmp_path / "other", 1)
+    for place, asked in (
+        ("methods.1.drafter.model", {"method": "merge", "methods": ["ngram", staged({**ALONE, "model": other})]}),
+        ("methods.1.model", {"method": "merge", "methods": ["ngram", {**ALONE, "model": other}]}),
+        ("drafter.model", staged({**ALONE, "model": other})),
+    ):
+        with pytest.raises(VocabularyMismatchError) as mismatch:
+            llm.load_method(asked)
+        assert str(mismatch.value).startswith(f"{place}: ")
