@@ -64,7 +64,7 @@ def test_it_writes_what_plain_decoding_writes(pair: tuple[str, str], params: dic
         plain = [output.outputs[0].token_ids for output in llm.generate(prompts, sampling, speculation="none")]
         assert chosen == plain
         assert drafts > 0
-        llm.engine.scheduler.blocks.check_integrity([])
+        llm.engine.check_integrity()
 
 
 def test_nothing_is_drafted_before_the_first_token_and_every_round_says_why(pair: tuple[str, str]) -> None:

@@ -262,6 +262,20 @@ def test_rows_that_cannot_pay_are_not_looked_at(monkeypatch: pytest.MonkeyPatch)
     assert looked["rows"] <= 32, "of 128"
 
 
+def test_pauses_of_the_machine_while_methods_are_scored_are_not_paid() -> None:
+    candidates = [Candidate("draft", 4), Candidate("lookup", 4, lookup=True)]
+    judged = Governor(candidates, CostTable({1: 0.05, 64: 0.2}, 0.0, {"draft": {1: 0.002, 128: 0.01}}))
+    for method, usual in (("draft", 0.004), ("lookup", 0.0001)):
+        judged.observe_shadow_seconds(method, 1, usual)
+        before = judged._purse.left
+        judged.observe_shadow_seconds(method, 1, 5.0)
+        assert 0.0 < before - judged._purse.left <= 0.061, method
+    before = judged._purse.left
+    for _ in range(12):
+        judged.observe_shadow_seconds("lookup", 1, 0.02)
+    assert before - judged._purse.left > 0.1, "what takes long again and again is no pause"
+
+
 def test_outlooks_are_computed_once_until_something_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning waits for them."""
     computed, stock = Counter[str](), acceptance._by_length

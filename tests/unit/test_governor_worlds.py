@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from outrider.govern import governor
+from outrider.govern import costs, governor
 from outrider.govern.costs import Curve
 from outrider.govern.governor import Governor
 from outrider.govern.standing import Standings
@@ -137,6 +137,19 @@ def test_one_text_gains_within_a_second_of_a_crowd(sizes: tuple[int, ...], seed:
     assert rate >= 1.2 / (PASS * 1.02)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_it_gains_where_other_work_disturbs_most_steps(seed: int) -> None:
+    """Equal steps differ by 60%, and what they take tells little."""
+    methods = {"draft": Method(0.06, always(0.7)), "lookup": Method(0.01, always(0.0), lookup=True)}
+    world = World(methods, WIDE, noise=0.6, seed=seed, seconds_a_pass=PASS)
+    log = run(world, governor_of(world), steps=300)
+    assert sum(log.plain) >= 1.1 * sum(log.true)
+
+
+def _trials_seem_dear(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(costs, "_MOST_UNCERTAIN", 9.0)
+
+
 def _one_account(patch: pytest.MonkeyPatch) -> None:
     """Models are scored from what lookups leave."""
     patch.setattr(Governor, "_affordable", _greedy)
@@ -159,7 +172,7 @@ def _one_standing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Standings, "of", lambda self, num_texts, context: stock(self, 1, 0))
 
 
-BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]] = {
+BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], object]]] = {
     "lookups spend the time of models": (
         _one_account,
         test_a_model_that_went_bad_once_is_scored_again_beside_busy_lookups,
@@ -171,6 +184,10 @@ BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]]
     "what is learnt beside a crowd holds for one text": (
         _one_standing,
         lambda: test_one_text_gains_within_a_second_of_a_crowd((8, 16), 11),
+    ),
+    "trials seem dear where times differ": (
+        _trials_seem_dear,
+        lambda: [test_it_gains_where_other_work_disturbs_most_steps(seed) for seed in range(6)],
     ),
     "costs are never corrected": (
         _costs_do_not_change,

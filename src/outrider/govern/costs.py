@@ -33,6 +33,9 @@ _ODD, _BELIEVED, _KNOWN = 0.2, 3, 3.0
 #: Times of equal passes differ: by this share before any was seen, and later by what is learnt from so many of them. An odd
 #: one differs by more than so many times this share.
 _SPREAD, _SPREAD_MEMORY, _ODD_SPREADS = 0.15, 32.0, 2.5
+#: The share by which a time is taken to be wrong at most, since a calibration errs by no more. Where equal passes differ by
+#: more than that, trials would else seem too dear for ever, and nothing would become certain.
+_MOST_UNCERTAIN = 0.3
 
 
 @dataclass(frozen=True)
@@ -301,7 +304,9 @@ class CostModel:
 
     def uncertainty(self, rows: int, plain: int) -> float:
         """By which share the times of passes of so many rows may be wrong beside those of plain ones of so many rows."""
-        return 0.0 if rows == plain else hypot(self.passes.uncertainty(rows), self.passes.uncertainty(plain))
+        if rows == plain:
+            return 0.0
+        return min(hypot(self.passes.uncertainty(rows), self.passes.uncertainty(plain)), _MOST_UNCERTAIN)
 
     def observe(self, work: StepWork, times: StepTimes) -> bool:
         """Learn from a step in which nothing but decoding was done. Returns whether such passes seem to cost something else

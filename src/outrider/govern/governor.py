@@ -37,6 +37,8 @@ _LONGER_EVERY, _LONGER_SHARE = 12, 0.008
 _SHADOW_SHARE = 0.007
 #: Share of what may be saved up for all trials that the scoring of lookups leaves for drafts.
 _FOR_DRAFTS = 0.5
+#: By which factor one score may take longer than usual and be believed.
+_MOST_BELIEVED = 6.0
 #: Unspent time of that kind is kept up to so many steps' worth.
 _SAVED_STEPS = 16.0
 #: Tokens that should be new before a method with a model of its own reads them to be scored.
@@ -444,11 +446,13 @@ class Governor:
             self._changed |= self.acceptance.observe(request, method, [overlap])
 
     def observe_shadow_seconds(self, method: str, texts: int, seconds: float) -> None:
-        """Scoring a method on so many texts took so long; it is paid from what was saved."""
-        self._saved[self.candidates[method].lookup] -= seconds
-        self._purse.spend(seconds)
-        known = self._shadow_seconds.get(method, seconds / texts)
-        self._shadow_seconds[method] = known + 0.2 * (seconds / texts - known)
+        """Scoring a method on so many texts took so long. It is paid from what was saved, as far as it is believed, since a
+        machine may pause for any reason."""
+        usual = self._shadow_seconds.get(method, 0.0)
+        each = min(seconds / texts, _MOST_BELIEVED * max(usual, self._shadow_cost(method, self._read_at_once)))
+        self._saved[self.candidates[method].lookup] -= each * texts
+        self._purse.spend(each * texts)
+        self._shadow_seconds[method] = usual + (0.2 if each < _MOST_BELIEVED * usual else 1.0) * (each - usual)
 
     def observe_own_seconds(self, seconds: float) -> None:
         """Planning, or asking which idle methods to score, took so long."""

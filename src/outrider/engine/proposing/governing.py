@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from time import perf_counter
+from time import thread_time
 
 from outrider.draft import Draft
 from outrider.engine.proposing.drafting import StepDraft
@@ -291,12 +291,12 @@ class Governing:
         for seq in self._decoding:
             self.begin(seq)
         for found in self._governed:
-            begun = perf_counter()
+            begun = thread_time()
             own = [self._running(seq, found, depth(seq)) for seq in self._decoding if self._of.get(seq.seq_id) is found]
             if own:
                 with self._contained(found):
                     self.decisions |= found.governor.decide(own)
-                    found.governor.observe_own_seconds(self._believed(perf_counter() - begun, texts=0))
+                    found.governor.observe_own_seconds(self._believed(thread_time() - begun, texts=0))
         for seq in self._decoding:
             if seq.request.speculation.engine_chooses:
                 self.decisions.setdefault(seq.seq_id, _FAULT)
@@ -363,11 +363,11 @@ class Governing:
             with self._contained(governed):
                 if not governed.governor.scores_now:
                     continue
-            begun, chosen = perf_counter(), list[Shadow]()
+            begun, chosen = thread_time(), list[Shadow]()
             by_id = {seq.seq_id: seq for seq in self._decoding if self._of.get(seq.seq_id) is governed}
             with self._contained(governed):
                 chosen = governed.governor.shadows([self._running(seq, governed, 1) for seq in by_id.values()])
-                governed.governor.observe_own_seconds(self._believed(perf_counter() - begun, texts=0))
+                governed.governor.observe_own_seconds(self._believed(thread_time() - begun, texts=0))
             for shadow in chosen:
                 if not any(each.method == shadow.method for each in self._pending.get(shadow.request, ())):
                     method = governed.members[shadow.method].method
@@ -415,7 +415,8 @@ class Governing:
                 governed.governor.observe_shadow_seconds(shadow.method, 1, seconds)
 
     def _believed(self, seconds: float, texts: int = 1) -> float:
-        """Seconds of something that was done for one text beside the step, or for none but the governor itself."""
+        """Seconds of something that was done for one text beside the step, or for none but the governor itself. What this
+        thread did alone is measured by its own clock, so that pauses of the machine cost nothing."""
         return self._clock(StepWork(0, texts, 0), StepTimes(seconds, 0.0, 0.0)).propose
 
     def _settle(self, seq: Sequence) -> None:
@@ -425,7 +426,7 @@ class Governing:
             if pending.follow(seq.token_ids):
                 left.append(pending)
                 continue
-            begun, governor = perf_counter(), self._of[seq.seq_id].governor
+            begun, governor = thread_time(), self._of[seq.seq_id].governor
             governor.observe_draft(
                 seq.seq_id,
                 pending.method,
@@ -435,7 +436,7 @@ class Governing:
                 rejected=bool(pending.draft.children(pending.node)),
                 shadow=True,
             )
-            seconds = pending.seconds + self._believed(perf_counter() - begun)
+            seconds = pending.seconds + self._believed(thread_time() - begun)
             governor.observe_shadow_seconds(pending.method, 1, seconds)
         if left:
             self._pending[seq.seq_id] = left
