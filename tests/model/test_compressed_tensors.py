@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.convert import compressed_tensors
-from outrider.convert.agreement import agreement
+from outrider.convert.agreement import agreement_of_checkpoint
 from outrider.convert.compressed_tensors import as_written, format_of, rounded_layers, write_compressed
 from outrider.convert.rounded_card import rounded_card
 from outrider.embedded import default_model
@@ -140,16 +140,17 @@ def test_the_card_says_what_was_measured() -> None:
         "import os\n\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n" * 3,
     )
     layers = rounded_layers(model)
-    costs = [agreement(model, FORMATS[name], layers, text) for name in ("int8", "int4-g32")]
+    costs = [agreement_of_checkpoint(model, FORMATS[name], layers, text) for name in ("int8", "int4-g32")]
     assert costs[0].original == costs[1].original
-    assert costs[0].overlap > costs[1].overlap > 0.5
+    assert 0 < costs[0].distance < costs[1].distance < 0.5
+    assert all(cost.distance < cost.worst_distance <= 1 for cost in costs)
     assert 0 <= costs[0].divergence < costs[1].divergence
     assert abs(costs[0].rounded / costs[0].original - 1) < 0.05
     card = rounded_card("m", FORMATS["int4-g32"], len(layers), costs[1])
     assert f"{costs[1].rounded:.3f}" in card
     assert "not measured" in rounded_card("m", FORMATS["int4-g32"], len(layers), None)
     with pytest.raises(InvalidParameterError, match="fewer than two tokens"):
-        agreement(model, FORMATS["int8"], layers, "")
+        agreement_of_checkpoint(model, FORMATS["int8"], layers, "")
 
 
 def test_the_command_writes_a_folder_with_a_card(tmp_path: Path) -> None:

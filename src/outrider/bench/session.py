@@ -22,9 +22,10 @@ from outrider.bench.summary import reads_too_fast, summarise
 from outrider.bench.widen_heads import wide_heads
 from outrider.config import ModelConfig
 from outrider.embedded import default_model
-from outrider.errors import InvalidParameterError, MissingExtraError, OtherEngineError
+from outrider.errors import InvalidParameterError, MissingExtraError, ModelError, OtherEngineError
 from outrider.llm import LLM
 from outrider.measure import machine
+from outrider.measure.agreement import measure_rounding
 from outrider.measure.contestants import Contestant, interleave, ours
 from outrider.measure.decoding_config import DecodingConfig, precision, rounding
 from outrider.measure.load import LoadWatch
@@ -133,6 +134,7 @@ class Session:
             target = self._target(dtype)
             llm = self._load(target, dtype)
         actual = dtype if rounding(dtype) else str(llm.engine.runner.loaded.dtype).removeprefix("torch.")
+        self._note_rounding(llm, actual, results)
         stored = rounding(actual) or actual
         kind = stored[: len("int8")] if rounding(actual) else stored  # peers have one way to store weights of 8 or 4 bits
         models = PeerModels(target, self._draft_model, kind, torch.get_num_threads(), cache_folder() / "peers")
@@ -146,6 +148,20 @@ class Session:
                     results.advice = advise(results.cells.values())
                     store.save(results)
                 self.measured.append(results.cells[cell.key])
+
+    def _note_rounding(self, llm: LLM, dtype: str, results: Results) -> None:
+        """What rounding costs and gains, on the prompts of this run."""
+        if rounding(dtype) is None:
+            return
+        with self._one("what rounding costs"):
+            texts = [task.prompt_ids for tasks in self._texts.values() for task in tasks]
+            try:
+                found = str(measure_rounding(llm, texts))
+            except ModelError as error:
+                found = (
+                    f"what rounding costs was not measured, since the model as it was cannot be loaded beside it: {error}"
+                )
+        results.note(f"{self._name}, {dtype}: {found}")
 
     def _open_peers(self, models: PeerModels, stack: ExitStack, results: Results) -> list[Peer]:
         """The peers that can run with these weights. A note says why the others cannot."""

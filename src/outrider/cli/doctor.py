@@ -79,7 +79,7 @@ def doctor(
     llm = options.load(notes, model, "none", prefix_caching=False, **how)
     sample = _sample(llm, prompts, batch, num_prompts, max_tokens, temperature)
     with _progress(notes) as progress:
-        report = _examine(llm, asked, sample, progress)
+        report = _examine(llm, asked, sample, progress, rounded=quantization is not None)
     if as_json:
         sys.stdout.write(json.dumps(report.as_json()) + "\n")
     else:
@@ -99,7 +99,7 @@ def _check(batch: int, num_prompts: int, max_tokens: int) -> None:
             raise InvalidParameterError(name, value, "out of range", f"Use {least} to {most}.")
 
 
-def _examine(llm: LLM, asked: Any, sample: Sample, progress: Callable[[str], None]) -> Report:
+def _examine(llm: LLM, asked: Any, sample: Sample, progress: Callable[[str], None], *, rounded: bool) -> Report:
     """Examine what was asked for. Where only a length or the like was, it changes what is chosen otherwise: all methods
     that the engine would choose from."""
     from outrider.doctor.examination import Examination
@@ -109,7 +109,7 @@ def _examine(llm: LLM, asked: Any, sample: Sample, progress: Callable[[str], Non
     if changes and config.method is not None and config.engine_chooses:
         members = tuple(each.replace(**changes) for each in config.candidates)
         config = config.replace(method=config.method.replace(methods=members))
-    return Examination(llm, config, sample, progress).run()
+    return Examination(llm, config, sample, progress, rounded=rounded).run()
 
 
 def _sample(llm: LLM, prompts: Path | None, batch: int, num_rounds: int, max_tokens: int, temperature: float) -> Sample:
@@ -145,6 +145,9 @@ def _progress(console: Console) -> Iterator[Callable[[str], None]]:
 def _show(report: Report, paper: Console) -> None:
     paper.print(_facts("target", report.target))
     paper.print(f"[bold]load[/bold]               {report.load}")
+    if report.target_is_rounded:
+        unknown = "what it costs was not measured: the model as it was cannot be loaded beside the rounded one"
+        paper.print(f"[bold]rounding[/bold]           {report.rounding or unknown}", soft_wrap=True)
     paper.print()
     paper.print(_costs(report))
     for doubt in report.doubts:

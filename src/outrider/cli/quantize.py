@@ -22,7 +22,7 @@ def quantize(
     """Round the weights of a checkpoint, and write them in the format of compressed-tensors with a card."""
     from rich.console import Console
 
-    from outrider.convert.agreement import agreement
+    from outrider.convert.agreement import agreement_of_checkpoint
     from outrider.convert.compressed_tensors import format_of, rounded_layers, write_compressed
     from outrider.convert.rounded_card import rounded_card
     from outrider.kernels.weights import check_groups
@@ -33,7 +33,7 @@ def quantize(
     content = None if text is None else _read(text)
     layers = rounded_layers(model)
     check_groups(fmt, layers)
-    found = None if content is None else agreement(model, fmt, layers, content)
+    found = None if content is None else agreement_of_checkpoint(model, fmt, layers, content)
     written = write_compressed(model, out, fmt, rounded_card(Path(model).resolve().name, fmt, len(layers), found))
     Console(no_color=no_color or None, highlight=False).print(
         f"{written}: {len(layers)} matrices in {fmt.name}", markup=False, soft_wrap=True

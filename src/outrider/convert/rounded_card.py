@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from outrider.convert.agreement import Agreement
 from outrider.kernels.formats.format import WeightFormat
+from outrider.measure.agreement import Agreement
 
 
 def rounded_card(name: str, fmt: WeightFormat, num_layers: int, found: Agreement | None) -> str:
@@ -27,8 +27,8 @@ compressed-tensors.
 |---|---|---|
 | perplexity of {found.tokens} tokens | {found.original:.3f} | {found.rounded:.3f} |
 
-The laws of {found.compared} tokens share {found.overlap:.1%} of their probability on average. The mean divergence of the
-rounded law from the original one is {found.divergence:.4f} nats. Both hold the same token likeliest in
-{found.same_choice:.1%} of all places.
+The laws of {found.compared} tokens lie {found.distance:.3f} apart on average and {found.worst_distance:.3f} at most (total
+variation). The mean divergence of the rounded law from the original one is {found.divergence:.4f} nats. Both hold the same
+token likeliest in {found.same_choice:.1%} of all places.
 """
     )

@@ -15,6 +15,7 @@ from outrider.doctor.verdict import Acceptance, Situation, Terms, judge_acceptan
 from outrider.errors import ModelError, ProposerError
 from outrider.govern.costs import Curve
 from outrider.llm import LLM
+from outrider.measure.agreement import Rounding, measure_rounding
 from outrider.measure.load import LoadWatch
 from outrider.measure.plausible import AGAIN, possible_speedup
 from outrider.measure.run import EncodedTask
@@ -76,6 +77,8 @@ class Report:
         load: Of the machine meanwhile, as a sentence.
         doubts: What cannot be believed, since other work disturbed it.
         passes_doubted: Whether the times of the target's passes are among it. Then no ratios are told.
+        target_is_rounded: Whether it was rounded when it was loaded.
+        rounding: What this costs and gains. None where it is not, or the model as it was cannot be loaded beside it.
     """
 
     target: ModelFacts
@@ -86,6 +89,8 @@ class Report:
     load: str
     doubts: tuple[str, ...] = ()
     passes_doubted: bool = False
+    target_is_rounded: bool = False
+    rounding: Rounding | None = None
 
     @property
     def healthy(self) -> bool:
@@ -140,12 +145,20 @@ class Examination:
         asked: Who is to draft. `auto` examines each of the methods that it may choose from.
         sample: What to write.
         progress: Called with the name of each part as it begins.
+        rounded: Whether the target was rounded when it was loaded.
     """
 
     def __init__(
-        self, llm: LLM, asked: SpeculationConfig, sample: Sample, progress: Callable[[str], None] = lambda _: None
+        self,
+        llm: LLM,
+        asked: SpeculationConfig,
+        sample: Sample,
+        progress: Callable[[str], None] = lambda _: None,
+        *,
+        rounded: bool = False,
     ) -> None:
         self._llm = llm
+        self._rounded = rounded
         self._asked = asked
         self._sample = sample
         self._progress = progress
@@ -165,8 +178,17 @@ class Examination:
         self._write([self._short()], PLAIN)
         speeds = [each.tokens_per_second for each in self._write(self._sample.rounds, PLAIN)]
         methods = tuple(self._method(config, passes) for config in members(self._asked))
-        said = (str(watch.load()), tuple(self._doubts), passes_doubted)
+        said = (str(watch.load()), tuple(self._doubts), passes_doubted, self._rounded, self._rounding())
         return Report(model_facts(runner), passes, median(speeds), self._sample.batch, methods, *said)
+
+    def _rounding(self) -> Rounding | None:
+        if not self._rounded:
+            return None
+        self._progress("what rounding costs")
+        try:
+            return measure_rounding(self._llm, [task.prompt_ids for task in self._texts(len(self._sample.rounds))])
+        except ModelError:
+            return None
 
     def _passes(self, runner: ModelRunner, whose: str) -> dict[int, float]:
         """The times of passes. Where they cannot be believed, this is noted."""

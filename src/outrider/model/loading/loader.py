@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from outrider.config import ModelConfig
 from outrider.errors import ContradictionError, ModelLoadError, UnsupportedModelError
 from outrider.kernels.formats.registry import FORMATS
-from outrider.kernels.weights import quantise_linears
+from outrider.kernels.weights import ExpertStack, quantise_linears
 from outrider.model import hf
 from outrider.model.loading.attempts import attempt
 from outrider.model.loading.configuration import (
@@ -94,11 +95,13 @@ def adopt_model(model: Any, config: ModelConfig, tokenizer: Any | None = None, *
         return _loaded(config, make_own(model, config, device, consume=consume), own_tokenizer, device, longest)
 
 
-def _check_rounded_rows(config: ModelConfig, model: Any, has_experts: bool) -> None:
+def _check_rounded_rows(config: ModelConfig, model: Any, stacks: Sequence[ExpertStack]) -> None:
     """Refuse activations of 8 bits where nothing rounds them."""
     remedy = "Leave activations out."
-    if has_experts:
-        raise UnsupportedModelError(config.model, "the activations of its experts are not rounded", remedy)
+    if stacks:
+        layer = next(path for path, module in model.named_modules() if module is stacks[0].module)
+        problem = f"the activations of its experts are not rounded: no product with {layer} takes rows of 8 bits"
+        raise UnsupportedModelError(config.model, problem, remedy)
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
         problem = f"the CPU rounds them, in models of float32 and bfloat16; this one is {model.dtype} on {model.device}"
         raise ContradictionError("activations", config.activations, problem, remedy)
@@ -113,7 +116,7 @@ def _loaded(
         fmt, stacks = FORMATS[config.quantization], hf.expert_stacks(model)
         if config.activations is not None:
             fmt = replace(fmt, rounds_rows=True)
-            _check_rounded_rows(config, model, bool(stacks))
+            _check_rounded_rows(config, model, stacks)
         quantise_linears(model, fmt, stacks, name=config.model)
     if model.dtype == torch.float64:
         hf.use_plain_experts(model)

@@ -1,0 +1,152 @@
+"""What rounding costs in quality: the perplexity of a text with it and without it, and how far the two laws agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from outrider.llm import LLM
+from outrider.model.batch import Segment
+from outrider.model.runner import ModelRunner
+
+#: Tokens that are read together.
+WINDOW = 512
+#: Windows whose perplexity is taken. The laws of the first ones are compared, since those of all might not fit in memory.
+_MOST_WINDOWS = 8
+#: Passes of one row that are timed, with rounding and without it in turn.
+_PAIRS = 15
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How a rounded model compares with the original on a text.
+
+    Attributes:
+        tokens: Predicted tokens behind the perplexities.
+        original, rounded: Perplexities.
+        compared: Tokens whose laws were compared.
+        distance: The mean total variation of the two laws, from 0 to 1.
+        worst_distance: The largest one.
+        divergence: The mean Kullback-Leibler divergence of the rounded law from the original one, in nats.
+        same_choice: How often both hold the same token likeliest.
+    """
+
+    tokens: int
+    original: float
+    rounded: float
+    compared: int
+    distance: float
+    worst_distance: float
+    divergence: float
+    same_choice: float
+
+    def __str__(self) -> str:
+        return (
+            f"the perplexity of {self.tokens} tokens is {self.rounded:.3f}, and {self.original:.3f} without rounding; "
+            f"the laws of {self.compared} tokens lie {self.distance:.3f} apart on average and {self.worst_distance:.3f} at "
+            f"most (total variation), and hold the same token likeliest in {self.same_choice:.1%} of all places"
+        )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model says to a text.
+
+    Attributes:
+        scores: The log-probabilities of its tokens, [n].
+        laws: The log-probabilities of all tokens in the first places, [some, vocab_size].
+    """
+
+    scores: Tensor
+    laws: Tensor
+
+
+@torch.inference_mode()
+def read(texts: Sequence[Sequence[int]], forward: Callable[[Tensor], Tensor]) -> Reading:
+    """What a model says to the beginning of texts, each in windows of its own.
+
+    Args:
+        texts: Token ids. One of them has two at least.
+        forward: Token ids [n] to logits [n, vocab_size].
+    """
+    windows = [w for text in texts for w in torch.split(torch.tensor(text), WINDOW) if len(w) > 1][:_MOST_WINDOWS]
+    scores: list[Tensor] = []
+    laws: list[Tensor] = []
+    for window in windows:
+        law = forward(window)[:-1].float().log_softmax(-1)
+        scores.append(law.gather(1, window[1:, None])[:, 0])
+        if sum(len(each) for each in laws) < WINDOW // 2:
+            laws.append(law)
+    return Reading(torch.cat(scores), torch.cat(laws))
+
+
+def agreement(original: Reading, rounded: Reading) -> Agreement:
+    """How two readings of the same texts compare."""
+    law, other = original.laws, rounded.laws
+    distances = (law.exp() - other.exp()).abs().sum(-1) / 2
+    return Agreement(
+        tokens=len(original.scores),
+        original=float(original.scores.mean().neg().exp()),
+        rounded=float(rounded.scores.mean().neg().exp()),
+        compared=len(law),
+        distance=float(distances.mean()),
+        worst_distance=float(distances.max()),
+        divergence=float((law.exp() * (law - other)).sum(-1).mean()),
+        same_choice=float((law.argmax(-1) == other.argmax(-1)).float().mean()),
+    )
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What rounding costs and gains.
+
+    Attributes:
+        agreement: With the model as it was.
+        speed: How many times as fast a pass of one row is, a median of pairs.
+    """
+
+    agreement: Agreement
+    speed: float
+
+    def __str__(self) -> str:
+        return f"{self.agreement}; a pass of one row is {self.speed:.2f} times as fast"
+
+
+def measure_rounding(llm: LLM, texts: Sequence[Sequence[int]]) -> Rounding:
+    """Compare a loaded model, which is rounded, with the same checkpoint as it is. That one is in memory meanwhile.
+
+    Args:
+        llm: The rounded model. It has no work.
+        texts: Token ids. One of them has two at least.
+
+    Raises:
+        ModelError: The original cannot be loaded, as where memory is too small for it.
+    """
+    rounded = llm.engine.runner
+    loaded = rounded.loaded
+    device = str(loaded.device)
+    with LLM(loaded.name, dtype=loaded.dtype, device=device, speculation="none", kv_cache_tokens=2 * WINDOW) as whole:
+        original = whole.engine.runner
+        readings = [read(texts, partial(_logits, runner)) for runner in (original, rounded)]
+        pairs = [(_seconds(original), _seconds(rounded)) for _ in range(_PAIRS)]
+    return Rounding(agreement(*readings), median(before / after for before, after in pairs))
+
+
+def _seconds(runner: ModelRunner) -> float:
+    """Of a pass of one row."""
+    start = perf_counter()
+    _logits(runner, torch.zeros(1, dtype=torch.int64))
+    return perf_counter() - start
+
+
+def _logits(runner: ModelRunner, window: Tensor) -> Tensor:
+    """[len(window), vocab_size] of a pass that leaves nothing in the runner's own memory."""
+    own = runner.with_own_memory(len(window))
+    blocks = own.blocks.allocate(own.blocks.blocks_for(len(window)))
+    return own.forward([Segment(window.tolist(), 0, blocks)]).logits
