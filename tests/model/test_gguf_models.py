@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, OutriderError, UnsupportedModelError
 from outrider.kernels.weights import stored_weight
 from outrider.model.loading.configuration import read_context, read_needs
+from outrider.model.loading.gguf.header import read_gguf
 from outrider.model.loading.loader import load_model
 from outrider.train.models import existing, pruned
 from outrider.train.target import FrozenTarget
@@ -57,8 +59,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 
 def test_weights_are_those_of_the_file_to_the_bit(written: Written) -> None:
-    model = load_model(ModelConfig(model=str(written.path))).model
-    assert model.dtype == torch.float32
+    model = load_model(ModelConfig(model=str(written.path), dtype="float32")).model
     for name, want in written.values.items():
         module = model.get_submodule(name.rpartition(".")[0])
         if want.dim() == 1 or not hasattr(module, "quantised_weight"):
@@ -69,13 +70,34 @@ def test_weights_are_those_of_the_file_to_the_bit(written: Written) -> None:
         assert module.weight.untyped_storage().nbytes() <= 4, "nothing is kept in full precision"
 
 
+def test_bfloat16_is_taken_where_it_holds_all_that_is_not_in_blocks(tmp_path: Path) -> None:
+    source = checkpoints.save("llama", tmp_path / "source", layers=1, intermediate_size=64)
+    stock: Any = AutoModelForCausalLM.from_pretrained(source)
+    for weight in stock.parameters():
+        weight.data = weight.bfloat16().float() if weight.dim() == 1 else weight.data
+    stock.save_pretrained(source)
+
+    def dtype(kinds: tuple[str, ...]) -> torch.dtype:
+        file = Written(source, tmp_path / "file.gguf", kinds).path
+        found: torch.dtype = load_model(ModelConfig(model=str(file))).model.dtype
+        return found
+
+    assert dtype(("Q8_0", "BF16")) == torch.bfloat16
+    assert dtype(("Q8_0", "F16")) == torch.float32
+    stock.model.norm.weight.data.fill_(1.001)
+    stock.save_pretrained(source)
+    assert dtype(("Q8_0",)) == torch.float32
+
+
 def test_texts_are_those_of_the_stock_model(written: Written, tmp_path: Path) -> None:
     plain = written.plain(tmp_path / written.model.config.model_type)
     exact = LLM(str(written.path), dtype="float64")
     want = checkpoints.greedy_by_transformers(plain, PROMPT, 10)
     assert tuple(exact.generate([PROMPT], GREEDY, speculation="suffix")[0].token_ids) == want
     llm = LLM(str(written.path))
-    assert llm.engine.runner.backend.name == "fused"
+    kinds = {tensor.type for tensor in read_gguf(str(written.path)).tensors.values() if len(tensor.shape) == 2}
+    # Rows enter products with whole numbers smaller than those with floats, so both cannot share them.
+    assert llm.engine.runner.backend.name == ("paged" if "F32" in kinds else "fused")
     ours = [llm.generate([PROMPT], GREEDY, speculation=how)[0].token_ids for how in ("none", "suffix")]
     assert ours[0] == ours[1]
 

@@ -163,11 +163,11 @@ def _load_gguf(config: ModelConfig, tokenizer: Any | None, device: torch.device,
     longest = longest_text(config, hf_config)
     check_fit(config, hf_config, device, kv_tokens, file.nbytes)
     own_tokenizer = read_gguf_tokenizer(file) if tokenizer is None else given_tokenizer(tokenizer)
-    dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
     checkpoint = GgufCheckpoint(file, hf_config)
     with exclusive_transformers():
         empty = _empty_model(config, hf_config, {})
         checkpoint.check(empty)
+        dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         model = _model_from_state(config, empty, checkpoint.state(dtype), dtype).to(device)
         checkpoint.fill(model, dtype)
         model.generation_config.eos_token_id = end_tokens(file) or None

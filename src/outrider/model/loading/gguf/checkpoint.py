@@ -64,6 +64,16 @@ class GgufCheckpoint:
             problem = f"{len(missing)} tensors are missing, that for {missing[0]} first"
             raise ModelLoadError(self._file.path, problem, _AGAIN)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of what is not in blocks: bfloat16 where this holds all of it exactly, and the numbers of all codes. Or else
+        float32."""
+        if any(tensor.type == "F16" for tensor in self._tensors.values()):
+            return torch.float32
+        floats = (self._floats(tensor) for tensor in self._tensors.values() if not self._is_packed(tensor))
+        exact = all(torch.equal(values.bfloat16().float(), values) for values in floats)
+        return torch.bfloat16 if exact else torch.float32
+
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """What transformers loads: vectors and matrices of floats, and empty weights for those in blocks."""
         state = {}
@@ -71,9 +81,7 @@ class GgufCheckpoint:
             if self._is_packed(tensor):
                 state[name] = torch.full((), float("nan"), dtype=dtype).expand(tensor.shape)
             else:
-                order = self._order(tensor)
-                values = tensor.floats() - 1 if self._known.offset_norms and "norm" in tensor.name else tensor.floats()
-                state[name] = values if order is None else values[order]
+                state[name] = self._floats(tensor)
         return state
 
     def fill(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -92,6 +100,12 @@ class GgufCheckpoint:
                 if name == "model.embed_tokens.weight" and self._config.tie_word_embeddings:
                     keep_quantised(modules["lm_head"], stored)
         self._scale_frequencies(model)
+
+    def _floats(self, tensor: GgufTensor) -> Tensor:
+        values, order = tensor.floats(), self._order(tensor)
+        if self._known.offset_norms and "norm" in tensor.name:
+            values = values - 1
+        return values if order is None else values[order]
 
     def _is_packed(self, tensor: GgufTensor) -> bool:
         return tensor.type in GGUF_TYPES and len(tensor.shape) == 2 and tensor.shape[1] % 32 == 0
