@@ -2,7 +2,8 @@
 
     python -m benchmarks.row_products --sets avx512bf16,avx2 --formats bfloat16,int8,int4-g32+a8 --rows 1,2,4,8,16
 
-Rows are rounded to 8 bits where a format ends with "+a8". Beside C(n) stands F(n): the time of n rows at the pace that 48
+Q4_0, Q4_K and so on are the blocks of GGUF files. Rows are rounded to 8 bits where a format ends with "+a8".
+Beside C(n) stands F(n): the time of n rows at the pace that 48
 rows have with weights from the cache, over T(1). So C(n) cannot be much smaller than F(n), nor than 1.
 Weights come from memory: products go through several matrices in turn, which together are larger than the caches.
 With `--cached` they come from the cache, on one thread, and the table shows microseconds, the least of all rounds: that is
@@ -23,6 +24,7 @@ from statistics import median
 
 import torch
 
+from outrider.kernels.formats.gguf import GGUF_TYPES
 from outrider.kernels.formats.registry import FORMATS, plain
 from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.library import KernelLibrary, available_sets, kernels_for
@@ -112,7 +114,16 @@ def measured(
 def _stored(name: str, weight: torch.Tensor) -> StoredWeight:
     if name == "bfloat16":
         return plain(weight)
+    if name in GGUF_TYPES:
+        return _drawn_blocks(name, weight.shape)
     return replace(FORMATS[name.removesuffix("+a8")], rounds_rows=name.endswith("+a8")).store(weight)
+
+
+def _drawn_blocks(name: str, shape: torch.Size) -> StoredWeight:
+    """Blocks of a type of GGUF files whose bits are random, with scales of one."""
+    empty = GGUF_TYPES[name].format.empty(torch.bfloat16, *shape)
+    scale = None if empty.scale is None else torch.ones_like(empty.scale)
+    return replace(empty, data=torch.randint_like(empty.data, 256), scale=scale)
 
 
 def _time(library: KernelLibrary, matrices: Sequence[PackedWeights], rows: torch.Tensor) -> float:

@@ -3,6 +3,9 @@ values."""
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,7 @@ from outrider.kernels.formats.blocks import Blocks, folded_codes, in_order, stor
 from outrider.kernels.formats.gguf import GGUF_TYPES
 from outrider.kernels.formats.registry import plain
 from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.layout import Operand
 from outrider.kernels.library import available_sets, kernels_for
 from outrider.kernels.packed import PackedWeights, product
 
@@ -91,14 +95,41 @@ def test_values_are_those_of_the_file_to_the_bit(which: str | tuple[int, int, to
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("instruction_set", available_sets())
 @pytest.mark.parametrize("which", CASES, ids=str)
-def test_products_have_the_bits_of_products_with_the_values(
-    instruction_set: str, which: str | tuple[int, int, torch.dtype, bool, bool]
+def test_products_are_those_of_the_values_and_the_same_for_any_number_of_rows(
+    instruction_set: str, which: str | tuple[int, int, torch.dtype, bool, bool], dtype: torch.dtype
 ) -> None:
     stored, want = case(which)
+    stored = replace(stored, dtype=dtype)
     library, bias = kernels_for(instruction_set), torch.linspace(-1, 1, ROWS)
     ours = PackedWeights(library, stored, bias)
+    rows = torch.randn(30, COLS, generator=torch.Generator().manual_seed(1))
+    entered = (rows.bfloat16() if ours.operand is Operand.PAIRS else rows).double()
+    exact = entered @ want.double().T + bias
+    sizes = entered.abs() @ largest_nearby(want).double().T + 1
+    found = product(library, ours.struct, rows)[:, :ROWS]
+    assert ((found - exact).abs() / sizes).max() < 2**-20
+    for count in (1, 2, 3, 5, 8, 13):
+        assert same_bits(product(library, ours.struct, rows[:count])[:, :ROWS].contiguous(), found[:count].contiguous())
+
+
+def largest_nearby(weights: Tensor) -> Tensor:
+    """The size of the largest weight among 16, which says how precise a sum over them can be."""
+    return weights.abs().reshape(len(weights), -1, 16).amax(-1).repeat_interleave(16, 1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("instruction_set", available_sets())
+@pytest.mark.parametrize("which", CASES, ids=str)
+def test_packed_weights_come_back_and_rows_are_read_to_the_bit(
+    instruction_set: str, which: str | tuple[int, int, torch.dtype, bool, bool], dtype: torch.dtype
+) -> None:
+    stored, want = case(which)
+    library = kernels_for(instruction_set)
+    ours = PackedWeights(library, replace(stored, dtype=dtype))
     back = ours.unpacked()
     assert torch.equal(back.data, stored.data)
     for column in ("scale", "zero", "order"):
@@ -106,11 +137,12 @@ def test_products_have_the_bits_of_products_with_the_values(
         assert (left is None) == (right is None)
         assert left is None or torch.equal(left, right)
     values = want if stored.order is None else want[:, stored.order.long()]
-    theirs = PackedWeights(library, plain(values.contiguous()), bias)
-    for count in (1, 2, 3, 5, 8, 13, 30):
-        rows = torch.randn(count, COLS)
-        ordered = rows if stored.order is None else rows[:, stored.order.long()]
-        assert same_bits(product(library, ours.struct, rows), product(library, theirs.struct, ordered.contiguous()))
+    for row in (0, 31, ROWS - 1):
+        found = torch.empty(COLS)
+        library.function("unpack_row", torch.float32)(
+            ctypes.byref(ours.struct), ctypes.c_int64(row), ctypes.c_void_p(found.data_ptr())
+        )
+        assert same_bits(found + 0.0, values[row] + 0.0)
 
 
 @needs_kernels

@@ -158,7 +158,7 @@ def product(library: KernelLibrary, weights: LinearStruct, rows: Tensor) -> Tens
 
 def _lowers(fmt: WeightFormat) -> bool:
     """Whether rows are made smaller before they are multiplied with whole numbers, whose scales come at the end."""
-    return fmt.code in (FormatCode.INT8, FormatCode.INT4)
+    return fmt.code not in (FormatCode.REAL, FormatCode.BF16)
 
 
 def _with_contiguous_rows(matrix: Tensor) -> Tensor:

@@ -104,7 +104,8 @@ class Blocks(WeightFormat):
         )
 
     def operand(self, dtype: torch.dtype, *, pairs: bool) -> Operand:
-        return Operand.REAL
+        exact = self.code_bits <= 8  # in bf16, before they are scaled
+        return Operand.PAIRS if pairs and exact and dtype == torch.bfloat16 else Operand.REAL
 
     def struct(self) -> BlocksStruct:
         return BlocksStruct(self.code_bits, self.values, self.subtracted, self.part, self.scales, self.lows)
