@@ -20,6 +20,9 @@ STAMP  := $(VENV)/.installed
 # Two workers, a thread each: more would spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
+# Installs a package of Debian; fails elsewhere, and for others than root.
+APT := test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq && apt-get install -qq -y --no-install-recommends
+
 .PHONY: install demo playground pages docs browser test test-all soak lint bench wheels clean
 
 install: $(STAMP)
@@ -39,13 +42,13 @@ pages:
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-# For the tests of the pages, which skip themselves where no Chromium is found. Elsewhere than on Debian as root, it is left
-# to you to install one.
+# For the tests of the pages, which skip themselves where no Chromium or no Firefox is found. Elsewhere than on Debian as root, it is
+# left to you to install them.
 browser:
 	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null \
-	|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null \
-	     && apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium > /dev/null; } \
-	|| echo "No Chromium was found or could be installed: the tests of the pages will be skipped."
+	|| { $(APT) chromium > /dev/null; } || echo "No Chromium was found or could be installed: the tests of the pages will be skipped."
+	@command -v firefox-esr > /dev/null || command -v firefox > /dev/null \
+	|| { $(APT) firefox-esr > /dev/null; } || echo "No Firefox was found or could be installed: the pages will be tested in Chromium alone."
 
 test: $(STAMP) browser lint
 	$(PYTEST) -m "not slow"
