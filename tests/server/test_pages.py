@@ -352,8 +352,9 @@ def test_a_server_that_goes_away_is_said_and_recovered_from(page: Any) -> None:
         first.process.kill()
         page.wait_for_selector(".problem:visible")
         assert "server" in page.inner_text(".problem")
-        assert page.inner_text("#verdict") == "Broken off"
-        assert page.locator("#rounds:visible").count() == 0
+        whole = page.locator("#verdict [data-turns]").count()  # on a slow machine the first turn may have ended before
+        assert page.inner_text("#verdict").startswith("Not known yet" if whole else "Broken off")
+        assert page.locator("#rounds:visible").count() == whole
     with running("--port", port):
         page.wait_for_function("() => document.querySelector('.status').textContent === 'The server is back.'")
         assert page.locator(".problem:visible").count() == 0
