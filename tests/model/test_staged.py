@@ -10,11 +10,13 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.draft import EMPTY, Draft, Law
 from outrider.errors import InputError, VocabularyMismatchError
+from outrider.govern.costs import CostTable
 from outrider.propose import registry
 from outrider.propose.base import DraftNoise, Proposer, ProposerSequence
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.methods.draft_model import DraftModelProposer
 from outrider.propose.methods.staged import StagedProposer
+from outrider.prove.engine_distribution import ScriptedClock
 from outrider.prove.tiny import save_tiny_llama
 
 PROMPTS = ["def main(", "x = [1, 2, 3, 1, 2, 3,", "class Reader:\n    def __init__(self, path):\n"]
@@ -112,6 +114,19 @@ def test_a_stage_shares_its_model_with_others(llm: LLM) -> None:
     assert {type(proposer) for proposer in found} == {StagedProposer, DraftModelProposer}
     assert len({id(proposer.runner) for proposer in found if isinstance(proposer, DraftModelProposer)}) == 1
     llm.engine.check_rest()
+
+
+def test_the_engine_may_choose_a_stage() -> None:
+    """With costs by which drafts always pay, whatever this machine does."""
+    llm = LLM(dtype="float64", block_size=8)
+    asked = {"method": "auto", "methods": [staged(DRAFTERS["a lookup"]), "suffix"]}
+    plain = llm.generate(PROMPTS, SamplingParams(seed=3, max_tokens=40), speculation="none")
+    llm.load_method(asked)
+    llm.engine.governing.script(CostTable({1: 1.0, 8: 1.01}, 0.0, {"staged": {1: 0.01, 8: 0.011}}), ScriptedClock())
+    outputs = llm.generate(PROMPTS, SamplingParams(seed=3, max_tokens=40), speculation=asked)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    assert sum(output.stats.drafted_by_method.get("staged", 0) for output in outputs) > 0
+    assert sum(output.stats.num_proposer_faults for output in outputs) == 0
 
 
 @pytest.mark.parametrize("where", ["begin", "propose", "answer"])
