@@ -28,6 +28,7 @@ NOT_RUN = {
     "pip install": _INSTALLS,
     "docker ": "Docker is not there",
     "OPENAI_API_BASE_URL=": "Open WebUI is not installed",
+    "OTEL_SERVICE_NAME=": "its launcher is not installed; tests/server/test_spans.py starts a server with the SDK",
     "lm_eval ": "its tasks come from a hub; tests/server/test_harness.py runs a task of its own",
     "RAY_ADDRESS=": "there is no cluster; tests/server/test_replicas.py starts one",
     "outrider serve MODEL --draft-model DRAFT --replicas": "tests/server/test_replicas.py runs it",

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -189,7 +190,8 @@ async def _write(service: Service, call: Call, asked: CommonRequest, make: Calla
         meter = service.meter(call.tenant)
         meter.check_tokens()
         stack.enter_context(meter.place(_size(service, asked)))
-        job = await service.job(asked, call.tenant)
+        job = replace(await service.job(asked, call.tenant), is_recorded=call.span.records)
+        call.span.asks(job, service.settings.model_name)
         shaped = make(job)
         stack.enter_context(_paid(meter, shaped))
         if asked.stream:

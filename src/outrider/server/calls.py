@@ -13,6 +13,7 @@ from outrider.params import CompletionOutput
 from outrider.server.errors import ApiError
 from outrider.server.logs import log
 from outrider.server.metrics import ServerMetrics
+from outrider.server.spans import RequestSpan
 from outrider.server.tenancy.keys import ApiKeys
 
 #: What clients may choose as the id of a request; anything else gets one of ours.
@@ -33,6 +34,7 @@ class Call:
         self.request = request
         self.path = path
         self.tenant: str | None = None
+        self.span = RequestSpan(request, path)
         self._metrics = metrics
         self._start = perf_counter()
         self._first: float | None = None
@@ -74,10 +76,12 @@ class Call:
         if self._first is None:
             self._first = self.seconds
             self._metrics.began(self._first)
+            self.span.began(self._first)
 
     def wrote(self, num_prompt_tokens: int, outputs: list[CompletionOutput]) -> None:
         """The answer is whole."""
         self._metrics.wrote(num_prompt_tokens, outputs)
+        self.span.wrote(num_prompt_tokens, outputs)
         self._facts = {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": sum(len(output.token_ids) for output in outputs),
@@ -90,6 +94,7 @@ class Call:
             return
         self._ended = True
         self._metrics.answered(self.path, status, self.seconds, self.tenant)
+        self.span.ended(status, code)
         first = {} if self._first is None else {"first_piece_seconds": round(self._first, 4)}
         facts = {"request_id": self.id, "tenant": self.tenant, "method": self.request.method, "path": self.path}
         outcome = {"status": status, "code": code, "seconds": round(self.seconds, 4), **first, **self._facts}

@@ -44,6 +44,7 @@ class Job:
         speculation: Who drafts.
         namespace: Whose it is.
         is_silent: Whether no token is told: only the prompt and its log probabilities are wanted.
+        is_recorded: Whether somebody else than the client wants to know of its rounds.
     """
 
     asked: CommonRequest
@@ -52,6 +53,7 @@ class Job:
     speculation: SpeculationConfig
     namespace: str | None
     is_silent: bool = False
+    is_recorded: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -68,7 +70,7 @@ class Job:
         return {
             "speculation": self.speculation,
             "namespace": self.namespace,
-            "trace": bool(self.asked.trace),
+            "trace": bool(self.asked.trace) or self.is_recorded,
             "prediction": self.asked.predicted,
             "priority": self.asked.priority or 0,
         }
