@@ -26,6 +26,7 @@ from outrider.prove.merged_distribution import prove_merged_verifier
 from outrider.prove.reference import ReferenceRule
 from outrider.prove.rules_distribution import prove_verifier
 from outrider.prove.settings import DRAFT, SETTINGS, STRUCTURE_SETTINGS, Setting
+from outrider.prove.stage_distribution import prove_stage
 from outrider.prove.tiny import save_tiny_llama
 from outrider.prove.tree_distribution import prove_tree_verifier
 from outrider.prove.tree_reference import TreeRule
@@ -188,6 +189,12 @@ def law_merged() -> None:
 
 def law_staged() -> None:
     _named("staged, a drawn drafter", 4)
+
+
+def law_of_stages() -> None:
+    """Of deep guesses, as drafts in short texts cannot have them."""
+    finding = prove_stage({"num_draft_tokens": 3}, SamplingParams(), Path(tempfile.mkdtemp()))
+    assert finding.passed, finding
 
 
 def law_staged_filtered() -> None:

@@ -400,6 +400,14 @@ MUTANTS = (
         "law_staged",
     ),
     Mutant(
+        "a stage claims the probabilities of the second place for all places behind it",
+        1,
+        "propose/methods/staged.py",
+        "rows[[0, *(1 + node for node in verdict.path)]]",
+        "rows[[0, *(1 + verdict.path[0] for _ in verdict.path)]]",
+        "law_of_stages",
+    ),
+    Mutant(
         "a stage drafts what it accepts of a guess and nothing else",
         23,
         "propose/methods/staged.py",

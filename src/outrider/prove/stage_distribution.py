@@ -1,0 +1,77 @@
+"""The exact law of what a stage drafts, by enumeration of all paths through its rounds.
+
+A text of a few tokens leaves a stage so little to draft that its drafter guesses one token at a time. Here nothing but the
+draft is enumerated, so guesses are deep, and may be refused at each place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import count
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from outrider.cache.blocks import BlockManager
+from outrider.cache.memory import StateMemory
+from outrider.cache.state import KVView
+from outrider.llm import LLM
+from outrider.params import SamplingParams
+from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence, Tokens
+from outrider.propose.speculation import SpeculationConfig
+from outrider.prove.findings import Finding
+from outrider.prove.forking import ForkingNoise, Outcome, explore, total_variation
+from outrider.prove.tiny import save_tiny_llama
+from outrider.verify.processing import Processing
+
+_PROMPT = (0, 1, 2, 0, 1)
+#: Tokens of a draft.
+LENGTH = 4
+#: The largest total variation that rounding may explain.
+BOUND = 1e-12
+
+
+def prove_stage(guesses: Mapping[str, Any], params: SamplingParams, folder: Path) -> Finding:
+    """Total variation between what a stage drafts and what its draft model drafts alone, or what the stage says of it,
+    whichever is larger.
+
+    Args:
+        guesses: How its drafter guesses, a draft model with other weights.
+        params: Of the text.
+        folder: Where two tiny models are written.
+    """
+    drafter, own = (save_tiny_llama(folder / name, seed) for name, seed in (("target", 1), ("draft", 2)))
+    llm = LLM(drafter, dtype="float64", device="cpu", block_size=2, max_num_seqs=1)
+    alone = {"method": "draft_model", "model": own, "num_draft_tokens": LENGTH}
+    staged = {**alone, "method": "staged", "drafter": {"method": "draft_model", "model": drafter, **guesses}}
+    laws = []
+    for asked in (staged, alone):
+        (proposer,) = llm.engine.proposers.prepare(llm.resolve(SpeculationConfig.of(asked)))
+        laws.append(_drafts(proposer, params))
+    (found, stated), (expected, _) = laws
+    distance = max(total_variation(found, expected), total_variation(found, stated))
+    return Finding(distance, BOUND, f"drafts of {LENGTH} tokens", horizon=LENGTH)
+
+
+def _drafts(proposer: Proposer, params: SamplingParams) -> tuple[dict[Outcome, float], dict[Outcome, float]]:
+    """The exact law of a draft, and the probability of each draft by the laws that it states of its tokens."""
+    noise, numbers, stated = ForkingNoise(), count(1 << 40), dict[Outcome, float]()
+
+    def run(width: int) -> Iterator[Outcome]:
+        tokens = Tokens(list(_PROMPT))
+        kv = KVView(StateMemory(BlockManager(1, 1)).state())  # nothing is ever kept in it
+        text = ProposerSequence(next(numbers), tokens, 1, params, Processing(params, tokens, 1), 0, 0, kv)
+        proposer.begin(text)
+        try:
+            (draft,) = proposer.propose([ProposeRequest(text, LENGTH, LENGTH)], DraftNoise(noise))
+        finally:
+            proposer.finish(text)
+        assert draft.is_chain
+        assert draft.draft_probs is not None
+        probability = prod(float(row[token]) for row, token in zip(draft.draft_probs, draft.token_ids, strict=True))
+        first = stated.setdefault(draft.token_ids, probability)
+        if abs(first - probability) > BOUND:
+            stated[draft.token_ids] = 1.0 + first  # what a stage says of a token must not depend on how it came to it
+        yield draft.token_ids
+
+    return explore(run, noise).probs, stated

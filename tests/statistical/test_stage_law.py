@@ -1,0 +1,27 @@
+"""A stage draws exactly what its draft model would draw, however deep its drafter guesses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import SamplingParams
+from outrider.prove.stage_distribution import prove_stage
+
+_FILTERED = {"temperature": 1.4, "top_k": 2, "frequency_penalty": 0.7}
+#: How the drafter, which has the target's weights, guesses; and the parameters of the text.
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "chains": ({"num_draft_tokens": 3}, {}),
+    "chains, filtered": ({"num_draft_tokens": 3}, _FILTERED),
+    "chains under the token rule, filtered": ({"num_draft_tokens": 3, "rule": "token"}, _FILTERED),
+    "chains that are walked, filtered": ({"num_draft_tokens": 3, "rule": "walk"}, _FILTERED),
+    "trees": ({"tree": (2, 1), "num_draft_tokens": 4}, {}),
+}
+
+
+@pytest.mark.parametrize(("guesses", "params"), SETTINGS.values(), ids=SETTINGS)
+def test_a_stage_draws_from_its_draft_model(guesses: dict[str, Any], params: dict[str, Any], tmp_path: Path) -> None:
+    finding = prove_stage(guesses, SamplingParams(**params), tmp_path)
+    assert finding.passed, finding
