@@ -8,7 +8,18 @@ from importlib.util import find_spec
 from outrider.kernels.library import FILE, available_sets
 
 #: What the extra `dev` brings for tests that skip themselves elsewhere.
-PACKAGES = ("accelerate", "axe_playwright_python", "gguf", "llguidance", "matplotlib", "playwright", "ray")
+PACKAGES = (
+    "accelerate",
+    "axe_playwright_python",
+    "compressed_tensors",
+    "gguf",
+    "llguidance",
+    "matplotlib",
+    "mkdocs",
+    "playwright",
+    "ray",
+    "websockets",
+)
 
 
 def problems() -> list[str]:

@@ -96,12 +96,13 @@ def serve_replicas(
     with ExitStack() as stack:
         try:
             serve.start(ProxyLocation.HeadOnly, options)
-            stack.enter_context(watched(count, _num_running))
+            look = stack.enter_context(watched(count, _num_running))
             serve.run(_application(make, count, shared, settings, keys, slack), name=_NAME, route_prefix="/")
         except Exception as error:
             problem = f"the replicas do not start ({_reason(error)})"
             raise OtherEngineError("Ray Serve", problem, "Correct what it names.") from error
         stack.callback(_drain, drain_seconds)
+        look()  # so that the log tells of the replicas before it says that they listen
         scheme = "https" if options.ssl_certfile else "http"
         host = f"[{options.host}]" if ":" in str(options.host) else options.host
         log("listening", {"url": f"{scheme}://{host}:{options.port}", "model": settings.model_name, "replicas": count})

@@ -14,30 +14,36 @@ _SECONDS = 0.5
 
 
 @contextmanager
-def watched(count: int, num_running: Callable[[], int]) -> Iterator[None]:
+def watched(count: int, num_running: Callable[[], int]) -> Iterator[Callable[[], None]]:
     """Within the block, log how many replicas run whenever that changes.
 
     Args:
         count: How many there should be.
         num_running: How many there are. Errors that it raises are taken for no answer.
+
+    Yields:
+        What looks at once, and not only at the next turn.
     """
-    over = threading.Event()
+    over, lock = threading.Event(), threading.Lock()
+    known: int | None = None
+
+    def look() -> None:
+        nonlocal known
+        with lock, suppress(Exception):  # who serves tells of an error; here it means only that nothing is known
+            found = num_running()
+            if found != known:
+                _tell(known, found, count)
+                known = found
 
     def watch() -> None:
-        known: int | None = None
-        while True:
-            with suppress(Exception):  # who serves tells of it; here it means only that nothing is known
-                found = num_running()
-                if found != known:
-                    _tell(known, found, count)
-                known = found
-            if over.wait(_SECONDS):
-                return
+        look()
+        while not over.wait(_SECONDS):
+            look()
 
     thread = threading.Thread(target=watch, name="outrider-watch", daemon=True)
     thread.start()
     try:
-        yield
+        yield look
     finally:
         over.set()
         thread.join()
