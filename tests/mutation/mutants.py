@@ -400,11 +400,11 @@ MUTANTS = (
         "law_staged",
     ),
     Mutant(
-        "a stage claims the probabilities of the second place for all places behind it",
+        "a stage claims the probabilities of the third place for all places behind it",
         1,
         "propose/methods/staged.py",
         "rows[[0, *(1 + node for node in verdict.path)]]",
-        "rows[[0, *(1 + verdict.path[0] for _ in verdict.path)]]",
+        "rows[[0, *(1 + verdict.path[min(i, 1)] for i in range(len(verdict.path)))]]",
         "law_of_stages",
     ),
     Mutant(

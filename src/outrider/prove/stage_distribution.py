@@ -1,7 +1,7 @@
 """The exact law of what a stage drafts, by enumeration of all paths through its rounds.
 
-A text of a few tokens leaves a stage so little to draft that its drafter guesses one token at a time. Here nothing but the
-draft is enumerated, so guesses are deep, and may be refused at each place.
+The engine's proof enumerates texts of four tokens, in which a drafter guesses two tokens at most. Here nothing but the
+draft is enumerated, so guesses are deeper, and may be refused at each place.
 """
 
 from __future__ import annotations
