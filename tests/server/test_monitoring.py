@@ -23,10 +23,14 @@ KEY = {"Authorization": "Bearer secret"}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Started with the options of the compose file, and with a key, so that there is a tenant."""
+    """Started with the options of the compose file, and with a key, so that there is a tenant.
+
+    One answer names its method: the engine's own choice may be not to draft, and then no member has drafted anything.
+    """
     with running(*COMPOSE["services"]["outrider"]["command"], OUTRIDER_API_KEYS="team:secret") as server:
-        for stream in (False, True):
-            body = {"prompt": "def f(x):\n", "max_tokens": 24, "temperature": 0, "stream": stream}
+        for stream, method in ((True, None), (False, "draft_model")):
+            body = {"prompt": "def f(x):\n", "max_tokens": 24, "temperature": 0}
+            body |= {"stream": stream, "speculation": method}
             assert server.post("/v1/completions", body, headers=KEY).status_code == 200
         yield server
 
