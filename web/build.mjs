@@ -1,4 +1,4 @@
-// Bundles the pages into the package, writes the front page of the documentation site, and writes down of which sources: tests/server/test_pages_built.py reads that.
+// Bundles the pages into the package, writes the front page of the documentation site, and writes down of which sources: tests/server/pages/test_built.py reads that.
 import { createHash } from "node:crypto";
 import { readdirSync, readFileSync, rmSync, writeFileSync, mkdirSync } from "node:fs";
 import { join, relative } from "node:path";
@@ -47,7 +47,7 @@ writeFileSync(join(out, "learn.html"), page("learn.html", "learn.ts", "server", 
 const front = join(here, "../docs/front.html");
 writeFileSync(front, page("learn.html", "learn.ts", "site", "learn"));
 
-/** Digest of files, by name and content; tests/server/test_pages_built.py does the same. */
+/** Digest of files, by name and content; tests/server/pages/test_built.py does the same. */
 function digest(folder, files) {
   const found = createHash("sha256");
   for (const file of files.toSorted()) {

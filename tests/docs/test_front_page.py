@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.docs.blocks import ROOT
-from tests.server.browser import WIDTHS, Watch, browsing, check
+from tests.server.pages.browser import WIDTHS, Watch, browsing, check
 
 RECORD = json.loads((ROOT / "web" / "src" / "recorded.json").read_text("utf-8"))
 

@@ -19,11 +19,11 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.server.pages.files import BUILT
-from tests.server.browser import Watch, browsing
+from tests.server.pages.browser import Watch, browsing
+from tests.server.pages.playground import open_playground, run
 from tests.server.replicas import engine_pids, kill_all, kill_one, listening_at, replicas
 from tests.server.running import Server, running
 from tests.server.test_faults import Told, disturb
-from tests.server.test_pages import open_playground, run
 from tests.server.wire import Connection
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; it comes with outrider[ray]")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.browser import WIDTHS, Watch, browsing, check
+from tests.server.pages.browser import WIDTHS, Watch, check
 from tests.server.running import Server, running
 
 #: A guess for every experiment, at least one in each scene.
@@ -34,14 +34,14 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def page(server: Server) -> Iterator[Any]:
-    with browsing() as browser:
-        page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-        page.set_default_timeout(60_000)
-        page.watch = Watch(page)
-        page.goto(f"{server.url}/learn")
-        page.wait_for_selector("#lab-7 .experiment")
-        yield page
+def page(browser: Any, server: Server) -> Iterator[Any]:
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    page.set_default_timeout(60_000)
+    page.watch = Watch(page)
+    page.goto(f"{server.url}/learn")
+    page.wait_for_selector("#lab-7 .experiment")
+    yield page
+    page.close()
 
 
 def measure(page: Any, scene: int, number: int = 0) -> list[dict[str, Any]]:

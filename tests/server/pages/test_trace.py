@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.server.browser import Watch, browsing
+from tests.server.pages.browser import Watch
+from tests.server.pages.expected import STUDENT, notes_of, residuals
 from tests.server.running import Server, running
-from tests.server.test_pages import STUDENT, notes_of, residuals
 
 PROMPT = "x = [1, 2, 3]\nx = [1, 2, 3]\nx = ["
 #: Settings, and what is drawn: nothing, by a seed, or freely.
@@ -75,15 +75,15 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def page(server: Server) -> Iterator[Any]:
-    with browsing() as browser:
-        page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-        page.set_default_timeout(60_000)
-        page.watch = Watch(page)
-        page.goto(f"{server.url}/")
-        page.wait_for_selector("#go:enabled")
-        yield page
-        assert page.watch.problems == []
+def page(browser: Any, server: Server) -> Iterator[Any]:
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    page.set_default_timeout(60_000)
+    page.watch = Watch(page)
+    page.goto(f"{server.url}/")
+    page.wait_for_selector("#go:enabled")
+    yield page
+    page.close()
+    assert page.watch.problems == []
 
 
 def written(server: Server, asked: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.firefox import FirefoxPage, browsing_in_firefox
+from tests.server.pages.firefox import FirefoxPage, browsing_in_firefox
 from tests.server.running import Server, running
 
 SLIDE = "(([e, v]) => { e.value = v; e.dispatchEvent(new Event('input')) })([document.querySelector('#%s'), %s])"

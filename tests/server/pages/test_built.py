@@ -9,7 +9,7 @@ from pathlib import Path
 
 from outrider.server.pages.files import BUILT
 
-WEB = Path(__file__).parents[2] / "web"
+WEB = Path(__file__).parents[3] / "web"
 SETTINGS = ("build.mjs", "package.json", "package-lock.json", "tsconfig.json")
 REMEDY = "run `make pages`, and commit what it built"
 
