@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.engine.proposing import calibration, governing, keeping
+from outrider.engine.proposing import calibration, governed, governing, keeping, shadow_scores
 from outrider.engine.proposing.governing import Governing
 from outrider.errors import InvalidParameterError
 from outrider.govern.costs import CostTable, StepTimes, StepWork
@@ -48,7 +48,7 @@ def auto(*members: object) -> SpeculationConfig:
     return SpeculationConfig(method=Auto(methods=members))
 
 
-def governed(pair: tuple[str, str], **options: object) -> LLM:
+def chosen_for(pair: tuple[str, str], **options: object) -> LLM:
     llm = LLM(pair[0], dtype="float64", speculation=auto("suffix", {"method": "draft_model", "model": pair[1]}), **options)
     llm.engine.governing.script(FREE, steady)
     return llm
@@ -56,7 +56,7 @@ def governed(pair: tuple[str, str], **options: object) -> LLM:
 
 @pytest.mark.parametrize("params", [{"seed": 3}, {"temperature": 0.0}], ids=["seeded", "greedy"])
 def test_it_writes_what_plain_decoding_writes(pair: tuple[str, str], params: dict[str, float]) -> None:
-    with governed(pair) as llm:
+    with chosen_for(pair) as llm:
         sampling = SamplingParams(max_tokens=60, **params)
         prompts = [COPY, COPY[1:], [0]]
         chosen = [output.outputs[0].token_ids for output in llm.generate(prompts, sampling)]
@@ -68,7 +68,7 @@ def test_it_writes_what_plain_decoding_writes(pair: tuple[str, str], params: dic
 
 
 def test_nothing_is_drafted_before_the_first_token_and_every_round_says_why(pair: tuple[str, str]) -> None:
-    with governed(pair) as llm:
+    with chosen_for(pair) as llm:
         (output,) = llm.generate([COPY], SamplingParams(max_tokens=40, seed=1), trace=True)
         first, *others = output.outputs[0].rounds
         assert not first.token_ids
@@ -90,7 +90,7 @@ def test_an_idle_lookup_is_charged_for_its_draft_and_for_what_becomes_of_it(
         real(governor, method, num_texts, seconds)
 
     monkeypatch.setattr(Governor, "observe_shadow_seconds", observe)
-    with governed(pair) as llm:
+    with chosen_for(pair) as llm:
         rows_never_pay = CostTable({1: 1.0, 2: 99.0, 128: 9999.0}, 0.0, FREE.drafts)
         llm.engine.governing.script(rows_never_pay, steady)
         llm.generate([COPY] * 4, SamplingParams(max_tokens=60, seed=1))
@@ -101,7 +101,7 @@ def test_an_idle_lookup_is_charged_for_its_draft_and_for_what_becomes_of_it(
 def test_texts_that_rest_are_seldom_asked_after(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step without drafts takes beside a plain one is lost, and no bucket pays for it."""
     asked, real = [0], Governing._running
-    with governed(pair, max_num_seqs=8) as llm:
+    with chosen_for(pair, max_num_seqs=8) as llm:
         llm.engine.governing.script(CostTable({1: 1.0, 2: 99.0, 128: 9999.0}, 0.0, FREE.drafts), steady)
         llm.generate([COPY] * 8, SamplingParams(max_tokens=5, seed=1))
 
@@ -117,7 +117,7 @@ def test_texts_that_rest_are_seldom_asked_after(pair: tuple[str, str], monkeypat
 
 
 def test_choices_and_their_reasons_are_counted(pair: tuple[str, str]) -> None:
-    with governed(pair) as llm:
+    with chosen_for(pair) as llm:
         llm.generate([COPY], SamplingParams(max_tokens=40, seed=1))
         text = ServerMetrics("m").text(llm.between_steps(lambda engine: EngineState.of(engine, llm.health)), {}).decode()
         chosen, reasons = llm.stats.chosen, llm.stats.reasons
@@ -130,7 +130,7 @@ def test_choices_and_their_reasons_are_counted(pair: tuple[str, str]) -> None:
 
 
 def test_other_requests_of_the_batch_draft_as_they_ask(pair: tuple[str, str]) -> None:
-    with governed(pair) as llm:
+    with chosen_for(pair) as llm:
         asked = [None, "none", "ngram"]
         outputs = llm.generate([COPY] * 3, SamplingParams(max_tokens=30, seed=2), speculation=asked, trace=True)
         assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
@@ -152,11 +152,11 @@ def test_where_rows_depend_on_their_pass_a_seeded_text_is_decoded_plainly(pair: 
 
 
 def test_samples_of_one_prompt_and_texts_that_end_early(pair: tuple[str, str]) -> None:
-    with governed(pair, block_size=2) as llm:
+    with chosen_for(pair, block_size=2) as llm:
         outputs = llm.generate([COPY] * 4, [SamplingParams(max_tokens=n, n=2, seed=n) for n in (1, 2, 7, 30)])
         assert [len(sample.token_ids) for output in outputs for sample in output.outputs] == [1, 1, 2, 2, 7, 7, 30, 30]
         assert not llm.engine.governing._of
-        assert not llm.engine.governing._pending
+        assert not llm.engine.governing._scores._pending
         llm.engine.check_rest()
 
 
@@ -222,7 +222,7 @@ def test_an_idle_model_reads_in_parts_and_is_scored_where_the_text_is_new(
     rows: int, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draft is the target, so that every token of a greedy text would have stood."""
-    for module in (draft_model, governing):
+    for module in (draft_model, governed, shadow_scores):
         monkeypatch.setattr(module, "CATCH_UP_ROWS", rows)
     found: list[list[float]] = []
     stock = Governor.observe_overlaps
@@ -261,8 +261,8 @@ def test_what_was_learnt_is_kept_for_a_few_sets_of_methods(pair: tuple[str, str]
         for longest in range(1, 30):
             settings = auto({"method": "suffix", "num_draft_tokens": longest})
             llm.generate([COPY], SamplingParams(max_tokens=3, seed=1), speculation=settings)
-        assert len(llm.engine.governing._governed) == governing._MOST_SETTINGS
-        assert llm.engine.governing._governed[-1].candidates == settings.candidates
+        assert len(llm.engine.governing._sets.alive) == governed.MOST_SETS
+        assert llm.engine.governing._sets.alive[-1].candidates == settings.candidates
         llm.engine.check_rest()
 
 
@@ -378,7 +378,7 @@ def test_what_a_governor_raises_costs_the_choice_and_no_request(
 
     monkeypatch.setattr(Governor, question, broken)
     sampling = SamplingParams(max_tokens=40, seed=1)
-    with governed(pair) as llm:
+    with chosen_for(pair) as llm:
         chosen = llm.generate([COPY, COPY[1:]], sampling)
         assert all(output.error is None for output in chosen)
         assert "ZeroDivisionError" in caplog.text
@@ -399,7 +399,7 @@ def test_a_governor_that_stumbled_once_chooses_again(pair: tuple[str, str], monk
         stock(self, work, times)
 
     monkeypatch.setattr(Governor, "observe_step", stumbles)
-    with governed(pair) as llm:
+    with chosen_for(pair) as llm:
         llm.generate([COPY], SamplingParams(max_tokens=40, seed=1))
         llm.stats.reset()
         (output,) = llm.generate([COPY], SamplingParams(max_tokens=40, seed=1))

@@ -37,7 +37,7 @@ def opened(target: str, draft: str) -> LLM:
 
 
 def acceptance(llm: LLM) -> AcceptanceModel:
-    return llm.engine.governing._governed[0].governor.acceptance
+    return llm.engine.governing._sets.alive[0].governor.acceptance
 
 
 def used(target: str, draft: str) -> None:

@@ -10,7 +10,7 @@ from outrider.draft import Draft, Law
 from outrider.engine import engine, verification
 from outrider.engine.proposing import drafting
 from outrider.engine.proposing.drafting import StepDraft
-from outrider.engine.proposing.governing import Governing
+from outrider.engine.proposing.governed import GovernedSets
 from outrider.govern.acceptance import Experience
 from outrider.govern.counts import POSITIONS, Shares
 from outrider.propose.base import DraftNoise
@@ -241,12 +241,12 @@ def test_a_choice_that_is_made_after_the_draw_is_noticed(proof, monkeypatch):
 
 
 def test_what_earlier_processes_learnt_shapes_choices_and_never_the_law(proof, monkeypatch):
-    real, chosen = Governing._new_governor, []
+    real, chosen = GovernedSets.new_governor, []
     for chance in (0.02, 0.98):
         counted = Shares((30.0,) * POSITIONS, (30.0 * chance,) * POSITIONS, 60.0 * chance)
         known = dict.fromkeys(("draft_model", "ngram"), Experience(counted, counted))
         monkeypatch.setattr(
-            Governing, "_new_governor", lambda self, members, table, known=known: real(self, members, table, known)
+            GovernedSets, "new_governor", lambda self, members, table, known=known: real(self, members, table, known)
         )
         proof.llm.stats.reset()
         assert proof.prove(BY_NAME["the engine chooses, a lookup first"]).measured <= BOUND
