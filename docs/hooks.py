@@ -22,6 +22,7 @@ BUILT = ROOT / "src" / "outrider" / "server" / "pages" / "built"
 #: Links to files, with their anchors; those to other sites and within a page are left alone.
 _LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
+_SEARCH = 'class="md-search" data-md-component="search" role="dialog"'
 _COMMAND = "<!-- the options of the command -->"
 
 
@@ -56,6 +57,12 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
     return "".join(part if place % 2 else _LINK.sub(moved, part) for place, part in enumerate(parts))
 
 
+def on_post_page(output: str, page: Page, config: Any) -> str:
+    """Name the search box for a screen reader, and let empty corners of tables be no headers."""
+    output = output.replace(_SEARCH, f'{_SEARCH} aria-label="Search"')
+    return re.sub(r"<th([^>]*)>\s*</th>", r"<td\1></td>", output)
+
+
 def _place(path: str) -> str:
     """Where a file of the repository is among the sources of the site."""
     return path.removeprefix("docs/") if path.startswith("docs/") else f"project/{path}"
@@ -88,5 +95,4 @@ def _options() -> str:
 
     command = get_command(app)
     context = command.make_context("outrider", [], resilient_parsing=True)
-    told = get_docs_for_click(obj=command, ctx=context, name="outrider")
-    return told.partition("\n")[2].replace("\n#", "\n##")
+    return get_docs_for_click(obj=command, ctx=context, name="outrider").partition("\n")[2]

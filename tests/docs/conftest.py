@@ -9,7 +9,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -101,3 +104,21 @@ def server_with_keys(folder: Path) -> Iterator[Server]:
     """The same with the keys of the pages."""
     with running("--api-key-file", str(folder / "keys.txt")) as server:
         yield server
+
+
+class Files(SimpleHTTPRequestHandler):
+    """Answers from a folder, and says nothing."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def address(site: Path) -> Iterator[str]:
+    """Of a server that knows nothing but files."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=str(site))) as files:
+        thread = Thread(target=files.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{files.server_port}"
+        files.shutdown()
+        thread.join()

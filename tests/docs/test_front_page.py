@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -16,24 +13,6 @@ from tests.docs.blocks import ROOT
 from tests.server.pages.browser import WIDTHS, Watch, browsing, check
 
 RECORD = json.loads((ROOT / "web" / "src" / "recorded.json").read_text("utf-8"))
-
-
-class Files(SimpleHTTPRequestHandler):
-    """Answers from a folder, and says nothing."""
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def address(site: Path) -> Iterator[str]:
-    """Of a server that knows nothing but files."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=str(site))) as files:
-        thread = Thread(target=files.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{files.server_port}"
-        files.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="module")
