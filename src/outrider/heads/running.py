@@ -29,7 +29,7 @@ class RunningHeads:
         self.config = config
         self._target = target
         self._network = network.to(target.device, target.dtype)
-        self._rows_dtype = _prepare(self._network, target)
+        self._rows_dtype = use_kernels(self._network, target)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
@@ -62,8 +62,8 @@ def open_heads(folder: str, method: str, target: Target) -> RunningHeads:
     return RunningHeads(config, network, target)
 
 
-def _prepare(network: HeadNetwork, target: Target) -> torch.dtype:
-    """Let our kernels compute the products where they can; returns the dtype in which rows are given."""
+def use_kernels(network: nn.Module, target: Target) -> torch.dtype:
+    """Let our kernels compute the products of a head where they can; returns the dtype in which rows are given."""
     library = kernel_library()
     if library is not None:
         use_packed_linear(network, library)

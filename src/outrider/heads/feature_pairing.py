@@ -1,0 +1,67 @@
+"""Checks that a published head fits a target.
+
+Such a head has no witness of the target's hidden states. It is compared by shapes, by the classes of the model that it
+names, and by its embeddings where it brings a copy of the target's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from outrider.errors import HeadMismatchError
+from outrider.heads.checkpoint import witness_tokens
+from outrider.heads.feature_config import FeatureHeadConfig
+from outrider.model.lone_layer import is_model_class, model_class
+from outrider.model.target import Target
+
+_REMEDY = "Use a head that was made for this target."
+#: Least mean cosine between embeddings of the head and the target. A copy, rounded or trained on, has nearly 1; the
+#: embeddings of another model have nearly 0.
+LEAST_COSINE = 0.5
+
+
+def paired_layers(folder: str, config: FeatureHeadConfig, target: Target) -> tuple[int, ...]:
+    """The layers of the target whose inputs a head reads.
+
+    Raises:
+        HeadMismatchError: The target does not have them, or is of another shape than the head needs.
+    """
+    needed = {"hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
+    for field, value in needed.items():
+        found = getattr(target, field)
+        if found != value:
+            problem = f"it was made for a target with {field}={value}, and {target.name!r} has {found}"
+            raise HeadMismatchError(folder, problem, _REMEDY, field, value, found)
+    _check_architecture(folder, config, target)
+    count = target.num_layers
+    layers = (2, count // 2, count - 3) if config.aux_layers is None else config.aux_layers
+    if list(layers) != sorted(set(layers)) or layers[-1] >= count:
+        problem = f"it reads what enters layers {', '.join(map(str, layers))}, and {target.name!r} has {count} layers"
+        raise HeadMismatchError(folder, problem, _REMEDY, "num_layers", layers[-1] + 1, count)
+    return layers
+
+
+def check_embedding(folder: str, config: FeatureHeadConfig, own: nn.Embedding | None, target: Target) -> None:
+    """Raise HeadMismatchError where a head's embeddings are not the target's, or where it has none and cannot take them."""
+    if own is None:
+        if config.hidden_size != target.hidden_size:
+            problem = f"it brings no embed_tokens.weight, and the target's are {target.hidden_size} wide"
+            raise HeadMismatchError(folder, problem, _REMEDY, "hidden_size", config.hidden_size, target.hidden_size)
+        return
+    if config.trains_embedding or config.hidden_size != target.hidden_size:
+        return
+    tokens = witness_tokens(target.vocab_size)
+    theirs, ours = own(tokens.to(own.weight.device)).double().cpu(), target.embed(tokens).double().cpu()
+    cosine = float(torch.cosine_similarity(theirs, ours, dim=-1).mean())
+    if not cosine >= LEAST_COSINE:
+        problem = f"its embed_tokens.weight is no copy of the embeddings of {target.name!r} (mean cosine {cosine:.2f})"
+        raise HeadMismatchError(folder, problem, _REMEDY, "embed_tokens.weight", LEAST_COSINE, cosine)
+
+
+def _check_architecture(folder: str, config: FeatureHeadConfig, target: Target) -> None:
+    own = model_class(target.model_type)
+    foreign = [name for name in config.architectures if is_model_class(name)]
+    if own is not None and foreign and own not in foreign:
+        problem = f"it was made for {config.verifier!r}, which is a {foreign[0]}, and {target.name!r} is a {own}"
+        raise HeadMismatchError(folder, problem, _REMEDY, "architectures", foreign[0], own)

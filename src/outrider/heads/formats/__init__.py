@@ -1,0 +1,1 @@
+"""Readers of published heads, one format a file."""

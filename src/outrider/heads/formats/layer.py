@@ -1,0 +1,98 @@
+"""The layer of a published head: transformers' configuration of it, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.errors import ModelLoadError
+from outrider.heads.formats.folder import CONFIG
+from outrider.model.lone_layer import knows_activation, layer_config
+
+#: Kinds of layers that heads are published with, by transformers' name.
+KINDS = ("llama", "qwen3")
+#: Rotary factors that do not change with the length of a text.
+_ROTARY = ("default", "linear", "llama3", "yarn")
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+_OTHER = "Use another head."
+
+
+def read_layer(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
+    """transformers' configuration of the layer that a mapping describes; what it leaves out has transformers' defaults.
+
+    Args:
+        folder: Of the head, to name.
+        mapping: The fields.
+        kind: transformers' name for the model that has such layers.
+
+    Raises:
+        ModelLoadError: It cannot be read, or is a layer that this version does not compute.
+    """
+    if kind not in KINDS:
+        raise refused(
+            folder, "model_type", kind, "its layers are not known", f"Use heads with layers of {', '.join(KINDS)}."
+        )
+    fields = {name: value for name, value in mapping.items() if name != "model_type"}
+    try:
+        layer: Any = layer_config(kind, fields)
+    except Exception as error:  # whatever transformers raises for a field that it cannot use
+        raise ModelLoadError(folder, f"{CONFIG} describes no {kind} layer ({error})", _OTHER) from error
+    for name in _SIZES:
+        size = getattr(layer, name, None)
+        if type(size) is not int or size < 1:
+            raise refused(folder, name, size, "no size", "Use a whole number from 1 on.")
+    if layer.num_attention_heads % layer.num_key_value_heads or layer.head_dim % 2:
+        shape = [layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim]
+        problem = "heads, key-value heads and width of a head do not go together"
+        raise refused(folder, "num_attention_heads", shape, problem, _OTHER)
+    if layer.num_hidden_layers != 1:
+        raise refused(folder, "num_hidden_layers", layer.num_hidden_layers, "heads of one layer are read", _OTHER)
+    rotary = (layer.rope_parameters or {}).get("rope_type", "default")
+    if rotary not in _ROTARY:
+        problem = "such rotary factors change with the length of a text"
+        raise refused(folder, "rope_type", rotary, problem, f"Use heads with one of {', '.join(_ROTARY)}.")
+    if "sliding_attention" in (getattr(layer, "layer_types", None) or ()):
+        raise refused(folder, "layer_types", layer.layer_types, "a window is not computed", _OTHER)
+    if not knows_activation(layer.hidden_act):
+        raise refused(folder, "hidden_act", layer.hidden_act, "no such activation", _OTHER)
+    return layer
+
+
+def read_layer_ids(folder: str, ids: Any) -> tuple[int, ...]:
+    """Layers of the target whose inputs a head reads.
+
+    Raises:
+        ModelLoadError: They are no layers in ascending order. vLLM joins their states in the order of the layers and others
+            in the order of the list, so a list in another order says two things.
+    """
+    if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
+        raise refused(folder, "eagle_aux_hidden_state_layer_ids", ids, "no list of layers", _OTHER)
+    if ids != sorted(set(ids)):
+        problem = "it does not say in which order their states are joined"
+        raise refused(folder, "eagle_aux_hidden_state_layer_ids", ids, problem, "Use a head with ascending layers.")
+    return tuple(ids)
+
+
+def read_flag(folder: str, mapping: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A flag of a configuration.
+
+    Raises:
+        ModelLoadError: It is neither true nor false.
+    """
+    value = mapping.get(name, default)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise refused(folder, name, value, "neither true nor false", "Use true or false.")
+    return value
+
+
+def refused(folder: str, field: str, value: object, problem: str, remedy: str) -> ModelLoadError:
+    """The error for a field of the configuration."""
+    return ModelLoadError(folder, f"{CONFIG} has {field}={value!r}: {problem}", remedy)

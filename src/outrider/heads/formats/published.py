@@ -1,0 +1,141 @@
+"""PublishedHead: a head as its file says it, whatever format it came in."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ModelLoadError
+from outrider.heads.feature_config import FeatureHeadConfig
+from outrider.heads.feature_networks import Eagle3Network
+from outrider.heads.formats import safeailab, speculators
+from outrider.heads.formats.folder import CONFIG, HeadTensor, read_config, read_tensors
+from outrider.heads.formats.layer import refused
+
+_FORMATS: tuple[Any, ...] = (safeailab, speculators)
+_EMBEDDING = "embed_tokens.weight"
+#: Copies of the target's own weights, which a target lends anyway.
+_COPIES = ("verifier_norm.", "verifier_lm_head.")
+_OTHER = "Use the head as it was published, or another one."
+
+
+class PublishedHead(NamedTuple):
+    """A head from a folder.
+
+    Attributes:
+        folder: Where it lies.
+        config: Its shape.
+        network: Its layers.
+        tokens: [draft_vocab_size] the target's token for each of its own; None where they are the same.
+    """
+
+    folder: str
+    config: FeatureHeadConfig
+    network: Eagle3Network
+    tokens: Tensor | None
+
+
+def read_head_config(folder: str) -> FeatureHeadConfig:
+    """What the head in a folder says of itself, without its tensors.
+
+    Raises:
+        InvalidParameterError: No such folder.
+        ModelLoadError: It holds no head of a known format, or the file does not settle what a field means.
+    """
+    return _read_config(folder)[0]
+
+
+def read_head(folder: str) -> PublishedHead:
+    """The head in a folder.
+
+    Raises:
+        InvalidParameterError: No such folder.
+        ModelLoadError: It holds no head of a known format, its file does not settle what a field means, or a tensor is
+            missing, corrupt, pickled or of another shape.
+    """
+    config, form = _read_config(folder)
+    tensors = {_renamed(name, form.PREFIXES): found for name, found in read_tensors(folder).items()}
+    tensors = {name: found for name, found in tensors.items() if not name.startswith(_COPIES)}
+    tokens = _tokens(folder, config, tensors.pop("d2t", None), tensors.pop("t2d", None))
+    with torch.device("meta"):
+        network = Eagle3Network(config, own_embedding=_EMBEDDING in tensors)
+    _check_shapes(folder, {name: list(w.shape) for name, w in network.state_dict().items()}, tensors, form.PREFIXES)
+    network.load_state_dict({name: found.tensor for name, found in tensors.items()}, assign=True)
+    return PublishedHead(folder, config, network.eval().requires_grad_(False), tokens)
+
+
+def _read_config(folder: str) -> tuple[FeatureHeadConfig, Any]:
+    """The head's own configuration, and its format."""
+    mapping = read_config(folder)
+    form = next((each for each in _FORMATS if each.fits(mapping)), None)
+    if form is None:
+        known = ", ".join(each.NAME for each in _FORMATS)
+        problem = f"{CONFIG} describes no head of a known format ({known})"
+        raise ModelLoadError(folder, problem, "Use method='draft_model' for a draft model, and a head's own folder here.")
+    config = form.read(folder, mapping)
+    for name in ("target_hidden_size", "draft_vocab_size"):
+        size = getattr(config, name)
+        if type(size) is not int or size < 1:
+            raise refused(folder, name, size, "no size", "Use a whole number from 1 on.")
+    if config.draft_vocab_size > config.vocab_size:
+        problem = f"the target has {config.vocab_size} tokens"
+        raise refused(folder, "draft_vocab_size", config.draft_vocab_size, problem, _OTHER)
+    return config, form
+
+
+def _renamed(name: str, prefixes: dict[str, str]) -> str:
+    for published, own in prefixes.items():
+        if name.startswith(published):
+            return own + name.removeprefix(published)
+    return name
+
+
+def _check_shapes(
+    folder: str, wanted: dict[str, list[int]], tensors: dict[str, HeadTensor], prefixes: dict[str, str]
+) -> None:
+    """Raise ModelLoadError unless the tensors are those of the network."""
+    back = {own: published for published, own in prefixes.items()}
+    for name in wanted.keys() - tensors.keys():
+        raise ModelLoadError(folder, f"it has no tensor {_renamed(name, back)}", _OTHER)
+    for name, (tensor, file) in tensors.items():
+        if name not in wanted:
+            problem = f"{_renamed(name, back)} in {file} belongs to no part of such a head"
+            raise ModelLoadError(folder, problem, _OTHER)
+        if list(tensor.shape) != wanted[name]:
+            problem = (
+                f"{_renamed(name, back)} in {file} has shape {list(tensor.shape)}, and {CONFIG} asks for {wanted[name]}"
+            )
+            raise ModelLoadError(folder, problem, _OTHER)
+
+
+def _tokens(folder: str, config: FeatureHeadConfig, d2t: HeadTensor | None, t2d: HeadTensor | None) -> Tensor | None:
+    """The target's token for each token of the head: i + d2t[i]. `t2d` says the same by the target's tokens."""
+    size, count = config.vocab_size, config.draft_vocab_size
+    if d2t is None:
+        if count == size:
+            return None
+        raise ModelLoadError(folder, f"it has no tensor d2t, and {count} of {size} tokens are drafted", _OTHER)
+    _check_column(folder, "d2t", d2t, count)
+    tokens = torch.arange(count) + d2t.tensor.long()
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
+        worst = int(tokens.min()) if int(tokens.min()) < 0 else int(tokens.max())
+        raise ModelLoadError(folder, f"d2t in {d2t.file} leads to token {worst}, and the target has {size} tokens", _OTHER)
+    if len(set(tokens.tolist())) < count:
+        raise ModelLoadError(folder, f"d2t in {d2t.file} leads to one token twice", _OTHER)
+    if t2d is not None:
+        _check_column(folder, "t2d", t2d, size)
+        told = t2d.tensor.bool().nonzero()[:, 0]
+        if not torch.equal(told, tokens.sort().values):
+            raise ModelLoadError(
+                folder, f"t2d in {t2d.file} names other tokens than d2t, which adds to a token's number", _OTHER
+            )
+    return tokens
+
+
+def _check_column(folder: str, name: str, found: HeadTensor, size: int) -> None:
+    tensor, file = found
+    if list(tensor.shape) != [size] or tensor.is_floating_point():
+        problem = f"{name} in {file} has shape {list(tensor.shape)} of {tensor.dtype}, and {size} whole numbers are needed"
+        raise ModelLoadError(folder, problem, _OTHER)

@@ -1,0 +1,75 @@
+"""The format of the speculators package, versions 0.5 to 0.9, for EAGLE-3: `layers.0`, flags for norms, named layers.
+
+Layers are those whose inputs are read; where none are named, both the package and vLLM take 2, n // 2 and n - 3. Copies of
+the target's own norm and output layer (`verifier_norm`, `verifier_lm_head`) are not used.
+`norm_output` means that the next token reads what the layer left behind the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.heads.feature_config import FeatureHeadConfig, FeatureNorm
+from outrider.heads.formats.layer import KINDS, read_flag, read_layer, read_layer_ids, refused
+
+NAME = "speculators"
+#: Names of tensors in files, and here.
+PREFIXES = {"layers.0.": "layer."}
+_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def fits(mapping: Mapping[str, Any]) -> bool:
+    """Whether a configuration is of this format."""
+    return "speculators_model_type" in mapping
+
+
+def read(folder: str, mapping: Mapping[str, Any]) -> FeatureHeadConfig:
+    """The head that a configuration describes.
+
+    Raises:
+        ModelLoadError: A field cannot be used, or the file does not settle what it means.
+    """
+    kind = mapping["speculators_model_type"]
+    if kind != "eagle3":
+        raise refused(folder, "speculators_model_type", kind, "this version does not read it", "Use an eagle3 head.")
+    inner = mapping.get("transformer_layer_config")
+    if not isinstance(inner, Mapping) or "model_type" not in inner:
+        problem = "it names no model_type, and versions of the format take different ones then"
+        raise refused(folder, "transformer_layer_config", inner, problem, f"Write one of {', '.join(KINDS)}.")
+    layer = read_layer(folder, inner, inner["model_type"])
+    if not isinstance(mapping.get("norm_before_residual"), bool):
+        problem = "vLLM takes true and the package takes false where it is left out"
+        remedy = "Write which of them the head was trained with."
+        raise refused(folder, "norm_before_residual", mapping.get("norm_before_residual"), problem, remedy)
+    ids = mapping.get(_IDS)
+    verifier = _verifier(mapping)
+    return FeatureHeadConfig(
+        layer=layer,
+        target_hidden_size=mapping.get("target_hidden_size") or layer.hidden_size,
+        vocab_size=layer.vocab_size,
+        draft_vocab_size=mapping.get("draft_vocab_size", 32000),
+        aux_layers=None if ids is None else read_layer_ids(folder, ids),
+        feature_norm=_feature_norm(folder, mapping),
+        norm_before_residual=mapping["norm_before_residual"],
+        norm_output=read_flag(folder, mapping, "norm_output"),
+        trains_embedding=read_flag(folder, mapping, "embed_requires_grad"),
+        verifier=str(verifier.get("name_or_path") or ""),
+        architectures=tuple(map(str, verifier.get("architectures") or ())),
+    )
+
+
+def _feature_norm(folder: str, mapping: Mapping[str, Any]) -> FeatureNorm:
+    each, together = read_flag(folder, mapping, "fc_norm"), read_flag(folder, mapping, "norm_before_fc")
+    if each and together:
+        raise refused(
+            folder, "fc_norm", True, "norm_before_fc is true too, and only one of them can be", "Use another head."
+        )
+    return FeatureNorm.EACH if each else FeatureNorm.ALL if together else FeatureNorm.NONE
+
+
+def _verifier(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the head says of the model that it was made for; empty where it says nothing."""
+    outer = mapping.get("speculators_config")
+    inner = outer.get("verifier") if isinstance(outer, Mapping) else None
+    return inner if isinstance(inner, Mapping) else {}

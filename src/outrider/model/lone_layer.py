@@ -1,0 +1,60 @@
+"""What transformers knows of a decoder layer that stands alone, as heads have one: sizes, activation, rotary factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.activations import ACT2FN
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+
+def layer_config(kind: str, fields: Mapping[str, Any]) -> Any:
+    """The configuration of a model with such layers; what the fields leave out has transformers' defaults. It raises
+    whatever transformers raises for a field that it cannot use."""
+    return AutoConfig.for_model(kind, **fields)
+
+
+def knows_activation(name: object) -> bool:
+    """Whether there is an activation of this name."""
+    return isinstance(name, str) and name in ACT2FN
+
+
+def activation(name: str) -> nn.Module:
+    """The activation of a name."""
+    found: nn.Module = ACT2FN[name]
+    return found
+
+
+class RotaryFactors:
+    """Cosines and sines of a layer by position.
+
+    Args:
+        config: Of the layer, from `layer_config`.
+        device: Where they are made.
+    """
+
+    def __init__(self, config: Any, device: torch.device) -> None:
+        self._module = LlamaRotaryEmbedding(config).to(device)
+        self._device = device
+
+    def at(self, positions: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[n, head_dim] each."""
+        like = torch.empty(0, dtype=dtype, device=self._device)
+        cosines, sines = self._module(like, torch.tensor([list(positions)], device=self._device))
+        return cosines[0], sines[0]
+
+
+def model_class(model_type: str) -> str | None:
+    """The class of causal language models of a type; None for a type that transformers does not know."""
+    found: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return found
+
+
+def is_model_class(name: str) -> bool:
+    """Whether transformers has a causal language model of this class."""
+    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

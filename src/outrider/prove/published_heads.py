@@ -1,0 +1,107 @@
+"""Heads with random weights in the layouts in which EAGLE-3 heads are published, for proofs without a trained one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Where the two layouts put the layer.
+LAYOUTS = {"safeailab": "midlayer.", "speculators": "layers.0."}
+
+
+def save_random_eagle3(
+    folder: Path,
+    target: str,
+    layout: str,
+    seed: int = 1,
+    *,
+    scale: float = 0.3,
+    draft_tokens: tuple[int, ...] | None = None,
+    sizes: dict[str, Any] | None = None,
+    own_embedding: bool = False,
+    **fields: Any,
+) -> str:
+    """Write a head with random weights for a checkpoint; returns its folder.
+
+    Args:
+        folder: Where to write it.
+        target: Folder of the target.
+        layout: A key of LAYOUTS.
+        seed: Fixes the weights.
+        scale: Standard deviation of the weights.
+        draft_tokens: The target's tokens that it drafts, in ascending order; None for all.
+        sizes: Other fields of its layer.
+        own_embedding: Whether it brings embeddings: the target's where they are as wide, else random ones.
+        fields: Other fields of its configuration.
+    """
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(target)
+    layer = {
+        "model_type": "llama", "hidden_size": config.hidden_size, "intermediate_size": 2 * config.hidden_size,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": config.hidden_size // 2, "num_hidden_layers": 1,
+        "vocab_size": config.vocab_size, "rms_norm_eps": 1e-5, "hidden_act": "silu", **(sizes or {}),
+    }  # fmt: skip
+    chosen = torch.arange(config.vocab_size) if draft_tokens is None else torch.tensor(draft_tokens)
+    mapping = _mapping(layout, target, layer, {"draft_vocab_size": len(chosen), **fields})
+    wide = int(mapping.get("target_hidden_size") or layer["hidden_size"])
+    tensors = _random(_shapes(layout, layer, mapping, wide, len(chosen)), seed, scale)
+    if draft_tokens is not None:
+        tensors["d2t"] = chosen - torch.arange(len(chosen))
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, chosen, True)
+    if own_embedding:
+        copy = load_file(Path(target) / "model.safetensors")["model.embed_tokens.weight"]
+        random = _random({"": (config.vocab_size, layer["hidden_size"])}, seed + 1, scale)[""]
+        tensors["embed_tokens.weight"] = copy.clone() if copy.shape == random.shape else random
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(mapping), "utf-8")
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+def _mapping(layout: str, target: str, layer: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """The configuration as each of them writes it."""
+    if layout == "safeailab":
+        return {"architectures": ["LlamaForCausalLM"], **layer, **fields}
+    verifier = {"name_or_path": target, "architectures": []}
+    return {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.5.0",
+        "norm_before_residual": False, "transformer_layer_config": layer,
+        "speculators_config": {"algorithm": "eagle3", "verifier": verifier}, **fields,
+    }  # fmt: skip
+
+
+def _shapes(
+    layout: str, layer: dict[str, Any], mapping: dict[str, Any], wide: int, drafted: int
+) -> dict[str, tuple[int, ...]]:
+    """Of all tensors of floating point but the embeddings, by their published names."""
+    hidden, inner, dim = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
+    queries, kept = layer["num_attention_heads"] * dim, layer["num_key_value_heads"] * dim
+    count = len(mapping.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0))
+    of_layer: dict[str, tuple[int, ...]] = {
+        "hidden_norm": (hidden,), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, 2 * hidden), "self_attn.k_proj": (kept, 2 * hidden),
+        "self_attn.v_proj": (kept, 2 * hidden), "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    if layer["model_type"] == "qwen3":
+        of_layer |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
+    shapes = {LAYOUTS[layout] + name: shape for name, shape in of_layer.items()}
+    shapes |= {"fc": (hidden, count * wide), "norm": (hidden,), "lm_head": (drafted, hidden)}
+    if mapping.get("norm_before_fc"):
+        shapes["input_norm"] = (count * wide,)
+    if mapping.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}": (wide,) for i in range(count)}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def _random(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[str, Tensor]:
+    """Normal numbers; norms lie around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {name: torch.randn(shape, generator=generator) * scale for name, shape in shapes.items()}
+    return {name: values + 1.0 if "norm" in name else values for name, values in found.items()}
