@@ -20,6 +20,7 @@ from outrider.engine import engine
 from outrider.propose import registry
 from outrider.propose.trees import growth
 from outrider.propose.trees.pace import FixedPace
+from outrider.prove.published_heads import save_random_eagle3
 from outrider.prove.tiny_heads import save_random_heads
 
 #: The chance that a proposer that draws right fails.
@@ -56,6 +57,9 @@ DRAWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "blockwise heads, Sequoia's tree": ({"method": "blockwise", "tree": "sequoia"}, {}),
     "a head to exit with": ({"method": "exit", "num_draft_tokens": 4}, {}),
     "a head to exit with, tree": ({"method": "exit", "tree": (2, 2)}, {"top_p": 0.95}),
+    "EAGLE-3": ({"method": "eagle3", "num_draft_tokens": 4}, {"temperature": 0.8}),
+    "EAGLE-3, tree": ({"method": "eagle3", "tree": (3, 2, 1)}, {}),
+    "EAGLE-3, best-first tree": ({"method": "eagle3", "tree": "best_first"}, {"top_p": 0.95}),
     "staged, a lookup": ({"method": "staged", "drafter": "ngram", "num_draft_tokens": 5}, {}),
     "staged, a drawn tree": (
         {"method": "staged", "drafter": {"method": "early_exit", "tree": (2, 2)}, "num_draft_tokens": 5},
@@ -93,6 +97,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder: Path = tmp_path_factory.mktemp("models")
     heads = ("medusa", "blockwise", "exit")
     made = {name: save_random_heads(folder / name, default_model("target"), name, scale=0.3) for name in heads}
+    made["eagle3"] = save_random_eagle3(folder / "eagle3", default_model("target"), "safeailab", scale=0.1)
     return {"cross_vocabulary": save_permuted_and_cut(folder / "cut", num_merges=1200), **made}
 
 

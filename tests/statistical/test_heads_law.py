@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.propose.methods.feature_drafts import FeatureHeadProposer
 from outrider.propose.methods.row_heads import RowHeadsProposer
 from outrider.propose.trees import growth
 from outrider.prove.engine_distribution import BOUND, EngineProof
@@ -41,21 +42,25 @@ def test_every_setting_has_a_name_of_its_own() -> None:
     assert len(BY_NAME) == len(HEADS_SETTINGS)
 
 
-@pytest.mark.parametrize("name", ["Medusa, token", "Medusa, tree, traversal", "blockwise, block"])
+@pytest.mark.parametrize(
+    "name",
+    ["Medusa, token", "Medusa, tree, traversal", "blockwise, block", "EAGLE-3, token", "EAGLE-3, tree, traversal"],
+)
 def test_control_drafts_that_are_dropped_for_what_they_are_are_seen(
     proof: EngineProof, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    stock = RowHeadsProposer.propose
+    kind = FeatureHeadProposer if "EAGLE" in name else RowHeadsProposer
+    stock = kind.propose
 
     def picky(self: Any, requests: Any, noise: Any) -> Any:
         drafts = stock(self, requests, noise)
         return [draft.first(0) if draft.token_ids[:1] == (2,) else draft for draft in drafts]
 
-    monkeypatch.setattr(RowHeadsProposer, "propose", picky)
+    monkeypatch.setattr(kind, "propose", picky)
     assert proof.prove(BY_NAME[name], 3).measured > 1e-4
 
 
-@pytest.mark.parametrize("name", ["Medusa, block", "exit, token"])
+@pytest.mark.parametrize("name", ["Medusa, block", "exit, token", "EAGLE-3, block"])
 def test_control_a_law_that_is_not_the_one_drawn_from_is_seen(
     proof: EngineProof, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -39,11 +39,16 @@ LOOKUPS = frozenset({"ngram", "suffix", "prediction", "lookahead", "token_recycl
 #: Methods that run layers of the target as they are. Their guesses may be poor, but no training of theirs can be wrong.
 OWN_LAYERS = frozenset({"early_exit", "layer_skip"})
 _HEADS = frozenset({"medusa", "blockwise", "exit"})
+_FEATURE_HEADS = frozenset({"eagle3"})
 
 _CHECK_HEADS = (
     "Check, in this order: the offset (head i guesses the token i + 1 places behind the one that the target is about to "
     "write), the layer id (which hidden states the head reads), the normalisation (whether the target's final norm comes "
     "before it), the positions that it was trained with, and whether it was trained at all."
+)
+_CHECK_FEATURES = (
+    "Layers or norms are probably read wrongly. Check in the head's config.json which layers it was trained with, whether "
+    "they count from 0, which flags of norms its training set, and whether it was trained for this very target."
 )
 _CHECK_MODEL = (
     "Check that the draft model writes sensible text by itself (outrider generate DRAFT), that it was trained on the same "
@@ -63,6 +68,8 @@ def checks(method: str) -> str:
         return _CHECK_TEXT
     if method in OWN_LAYERS:
         return _CHECK_LAYERS
+    if method in _FEATURE_HEADS:
+        return _CHECK_FEATURES
     return _CHECK_HEADS if method in _HEADS else _CHECK_MODEL
 
 

@@ -1,7 +1,8 @@
 """Bridge: translates texts and logits between the vocabularies of a target and its draft model.
 
-Where both vocabularies are the same there is nothing to do (`SameVocabulary`). Others are compared by the bytes that their
-tokens write, and share what both can write in one token (`SharedTokens`, after Timor et al. 2025).
+Where both vocabularies are the same there is nothing to do (`SameVocabulary`), and where a head drafts a choice of the
+target's tokens its logits are spread out (`ChosenTokens`). Others are compared by the bytes that their tokens write, and
+share what both can write in one token (`SharedTokens`, after Timor et al. 2025).
 """
 
 from __future__ import annotations
@@ -66,6 +67,23 @@ class SameVocabulary:
 
     def forget(self, sequence: ProposerSequence) -> None:
         pass
+
+
+class ChosenTokens(SameVocabulary):
+    """The bridge of a head that reads all tokens of the target and drafts some of them.
+
+    Args:
+        vocab_size: Width of the target's logits.
+        tokens: [draft_vocab] the target's token for each token that may be drafted.
+    """
+
+    def __init__(self, vocab_size: int, tokens: Tensor) -> None:
+        super().__init__(vocab_size)
+        self._tokens = tokens
+
+    def logits(self, logits: Tensor) -> Tensor:
+        wide = logits.new_full((len(logits), self._vocab_size), _OUTSIDE)
+        return wide.index_copy_(1, self._tokens.to(logits.device), logits)
 
 
 class SharedTokens:

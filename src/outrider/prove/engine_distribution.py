@@ -111,7 +111,9 @@ class EngineProof:
         noise, engine = ForkingNoise(), self.llm.engine
         config = SpeculationConfig.of(self.filled(setting.speculation))
         rounds = [tuple(SpeculationConfig.of(self.filled(turn)) for turn in turns) for turns in setting.turns]
-        learnt = self._learnt([config, *(turn for turns in rounds for turn in turns)])
+        asked = [config, *(turn for turns in rounds for turn in turns)]
+        learnt = self._learnt(asked)
+        self._cache_prompt(asked)
         engine.use_noise(noise)
         engine.scheduler.planner = _planner(rounds, setting) if rounds else engine.governing.planner
 
@@ -131,7 +133,6 @@ class EngineProof:
             # One path runs at a time in four cases: the samples of one request share a path; a proposer that remembers
             # texts, or a tree that learns, would carry that from path to path; and a fault that raises ends the drafts of
             # the whole batch.
-            asked = (config, *(turn for turns in rounds for turn in turns))
             adapts = any(isinstance(part.tree, str) for each in asked for part in parts_of(each))
             adapts = adapts or any(each.engine_chooses or isinstance(each.method, Composition) for each in asked)
             alone = params.n > 1 or bool(learnt) or adapts or _raises(config)
@@ -152,6 +153,13 @@ class EngineProof:
             found.append((proposer, proposer.snapshot()))
         raise_engine_norms(self.llm)
         return found
+
+    def _cache_prompt(self, configs: Sequence[SpeculationConfig]) -> None:
+        """Let the cached prompt hold the layers that proposers have added, too."""
+        for config in _members(configs):
+            proposer = None if config.method is None else self.llm.engine.proposers.get(config.method)
+            if proposer is not None and proposer.requires is not None and proposer.requires.added_layers is not None:
+                self.llm.generate(self.prompt, SamplingParams(max_tokens=1), speculation=config)
 
     def filled(self, settings: Any) -> Any:
         """The settings with the path of a model or of heads in place of what stands for it, in nested settings too."""

@@ -15,7 +15,7 @@ from outrider.prove.findings import Finding
 from outrider.prove.own_model import OwnModel
 from outrider.prove.running import Proof
 from outrider.prove.settings import DRAFT, HEADS, LOOKUP, OTHER_DRAFT, TARGET, Setting
-from outrider.prove.tiny_heads import HEAD_METHODS
+from outrider.prove.tiny_heads import FEATURE_METHODS, HEAD_METHODS
 
 #: What the caller predicts in every setting, over a vocabulary of three tokens; only the method `prediction` reads it.
 PREDICTION = (1, 0, 1, 2)
@@ -81,7 +81,7 @@ def _with_models(asked: Mapping[str, Any] | str, stage: int = 0) -> dict[str, An
     filled = {**({} if "model" in method else usual.get(method["method"], {})), **method}
     if "drafter" in method:
         filled["drafter"] = _with_models(method["drafter"], stage + 1)
-    if method["method"] in HEAD_METHODS:
+    if method["method"] in FEATURE_METHODS or method["method"] in HEAD_METHODS:
         filled["model"] = HEADS
     if issubclass(registry.find(method["method"]), Composition):
         members = method.get("methods") or ("suffix", "draft_model")

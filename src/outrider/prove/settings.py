@@ -282,6 +282,8 @@ _MEDUSA = {"method": "medusa", "model": HEADS, "num_draft_tokens": 2}
 _BLOCKWISE = {"method": "blockwise", "model": HEADS, "num_draft_tokens": 2}
 _EXIT_HEAD = {"method": "exit", "model": HEADS, "num_draft_tokens": 2}
 _MEDUSA_ONE = _MEDUSA | {"num_draft_tokens": 1}
+_EAGLE3 = {"method": "eagle3", "model": HEADS, "num_draft_tokens": 2}
+_EAGLE3_ONE = _EAGLE3 | {"num_draft_tokens": 1}
 #: The row that heads read was computed for an earlier text here, so a text begins with a token that is decoded plainly.
 _FOUR, _PAIR = {"max_tokens": 4}, {"n": 2, "max_tokens": 3, "top_k": 2}
 
@@ -320,6 +322,26 @@ HEADS_SETTINGS = (
     Setting("exit, tree, recursive rejection", _EXIT_HEAD | {"tree": (2, 1), "rule": "token"}),
     Setting("exit behind Medusa", turns=((_MEDUSA_ONE, _EXIT_HEAD | {"num_draft_tokens": 1}),), params=_FOUR),
     Setting("exit in turns with early exit", turns=((_EXIT_HEAD,), (_EXIT,)), params=_FOUR),
+    Setting("EAGLE-3, block", _EAGLE3 | {"rule": "block"}),
+    Setting("EAGLE-3, token", _EAGLE3 | {"rule": "token"}),
+    Setting("EAGLE-3, walk", _EAGLE3 | {"rule": "walk"}),
+    Setting("EAGLE-3, seeded", _EAGLE3, {"seed": 5}),
+    Setting("EAGLE-3, most likely tokens", _EAGLE3 | {"draft_sampling": "greedy"}),
+    Setting("EAGLE-3, two samples", _EAGLE3_ONE, {"n": 2, "max_tokens": 2}),
+    Setting("EAGLE-3, temperature and filters", _EAGLE3, {"top_k": 2, "top_p": 0.9, "temperature": 1.3}),
+    Setting("EAGLE-3, penalties", _EAGLE3, {"frequency_penalty": -0.6, "repetition_penalty": 1.7}),
+    Setting("EAGLE-3, tokens that it never drafts", _EAGLE3, {"allowed_token_ids": (1, 2)}),
+    Setting("EAGLE-3, low confidence", _EAGLE3 | {"min_confidence": 0.5}),
+    Setting("EAGLE-3, tree, traversal", _EAGLE3 | {"tree": (2, 1), "rule": "block"}),
+    Setting("EAGLE-3, tree, recursive rejection", _EAGLE3 | {"tree": (2, 1), "rule": "token"}),
+    Setting("EAGLE-3, tree, seeded", _EAGLE3 | {"tree": (2, 1)}, {"seed": 6}),
+    Setting("EAGLE-3, best-first tree", _EAGLE3 | {"tree": "best_first", "num_draft_tokens": 4}),
+    Setting("EAGLE-3, Sequoia's tree", _EAGLE3 | {"tree": "sequoia", "num_draft_tokens": 3}),
+    Setting("EAGLE-3 in turns with others", turns=((_EAGLE3,), (), (LOOKUP,), (_drafted("block"),)), params=_FOUR),
+    Setting("EAGLE-3 behind a lookup", turns=((LOOKUP | {"num_draft_tokens": 1}, _EAGLE3),)),
+    Setting("EAGLE-3 behind the draft model", turns=((_ONE, _EAGLE3_ONE),)),
+    Setting("the draft model behind EAGLE-3", turns=((_EAGLE3_ONE, _ONE),)),
+    Setting("EAGLE-3 behind Medusa", turns=((_MEDUSA_ONE, _EAGLE3_ONE),), params=_FOUR),
 )
 
 

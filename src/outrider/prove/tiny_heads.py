@@ -12,10 +12,13 @@ from outrider.heads.config import BlockwiseConfig, ExitConfig, HeadsConfig, Head
 from outrider.heads.networks import build_network, randomise
 from outrider.heads.pairing import describe_target, take_witness
 from outrider.model.loading.exclusive import exclusive_transformers
+from outrider.prove.published_heads import save_random_eagle3
 
 #: Methods that draft with heads, and a spread of random weights for a tiny target, so that they guess unevenly and are not
 #: sure of anything.
 HEAD_METHODS = {"medusa": 0.7, "blockwise": 0.25, "exit": 0.7}
+#: Methods whose heads keep keys and values of the text.
+FEATURE_METHODS = frozenset({"eagle3"})
 
 
 def random_config(method: str, target: HeadTarget) -> HeadsConfig:
@@ -35,13 +38,23 @@ def random_config(method: str, target: HeadTarget) -> HeadsConfig:
 
 
 def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
-    """Write heads of each method for a tiny target; returns their folders by method.
+    """Write heads of each method for a tiny target; returns their folders by method. Those that read features need three
+    layers.
 
     Args:
         folder: Where to write them.
         target: Folder of the target.
     """
-    return {name: save_random_heads(folder / name, target, name, scale=scale) for name, scale in HEAD_METHODS.items()}
+    found = {name: save_random_heads(folder / name, target, name, scale=scale) for name, scale in HEAD_METHODS.items()}
+    eagle3 = save_random_eagle3(
+        folder / "eagle3",
+        target,
+        "speculators",
+        draft_tokens=(0, 2),
+        scale=0.7,
+        eagle_aux_hidden_state_layer_ids=[0, 1, 2],
+    )
+    return found | {"eagle3": eagle3}
 
 
 def save_random_heads(folder: Path, target: str, method: str, seed: int = 1, *, scale: float = 0.3, **changes: Any) -> str:

@@ -11,8 +11,8 @@ from outrider.heads.running import RunningHeads, open_heads
 from outrider.propose.method import Method, ProposerContext
 
 
-class HeadMethod(Method):
-    """Heads that were trained for this target.
+class FolderMethod(Method):
+    """Heads from a folder.
 
     Attributes:
         model: Local folder of the heads.
@@ -24,6 +24,21 @@ class HeadMethod(Method):
     model: str | None = Field(None, min_length=1, description="Use a local folder.")
     min_confidence: float = Field(0.0, ge=0.0, le=1.0, description="Use 0 to 1.")
 
+    def folder(self) -> str:
+        """The folder.
+
+        Raises:
+            InvalidParameterError: None is named.
+        """
+        if self.model is None:
+            remedy = "Give the local folder of heads that were trained for this target."
+            raise InvalidParameterError("model", None, f"method={self.name!r} needs one", remedy)
+        return self.model
+
+
+class HeadMethod(FolderMethod):
+    """Heads that were trained for this target, as this package writes them."""
+
     def open(self, context: ProposerContext) -> RunningHeads:
         """The heads.
 
@@ -32,7 +47,4 @@ class HeadMethod(Method):
             ModelLoadError: It holds no heads that can be read.
             HeadMismatchError: They are of another kind, or were made for another target.
         """
-        if self.model is None:
-            remedy = "Give the local folder of heads that were trained for this target."
-            raise InvalidParameterError("model", None, f"method={self.name!r} needs one", remedy)
-        return open_heads(self.model, self.name, context.target)
+        return open_heads(self.folder(), self.name, context.target)

@@ -1,0 +1,248 @@
+"""Drafts of EAGLE-3 heads in both published layouts, in the whole engine, against a reference of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from outrider import LLM, Eagle3, Ngram, SamplingParams, SpeculationConfig
+from outrider.engine.scheduling.scheduler import as_requested
+from outrider.params import RequestOutput
+from outrider.propose.methods import feature_drafts
+from outrider.propose.methods.feature_drafts import FeatureHeadProposer
+from outrider.prove.cache_truth import CacheAudit
+from outrider.prove.published_heads import save_random_eagle3
+from outrider.prove.tiny import raise_engine_norms
+from tests.model import checkpoints
+from tests.model.eagle3_reference import Eagle3Reference
+from tests.model.test_target import Oracle
+
+PROMPTS = [[1, 2, 3, 4, 1, 2, 3, 9, 9, 4], [5, 6], [7, 7, 7, 7, 7, 8, 30]]
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+SEEDED = SamplingParams(seed=3, max_tokens=20)
+BACKENDS = ("fused", "paged", "gather")
+LAYERS = 7  # as many as a head with implicit layers needs
+#: Of the largest logit, in float32 over ten levels.
+BOUND = 1e-5
+
+HEADS: dict[str, dict[str, Any]] = {
+    "safeailab": {"layout": "safeailab", "draft_tokens": (1, 2, 3, 5, 7, 9, 11, 20, 30, 31)},
+    "safeailab, own embedding": {"layout": "safeailab", "own_embedding": True, "sizes": {"rope_theta": 500.0}},
+    "safeailab, narrower": {
+        "layout": "safeailab", "own_embedding": True, "target_hidden_size": 32,
+        "sizes": {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 4,
+                  "head_dim": 6},
+    },
+    "speculators": {"layout": "speculators", "eagle_aux_hidden_state_layer_ids": [0, 3, 6]},
+    "speculators, normed residual": {
+        "layout": "speculators", "norm_before_residual": True, "norm_output": True, "draft_tokens": (0, 4, 8, 9, 30),
+    },
+    "speculators, qwen3": {
+        "layout": "speculators", "sizes": {"model_type": "qwen3"}, "fc_norm": True,
+        "eagle_aux_hidden_state_layer_ids": [1, 5],
+    },
+    "speculators, one norm": {"layout": "speculators", "norm_before_fc": True},
+}  # fmt: skip
+
+
+class Made(NamedTuple):
+    """A target and heads for it."""
+
+    path: str
+    oracle: Oracle
+    heads: dict[str, str]
+
+    def way(self, name: str, **settings: Any) -> SpeculationConfig:
+        settings = settings if "tree" in settings else {"num_draft_tokens": 3, **settings}
+        return SpeculationConfig(method=Eagle3(model=self.heads[name]), **settings)
+
+    def reference(self, name: str) -> Eagle3Reference:
+        return Eagle3Reference(self.heads[name], self.oracle.model)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp("eagle3")
+    path = checkpoints.save("llama", folder / "target", seed=3, layers=LAYERS)
+    heads = {name: save_random_eagle3(folder / name, path, scale=0.1, **how) for name, how in HEADS.items()}
+    return Made(path, Oracle(path), heads)
+
+
+def load(made: Made, backend: str = "auto", **how: Any) -> LLM:
+    how = {"dtype": "float64", "block_size": 4, "speculation": "none", **how}
+    llm = LLM(made.path, attention_backend=backend, **how)
+    if how["dtype"] == "float64":
+        raise_engine_norms(llm)
+    return llm
+
+
+def proposer_of(llm: LLM, config: SpeculationConfig) -> FeatureHeadProposer:
+    found = llm.engine.proposers.get(config.method)
+    assert isinstance(found, FeatureHeadProposer)
+    return found
+
+
+class Watch:
+    """Compares the logits behind every node of every draft with the reference.
+
+    Args:
+        reference: Of the head that drafts.
+        patch: Where the proposer is watched.
+    """
+
+    def __init__(self, reference: Eagle3Reference, patch: pytest.MonkeyPatch) -> None:
+        self._reference = reference
+        self.worst, self.num_rows, self.deepest = 0.0, 0, 0
+        stock = feature_drafts.add_level
+
+        def watched(growths: Any, logits: torch.Tensor, noise: Any) -> None:
+            places = [(growth, node) for growth in growths for node in growth.level]
+            for (growth, node), row in zip(places, logits, strict=True):
+                self._compare(growth, node, row)
+            stock(growths, logits, noise)
+
+        patch.setattr(feature_drafts, "add_level", watched)
+
+    def _compare(self, growth: Any, node: int, row: torch.Tensor) -> None:
+        text = tuple(growth.request.sequence.token_ids)
+        path = (*growth.request.path, *growth.path(node))
+        want = self._reference.logits(text, path)
+        drafted = want > float("-inf")
+        assert (row[~drafted] < -1e29).all()
+        difference = (row[drafted].double() - want[drafted]).abs().max() / want[drafted].abs().max()
+        self.worst = max(self.worst, float(difference))
+        self.num_rows += 1
+        self.deepest = max(self.deepest, len(path))
+
+
+def texts(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
+    return [[sample.token_ids for sample in output.outputs] for output in outputs]
+
+
+def faults(outputs: Sequence[RequestOutput]) -> int:
+    return sum(sample.stats.num_proposer_faults for output in outputs for sample in output.outputs)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def crowded(request: pytest.FixtureRequest, made: Made) -> LLM:
+    """Too little memory for all texts of a test."""
+    return load(made, request.param, kv_cache_tokens=120, max_num_batched_tokens=48)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "crowded" in request.fixturenames:
+        used: LLM = request.getfixturevalue("crowded")
+        used.engine.scheduler.planner = as_requested
+        used.engine.check_integrity()
+        used.engine.check_rest()
+
+
+# -- what is drafted ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_logits_are_those_of_the_reference_over_ten_levels(
+    made: Made, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, llm = Watch(made.reference(name), monkeypatch), load(made, dtype=dtype)
+    way = made.way(name, num_draft_tokens=11)
+    outputs = llm.generate(PROMPTS[:2], GREEDY.replace(max_tokens=14), speculation=way)
+    assert faults(outputs) == 0
+    assert watch.worst <= BOUND
+    assert watch.num_rows > 30
+    assert watch.deepest == 10
+
+
+@pytest.mark.parametrize("name", ["safeailab", "speculators, normed residual"])
+@pytest.mark.parametrize("shape", [{}, {"tree": (3, 2)}, {"tree": "best_first", "num_draft_tokens": 6}], ids=str)
+def test_every_draft_is_what_the_reference_says(
+    crowded: LLM, made: Made, name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After rejected drafts, prefix hits, preemptions and forks, on every backend."""
+    watch, way = Watch(made.reference(name), monkeypatch), made.way(name, **shape)
+    crowded.stats.reset()
+    params = [GREEDY, SEEDED.replace(temperature=0, n=2), SEEDED] * 2
+    outputs = crowded.generate([*PROMPTS, *PROMPTS], params, speculation=way)
+    stats = crowded.stats.finished
+    assert faults(outputs) == 0
+    assert watch.worst <= BOUND
+    assert watch.num_rows > 50
+    assert stats.num_preemptions > 0
+    assert stats.num_cached_tokens > 0
+    assert stats.num_draft_tokens > stats.num_accepted_tokens
+    plain = crowded.generate([*PROMPTS, *PROMPTS], params, speculation="none")
+    assert texts(outputs) == texts(plain)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED.replace(n=3), SamplingParams(max_tokens=12, n=2)], ids=str)
+def test_the_added_layer_holds_what_a_fresh_prefill_gives(made: Made, params: SamplingParams) -> None:
+    llm = load(made, kv_cache_tokens=120)
+    for prompt in PROMPTS * 2:
+        llm.engine.add_request(tuple(prompt), params, made.way("speculators"))
+    audit = CacheAudit(llm.engine)
+    audit.run()
+    assert audit.num_checked
+    assert audit.worst <= 1e-12
+
+
+def test_a_prefix_hit_costs_no_second_prefill_and_is_drafted_for_at_once(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, way = load(made), made.way("safeailab")
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
+    first = llm.generate(prompt, GREEDY, speculation=way)
+    llm.stats.reset()
+    watch = Watch(made.reference("safeailab"), monkeypatch)
+    again = llm.generate(prompt, GREEDY, speculation=way)
+    assert texts(again) == texts(first)
+    assert llm.stats.finished.num_cached_tokens == 12
+    assert watch.num_rows > 0
+    assert watch.worst <= BOUND
+
+
+def test_a_draft_goes_on_behind_another_proposers(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, llm = Watch(made.reference("speculators"), monkeypatch), load(made)
+    lookup = SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=2)
+    llm.engine.scheduler.planner = lambda seq: (lookup, made.way("speculators", num_draft_tokens=2))
+    outputs = llm.generate(PROMPTS, GREEDY, speculation=made.way("speculators"))
+    llm.engine.scheduler.planner = as_requested
+    assert faults(outputs) == 0
+    assert watch.worst <= BOUND
+    assert watch.deepest >= 3
+    assert texts(outputs) == texts(llm.generate(PROMPTS, GREEDY, speculation="none"))
+
+
+def _a_row_off(stock: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, sequence, start, like: torch.zeros_like(like[:1])
+
+
+def _slot_zero_is_seen(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def begin(self: Any, request: Any) -> Any:
+        drafting = stock(self, request)
+        if drafting.growth.growing:
+            for name in ("keys", "values"):
+                rows = getattr(drafting, name)
+                setattr(drafting, name, torch.cat([torch.zeros_like(rows[:1]), rows]))
+            drafting.held += 1
+        return drafting
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("name", "plant"), [("_before", _a_row_off), ("_begin", _slot_zero_is_seen)], ids=["a row off", "slot 0 is seen"]
+)
+def test_control_a_head_that_reads_something_else_is_seen(
+    made: Made, name: str, plant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FeatureHeadProposer, name, plant(getattr(FeatureHeadProposer, name)))
+    watch = Watch(made.reference("safeailab"), monkeypatch)
+    outputs = load(made).generate(PROMPTS, GREEDY, speculation=made.way("safeailab"))
+    assert faults(outputs) == 0
+    assert watch.worst > 100 * BOUND
