@@ -18,7 +18,7 @@ from outrider.config import ModelConfig
 from outrider.model.loading.tokenizers import read_tokenizer
 from tests.model import checkpoints
 from tests.model.gguf_files import Written
-from tests.model.test_gguf_models import GEMMA, SEVEN, SHAPE
+from tests.model.test_gguf_models import EXPERTS, GEMMA, SEVEN, SHAPE, YARN
 from tests.model.test_gguf_tokenizers import CORPUS, byte_level, sentence_piece, vocabulary
 
 native = pytest.importorskip("xllamacpp")
@@ -56,6 +56,13 @@ def server(path: Path) -> Iterator[Any]:
         ("qwen3", ("F32",), {}, 1e-3),
         ("gemma2", ("F32",), GEMMA | {"query_pre_attn_scalar": 64}, 1e-3),
         ("gemma3", ("F32",), GEMMA_FILE | SEVEN, 1e-3),
+        ("qwen3", ("F32",), {"rope_parameters": YARN}, 1e-3),
+        ("llama", ("F32",), {"rope_parameters": YARN | {"rope_type": "linear"}}, 1e-3),
+        ("phi3", ("F32",), {"sliding_window": None}, 1e-3),
+        ("qwen3_moe", ("F32",), EXPERTS, 1e-3),
+        ("gpt_oss", ("F32",), {}, 5e-3),
+        ("qwen3_moe", ("Q4_K", "Q6_K"), EXPERTS, 0.2),
+        ("gpt_oss", ("MXFP4",), {}, 0.2),
         ("llama", ("Q4_0", "Q8_0", "Q5_1"), {}, 0.2),  # llama.cpp rounds activations to 8 bits
         ("llama", ("Q4_K", "Q6_K", "Q5_K"), {}, 0.2),
         ("llama", ("IQ4_NL", "MXFP4", "Q3_K", "Q2_K"), {}, 0.2),
@@ -69,8 +76,9 @@ def test_logits_are_those_of_llama_cpp(
     shape = SHAPE | {"vocab_size": len(tokens) + 4, "head_dim": 64} | changes
     source = checkpoints.save(family, tmp_path / "source", seed=1, **shape)
     file = Written(source, tmp_path / "model.gguf", kinds, vocabulary("gpt-2", tokens, merges))
-    with server(file.path) as send:
-        asked = {"prompt": PROMPT, "n_predict": 1, "temperature": 0, "cache_prompt": False, "n_probs": 5}
+    with server(file.path) as send:  # which tells nothing of a part of a letter, so the next token is "A" or "B"
+        letters = {"grammar": "root ::= [AB]", "post_sampling_probs": False}
+        asked = letters | {"prompt": PROMPT, "n_predict": 1, "temperature": 0, "cache_prompt": False, "n_probs": 5}
         told = send("/completion", asked)["completion_probabilities"][0]["top_logprobs"]
     llm = LLM(str(file.path), speculation="none")
     ours = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=1, logprobs=20))[0].logprobs

@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM
 from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, OutriderError, UnsupportedModelError
-from outrider.kernels.weights import stored_weight
+from outrider.kernels.weights import ExpertStack, stored_weight
 from outrider.model.loading.configuration import read_context, read_needs
 from outrider.model.loading.gguf.header import read_gguf
 from outrider.model.loading.loader import load_model
 from outrider.train.models import existing, pruned
 from outrider.train.target import FrozenTarget
 from tests.model import checkpoints
-from tests.model.gguf_files import Written
+from tests.model.gguf_files import Written, is_matrix
 
 pytest.importorskip("gguf")
 SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "layers": 2}
@@ -30,6 +30,19 @@ SEVEN: dict[str, Any] = {
     "layers": None,
     "layer_types": [("sliding" if layer != 5 else "full") + "_attention" for layer in range(7)],
 }
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40}
+LONG: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 1.0,
+        "short_factor": [1.0 + 0.01 * i for i in range(32)],
+        "long_factor": [1.5 + 0.2 * i for i in range(32)],
+        "original_max_position_embeddings": checkpoints.LONG_AFTER,
+        "factor": 160 / checkpoints.LONG_AFTER,
+    }
+}
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 256, "mlp_only_layers": []}
 #: Types of matrices in turn. Queries, keys and values have other types than one another, as in Q4_K_M.
 FILES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "llama-q4_0": ("llama", ("Q4_0",), {}),
@@ -38,6 +51,12 @@ FILES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "qwen3-tied": ("qwen3", ("Q4_1", "Q5_1", "BF16"), {"tie_word_embeddings": True}),
     "gemma2": ("gemma2", ("Q8_0", "Q5_0"), GEMMA | {"query_pre_attn_scalar": 64}),
     "gemma3": ("gemma3", ("Q8_0", "F32"), GEMMA | {"query_pre_attn_scalar": 64, "attn_logit_softcapping": None} | SEVEN),
+    "qwen3-yarn": ("qwen3", ("Q8_0",), {"rope_parameters": YARN}),
+    "phi3": ("phi3", ("Q8_0", "Q4_0"), {"sliding_window": None}),
+    "phi3-longrope": ("longrope", ("Q8_0",), LONG | {"sliding_window": None}),
+    "qwen3moe": ("qwen3_moe", ("Q4_K", "Q6_K", "Q8_0"), EXPERTS),
+    "qwen3moe-floats": ("qwen3_moe", ("F32",), EXPERTS),
+    "gpt-oss": ("gpt_oss", ("MXFP4",), {"rope_parameters": YARN | {"truncate": False}}),
     "llama-tables": ("llama", ("IQ4_NL", "MXFP4", "Q3_K", "Q2_K"), {"tie_word_embeddings": True}),
 }
 
@@ -61,13 +80,25 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Written:
 def test_weights_are_those_of_the_file_to_the_bit(written: Written) -> None:
     model = load_model(ModelConfig(model=str(written.path), dtype="float32")).model
     for name, want in written.values.items():
-        module = model.get_submodule(name.rpartition(".")[0])
-        if want.dim() == 1 or not hasattr(module, "quantised_weight"):
+        module, kind = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        if kind in getattr(module, "quantised_stacks", {}):
+            assert torch.equal(of_experts(module, kind), want)
+        elif want.dim() > 1 and hasattr(module, "quantised_weight"):
+            stored = stored_weight(module)
+            assert torch.equal(stored.format.dequantise(stored, torch.float32), want)
+        else:
             assert torch.equal(model.state_dict()[name], want)
             continue
-        stored = stored_weight(module)
-        assert torch.equal(stored.format.dequantise(stored, torch.float32), want)
-        assert module.weight.untyped_storage().nbytes() <= 4, "nothing is kept in full precision"
+        assert getattr(module, kind).untyped_storage().nbytes() <= 4, "nothing is kept in full precision"
+    for name, want in written.model.named_buffers():  # rotary frequencies
+        assert torch.equal(model.get_buffer(name), want)
+
+
+def of_experts(module: Any, name: str) -> torch.Tensor:
+    """What the blocks of experts stand for, as transformers has it."""
+    stored = ExpertStack(module, name, module.is_transposed).stored()
+    every = [stored.format.dequantise(stored.expert(i), torch.float32) for i in range(len(stored.data))]
+    return torch.stack(every).transpose(1, 2) if module.is_transposed else torch.stack(every)
 
 
 def test_bfloat16_is_taken_where_it_holds_all_that_is_not_in_blocks(tmp_path: Path) -> None:
@@ -95,9 +126,10 @@ def test_texts_are_those_of_the_stock_model(written: Written, tmp_path: Path) ->
     want = checkpoints.greedy_by_transformers(plain, PROMPT, 10)
     assert tuple(exact.generate([PROMPT], GREEDY, speculation="suffix")[0].token_ids) == want
     llm = LLM(str(written.path))
-    kinds = {tensor.type for tensor in read_gguf(str(written.path)).tensors.values() if len(tensor.shape) == 2}
+    tensors = read_gguf(str(written.path)).tensors.values()
+    kinds = {tensor.type for tensor in tensors if is_matrix(tensor.name)}
     # Rows enter products with whole numbers smaller than those with floats, so both cannot share them.
-    assert llm.engine.runner.backend.name == ("paged" if "F32" in kinds else "fused")
+    assert llm.engine.runner.backend.name == ("paged" if "F32" in kinds and len(kinds) > 1 else "fused")
     ours = [llm.generate([PROMPT], GREEDY, speculation=how)[0].token_ids for how in ("none", "suffix")]
     assert ours[0] == ours[1]
 
@@ -109,7 +141,11 @@ def test_weights_come_back_from_the_kernels(written: Written) -> None:
     model = runner.loaded.model
     for name, want in written.values.items():
         module = model.get_submodule(name.rpartition(".")[0])
-        if want.dim() == 2 and hasattr(module, "quantised_weight"):
+        kind = name.rpartition(".")[2]
+        if kind in getattr(module, "quantised_stacks", {}):
+            assert torch.equal(of_experts(module, kind), want)
+            assert getattr(module, kind).untyped_storage().nbytes() <= 4, "nothing is unfolded"
+        elif want.dim() == 2 and hasattr(module, "quantised_weight"):
             stored = stored_weight(module)
             assert torch.equal(stored.format.dequantise(stored, torch.float32), want)
 
@@ -127,8 +163,11 @@ def test_a_file_is_the_target_or_the_beginning_of_a_training(written: Written) -
     for model in (begun, kept):
         assert all(parameter.requires_grad and bool(parameter.isfinite().all()) for parameter in model.parameters())
     ids = torch.tensor([PROMPT])
-    torch.testing.assert_close(begun(ids).logits, target.logits(ids))
-    name = "model.layers.1.mlp.up_proj.weight"
+    logits = begun(ids).logits
+    torch.testing.assert_close(logits, target.logits(ids))
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in begun.parameters())
+    name = next(name for name in written.values if ".layers.1." in name and ".down_proj" in name)
     assert torch.equal(kept.get_parameter(name.replace(".1.", ".0.")), written.values[name])
     tied = written.model.config.tie_word_embeddings
     assert (begun.get_input_embeddings().weight is begun.get_output_embeddings().weight) is tied
@@ -148,38 +187,34 @@ def test_context_and_needs_are_read_from_the_header(small: Written) -> None:
 
 def test_factors_of_frequencies_are_those_of_llama_3(tmp_path: Path) -> None:
     """What llama.cpp's converter makes of `rope_type="llama3"` is one factor for each frequency."""
-    import gguf
-
     scaled = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaled |= {"original_max_position_embeddings": 40}
     source = checkpoints.save("llama", tmp_path / "source", layers=1, rope_parameters=scaled)
-    plain = Written(source, tmp_path / "plain.gguf", ("F32",))
-    reader = gguf.GGUFReader(plain.path)
-    writer = gguf.GGUFWriter(tmp_path / "scaled.gguf", "llama")
-    for name, value in reader.fields.items():
-        if name.startswith("llama."):
-            writer.add_key_value(name, value.contents(), value.types[0])
-    usual = 1 / 10_000.0 ** (torch.arange(0, 8, 2) / 8)
-    factors = usual / plain.model.model.rotary_emb.inv_freq
-    assert factors.max() > 3
-    writer.add_tensor("rope_freqs.weight", factors.numpy())
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    plain = checkpoints.save("llama", tmp_path / "plain", layers=1)
     prompt = [(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(60)]
     want = checkpoints.greedy_by_transformers(source, prompt, 10)
-    for path, same in (("scaled.gguf", True), ("plain.gguf", False)):
-        llm = LLM(str(tmp_path / path), dtype="float64", speculation="none")
+    for checkpoint, same in ((source, True), (plain, False)):
+        file = Written(checkpoint, Path(f"{checkpoint}.gguf"), ("F32",)).path
+        assert ("rope_freqs.weight" in read_gguf(str(file)).tensors) is same
+        llm = LLM(str(file), dtype="float64", speculation="none")
         assert (tuple(llm.generate([prompt], GREEDY)[0].token_ids) == want) is same
+
+
+def test_gates_and_values_of_experts_of_two_types_are_refused(tmp_path: Path) -> None:
+    source = checkpoints.save("qwen3_moe", tmp_path / "source", **(SHAPE | EXPERTS))
+    file = Written(source, tmp_path / "m.gguf", lambda turn, name: "Q4_0" if "up_exps" in name else "Q8_0")
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_gate_exps\.weight as Q8_0 and .*up_exps\.weight as Q4_0"):
+        LLM(str(file.path))
 
 
 @pytest.mark.parametrize(
     ("metadata", "problem"),
     [
-        ({"rope.scaling.type": "yarn"}, "scaled by yarn"),
+        ({"rope.scaling.type": "dynamic"}, "scaled by dynamic"),
+        ({"rope.scaling.type": "yarn"}, "rope.scaling.factor is None, and no positive number"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.yarn_attn_factor": 1.0}, "rope.scaling.yarn_attn_factor=1.0"),
+        ({"rope.dimension_count": 4}, "rotary positions of a part of each head"),
+        ({"expert_count": 4}, "llama.expert_count=4"),
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"),
         ({"attention.layer_norm_rms_epsilon": 0.0}, "no positive number"),
     ],

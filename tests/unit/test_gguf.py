@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from outrider.bench.peers.base import PeerMode, PeerModels, PeerRequest
-from outrider.convert import gguf as writer
 from outrider.convert.gguf import write_gguf
+from outrider.convert.gguf_layout import FAMILIES, FileFamily, file_tensors
 from outrider.errors import InvalidParameterError, UnsupportedModelError
 from tests.model import checkpoints
 
 PROMPT = tuple((7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(23))
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40}
 PLAIN = PeerMode("plain", "plain")
 
 
@@ -90,9 +91,15 @@ def test_a_tied_head_is_written_once(tmp_path):
 
 
 def test_halves_of_a_head_become_neighbours():
+    pytest.importorskip("gguf")
+    from transformers import LlamaConfig
+
     rows = np.arange(8)[:, None] * np.ones((1, 3))  # 2 heads of 4
-    assert writer._paired(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert writer._paired(np.arange(8), 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]  # a bias
+    config = LlamaConfig(num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
+    weight, bias = file_tensors(config, [f"model.layers.0.self_attn.q_proj.{kind}" for kind in ("weight", "bias")])
+    assert (weight.name, bias.name) == ("blk.0.attn_q.weight", "blk.0.attn_q.bias")
+    assert weight.arranged(rows)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert bias.arranged(np.arange(8)).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 # -- what llama.cpp makes of it ----------------------------------------------------------------------------------------
@@ -111,7 +118,7 @@ def test_llama_cpp_writes_the_text_of_transformers(family, tmp_path):
 def test_unpermuted_heads_would_be_noticed(llama, tmp_path, monkeypatch):
     pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")
-    monkeypatch.setitem(writer._ROTATES_NEIGHBOURS, "llama", False)
+    monkeypatch.setitem(FAMILIES, "llama", FileFamily("llama"))
     assert llama_cpp_greedy(llama, tmp_path, 32) != transformers_greedy(llama, 32)
 
 
@@ -144,8 +151,27 @@ def test_rows_that_do_not_divide_into_blocks_are_refused(llama, tmp_path):
         write_gguf(llama, tmp_path / "m.gguf", "int8")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mistral"])
-def test_a_model_that_gguf_cannot_describe_is_refused(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "changes", "problem"),
+    [
+        ("gpt2", {}, "no GGUF is written for gpt2"),
+        ("mistral", {}, "it has a sliding window"),
+        ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}, "experts that do not add up to 1"),
+        ("qwen3_moe", {}, "layers without experts beside others"),
+        ("gemma3", {"tie_word_embeddings": True}, "another order of windows"),
+        ("gemma2", {"query_pre_attn_scalar": 3}, "another scale of its scores"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "another gate of its experts"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "of the kind dynamic"),
+        ("llama", {"hidden_act": "gelu"}, "the activation gelu"),
+        (
+            "qwen3",
+            {"rope_parameters": YARN | {"attention_factor": 1.2}},
+            "a scale of its own in YaRN",
+        ),
+    ],
+    ids=str,
+)
+def test_a_model_that_gguf_cannot_describe_is_refused(family, changes, problem, tmp_path):
     pytest.importorskip("gguf")
-    with pytest.raises(UnsupportedModelError, match=family):
-        write_gguf(checkpoints.save(family, tmp_path / family), tmp_path / "m.gguf")
+    with pytest.raises(UnsupportedModelError, match=problem):
+        write_gguf(checkpoints.save(family, tmp_path / "source", **changes), tmp_path / "m.gguf")

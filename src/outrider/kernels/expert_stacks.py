@@ -5,10 +5,10 @@ The weights of an expert are read once for all its rows, and the bits of a row d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.kernels.formats.registry import is_plain
 from outrider.kernels.formats.stored import StoredWeight
@@ -40,14 +40,40 @@ class PackedStack:
 
     def products(self, rows: Tensor, experts: Tensor) -> Tensor:
         """[num_rows, in_features] to [num_rows, out_features], with the biases; `experts` [num_rows] is sorted."""
-        found, sizes = torch.unique_consecutive(experts, return_counts=True)
-        parts = zip(torch.split(rows, sizes.tolist()), found.tolist(), strict=True)
-        outputs = [packed_product(part, self._experts[expert]) for part, expert in parts]
-        return torch.cat(outputs) if outputs else packed_product(rows, self._experts[0])
+        return _products(rows, experts, lambda part, expert: packed_product(part, self._experts[expert]))
 
     def give_back(self) -> None:
         """Every weight to its module."""
         self._stack.restore(StoredWeight.of([packed.unpacked() for packed in self._experts], torch.stack))
+
+
+class StoredStack:
+    """The same for weights that a file brings in its blocks, where no kernels read these: every pass unfolds those of the
+    experts that it has chosen.
+
+    Args:
+        stack: The projection, whose weights stay in the module that holds them.
+    """
+
+    def __init__(self, stack: ExpertStack) -> None:
+        self._stored = stack.stored()
+        self._biases = getattr(stack.module, f"{stack.name}_bias", None)
+
+    def products(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """As those of a PackedStack."""
+        return _products(rows, experts, self._product)
+
+    def _product(self, rows: Tensor, expert: int) -> Tensor:
+        stored = self._stored.expert(expert)
+        bias = None if self._biases is None else self._biases[expert]
+        return nn.functional.linear(rows, stored.format.dequantise(stored, rows.dtype), bias)
+
+
+def _products(rows: Tensor, experts: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:
+    found, sizes = torch.unique_consecutive(experts, return_counts=True)
+    parts = zip(torch.split(rows, sizes.tolist()), found.tolist(), strict=True)
+    outputs = [product(part, expert) for part, expert in parts]
+    return torch.cat(outputs) if outputs else product(rows, 0)
 
 
 def pack_stacks(stacks: Iterable[ExpertStack], library: KernelLibrary) -> list[PackedStack]:

@@ -17,6 +17,7 @@ from outrider.kernels.activations import ROW_GROUPS, row_group, takes_rows, unro
 from outrider.kernels.formats.format import WeightFormat
 from outrider.kernels.formats.registry import FORMATS, GROUPS, is_plain, plain
 from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.layout import FormatCode
 from outrider.kernels.pages import release
 from outrider.kernels.rounding import parts
 
@@ -53,6 +54,25 @@ class ExpertStack(NamedTuple):
         if _is_kept(weight):
             self._keep(StoredWeight.of(rounded, torch.stack))
 
+    def keep(self, stored: StoredWeight) -> None:
+        """Give it weights that a file brings quantised."""
+        if _is_kept(getattr(self.module, self.name)):
+            self.empty()
+            self._keep(stored)
+        else:
+            self._unfold(stored)
+
+    def use_plain_weights(self) -> None:
+        """Replace weights that a file brought quantised by those that they stand for."""
+        if self.is_from_file:
+            self._unfold(self.module.quantised_stacks.pop(self.name))
+
+    @property
+    def is_from_file(self) -> bool:
+        """Whether its weights are in the blocks of a file, and nowhere else."""
+        kept = getattr(self.module, "quantised_stacks", {}).get(self.name)
+        return kept is not None and kept.format.code is FormatCode.BLOCKS
+
     @property
     def in_features(self) -> int:
         """The inputs of each expert."""
@@ -68,11 +88,15 @@ class ExpertStack(NamedTuple):
 
     def restore(self, stored: StoredWeight) -> None:
         """Give it its weights back."""
-        dtype = getattr(self.module, self.name).dtype
-        data = stored.data
+        if stored.format.code is not FormatCode.BLOCKS:  # those of a file are not unfolded
+            self._unfold(stored)
+        if stored.quantised:
+            self._keep(stored)
+
+    def _unfold(self, stored: StoredWeight) -> None:
+        dtype, data = getattr(self.module, self.name).dtype, stored.data
         if stored.quantised:
             data = torch.stack([stored.format.dequantise(stored.expert(i), dtype) for i in range(len(stored.data))])
-            self._keep(stored)
         setattr(self.module, self.name, nn.Parameter(self._turned(data).contiguous(), requires_grad=False))
 
     def _turned(self, weight: Tensor) -> Tensor:
@@ -139,8 +163,11 @@ def keep_quantised(module: nn.Linear | nn.Embedding, stored: StoredWeight) -> No
     module.quantised_weight = stored  # type: ignore[assignment]
 
 
-def use_plain_weights(model: nn.Module) -> None:
-    """Replace quantised weights by those that they stand for, so that they can be trained."""
+def use_plain_weights(model: nn.Module, stacks: Iterable[ExpertStack] = ()) -> None:
+    """Replace quantised weights by those that they stand for, so that they can be trained: those of layers, and those of
+    experts that a file brought."""
+    for stack in stacks:
+        stack.use_plain_weights()
     for module in model.modules():
         stored = getattr(module, "quantised_weight", None)
         if isinstance(module, QuantisedLinear | QuantisedEmbedding) and stored is not None:

@@ -17,7 +17,7 @@ from transformers.utils import logging as hf_logging
 
 from outrider.cache.layer_spec import LayerReach, LayerSpec, StateKind
 from outrider.cache.pool import KVPool, Slots
-from outrider.kernels.expert_stacks import pack_stacks, unpack_stacks
+from outrider.kernels.expert_stacks import PackedStack, StoredStack, pack_stacks, unpack_stacks
 from outrider.kernels.library import KernelLibrary
 from outrider.kernels.weights import ExpertStack
 from outrider.model.context import ongoing_context
@@ -148,10 +148,19 @@ def use_packed_experts(model: Any, library: KernelLibrary) -> None:
         model.set_experts_implementation(_PACKED_EXPERTS)
 
 
+def use_stored_experts(model: Any) -> None:
+    """Let mixtures of experts compute with weights that a file brings in its blocks, where no kernels read them."""
+    if any(stack.is_from_file for stack in expert_stacks(model)):
+        ExpertsInterface.register(_PACKED_EXPERTS, _packed_experts)
+        model.set_experts_implementation(_PACKED_EXPERTS)
+
+
 def use_stock_experts(model: Any) -> None:
     """Undo `use_packed_experts`."""
-    unpack_stacks(expert_stacks(model))
-    if getattr(model.config, "_experts_implementation", None) == _PACKED_EXPERTS:
+    stacks = expert_stacks(model)
+    unpack_stacks(stacks)
+    is_ours = getattr(model.config, "_experts_implementation", None) == _PACKED_EXPERTS
+    if is_ours and not any(stack.is_from_file for stack in stacks):
         use_plain_experts(model)
 
 
@@ -168,8 +177,7 @@ def _packed_experts(
 ) -> Tensor:
     """What transformers calls in each layer of experts. What is added to a row comes in the order of the experts, as in its
     plain implementation; what stands between the products is computed for all experts at once."""
-    stacks = module.packed_stacks
-    up, down = stacks["gate_up_proj" if module.has_gate else "up_proj"], stacks["down_proj"]
+    up, down = (_projection(module, name) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"))
     experts, order = torch.sort(top_k_index.flatten(), stable=True)  # [num_rows * num_chosen] both
     rows = order // top_k_index.shape[-1]
     inner = up.products(hidden_states[rows], experts)
@@ -179,6 +187,11 @@ def _packed_experts(
         outer = module.post_expert_norm(outer)
     weighted = (outer * top_k_weights.flatten()[order, None]).to(hidden_states.dtype)
     return torch.zeros_like(hidden_states).index_add_(0, rows, weighted)
+
+
+def _projection(module: Any, name: str) -> PackedStack | StoredStack:
+    packed: PackedStack | None = module.__dict__.get("packed_stacks", {}).get(name)
+    return StoredStack(ExpertStack(module, name, module.is_transposed)) if packed is None else packed
 
 
 def stock_attention(model: Any) -> str:

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from outrider.config import ModelConfig
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError, VocabularyMismatchError
 from outrider.kernels.weights import use_plain_weights
-from outrider.model.hf import decoder_layers
+from outrider.model import hf
 from outrider.model.loading.exclusive import exclusive_transformers
 from outrider.model.loading.loader import load_model
 from outrider.model.loading.sources import check_sources
@@ -114,7 +114,7 @@ def pruned(target: FrozenTarget, layers: Sequence[int]) -> Any:
         raise InvalidParameterError("prune", tuple(layers), problem, f"Use a form like 0,{count // 2},{count - 1}.")
     model = _trainable(deepcopy(target.model))
     try:
-        stack = decoder_layers(model)
+        stack = hf.decoder_layers(model)
     except ValueError as error:
         raise UnsupportedModelError(target.name, str(error), "Train a draft of a shape instead.") from error
     kept = [stack[layer] for layer in layers]
@@ -134,7 +134,8 @@ def pruned(target: FrozenTarget, layers: Sequence[int]) -> Any:
 
 def _trainable(model: Any) -> Any:
     """The same model in float32, its quantised weights replaced by those that they stand for."""
-    use_plain_weights(model)
+    use_plain_weights(model, hf.expert_stacks(model))
+    hf.use_stock_experts(model)
     model.tie_weights()
     return model.float()
 

@@ -168,7 +168,7 @@ def _load_gguf(config: ModelConfig, tokenizer: Any | None, device: torch.device,
         empty = _empty_model(config, hf_config, {})
         checkpoint.check(empty)
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        model = _model_from_state(config, empty, checkpoint.state(dtype), dtype).to(device)
+        model = _model_from_state(config, empty, checkpoint.state(empty, dtype), dtype).to(device)
         checkpoint.fill(model, dtype)
         model.generation_config.eos_token_id = end_tokens(file) or None
         return _loaded(config, model, own_tokenizer, device, longest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,34 +17,16 @@ from torch import Tensor
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.model.loading.gguf.header import GgufFile
-
-#: What to do with a file that cannot be loaded.
-ORIGINAL = 'Give the original checkpoint in safetensors; quantization="int4" rounds it while it is loaded.'
-_AGAIN = "Download the file again."
-#: The names of tensors of a layer, as llama.cpp and as transformers have them.
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-#: What is called otherwise where norms stand behind the parts of a layer, too.
-_WITH_POST_NORMS = {
-    **_LAYER,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-#: Factors of the rotary frequencies, which belong to no module of transformers.
-FREQUENCY_FACTORS = "rope_freqs.weight"
+from outrider.model.loading.gguf.names import FUSED, LAYER, WITH_EXPERTS, WITH_POST_NORMS, WITH_SINKS
+from outrider.model.loading.gguf.rotary import (
+    FREQUENCY_FACTORS,
+    LONG_FACTORS,
+    SHORT_FACTORS,
+    long_rope,
+    partial_rotary,
+    rope_parameters,
+)
+from outrider.model.loading.gguf.values import AGAIN, ORIGINAL, Values
 
 
 @dataclass(frozen=True)
@@ -56,61 +39,25 @@ class Architecture:
         adjusted: Makes the configuration's values that are not common to all, from a reader of the file.
         layer: The names of tensors of a layer.
         offset_norms: Whether the weights of norms are kept plus 1.
-        knows: Values that `adjusted` takes care of, and that are refused elsewhere.
+        knows: Values that `adjusted` or `rope` take care of, and that are refused elsewhere.
+        rope: Makes the parameters of its rotary positions, from a reader of the file and the width of a head.
+        factors: The tensors with factors of its rotary frequencies.
     """
 
     config: str
     interleaved: bool = False
     adjusted: Callable[[Values], dict[str, Any]] = lambda values: {}
-    layer: dict[str, str] = field(default_factory=lambda: _LAYER)
+    layer: dict[str, str] = field(default_factory=lambda: LAYER)
     offset_norms: bool = False
     knows: tuple[str, ...] = ()
+    rope: Callable[[Values, int], dict[str, Any]] = lambda values, head_dim: _whole_rope(values, head_dim)
+    factors: tuple[str, ...] = (FREQUENCY_FACTORS,)
 
 
-class Values:
-    """The values of a file that describe its model."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.file = file
-        self.architecture = self._text("general.architecture")
-
-    def _text(self, key: str) -> str:
-        found = self.file.metadata.get(key)
-        if not isinstance(found, str):
-            raise ModelLoadError(self.file.path, f"its {key} is {found!r}, and no text", _AGAIN)
-        return found
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """A whole number from 1 on."""
-        found = self._get(name, default)
-        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found < 2**31:
-            raise self._wrong(name, found, "no whole number from 1 on")
-        return found
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A positive number."""
-        found = self._get(name, default)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < float("inf"):
-            raise self._wrong(name, found, "no positive number")
-        return float(found)
-
-    def get(self, name: str) -> Any:
-        """A value of the architecture, or None."""
-        return self.file.metadata.get(f"{self.architecture}.{name}")
-
-    def has(self, tensor: str) -> bool:
-        return tensor in self.file.tensors
-
-    def refuse(self, what: str) -> UnsupportedModelError:
-        """The error for something that is not known of this architecture."""
-        return UnsupportedModelError(self.file.path, f"it has {what}, which is not known of GGUF files here", ORIGINAL)
-
-    def _get(self, name: str, default: Any) -> Any:
-        found = self.get(name)
-        return default if found is None else found
-
-    def _wrong(self, name: str, found: object, why: str) -> ModelLoadError:
-        return ModelLoadError(self.file.path, f"its {self.architecture}.{name} is {found!r}, and {why}", _AGAIN)
+def _whole_rope(values: Values, head_dim: int, *, truncate: bool = True) -> dict[str, Any]:
+    if partial_rotary(values, head_dim) != 1:
+        raise values.refuse("rotary positions of a part of each head")
+    return rope_parameters(values, truncate=truncate)
 
 
 def _llama(values: Values) -> dict[str, Any]:
@@ -144,28 +91,76 @@ def _gemma_3(values: Values) -> dict[str, Any]:
         _gemma(values, 62)
         | caps
         | {
-            "rope_parameters": {"full_attention": _rope(values, 1_000_000.0), "sliding_attention": local},
+            "rope_parameters": {"full_attention": rope_parameters(values, 1_000_000.0), "sliding_attention": local},
         }
     )
 
 
+def _phi_3(values: Values) -> dict[str, Any]:
+    found: dict[str, Any] = {"sliding_window": None}  # a window of 0 is none
+    if values.get("attention.sliding_window"):
+        found["sliding_window"] = values.count("attention.sliding_window")
+    if values.get("rope.scaling.original_context_length") is not None:
+        found["original_max_position_embeddings"] = values.count("rope.scaling.original_context_length")
+    return found
+
+
+def _qwen_3_experts(values: Values) -> dict[str, Any]:
+    return {
+        "num_experts": values.count("expert_count"),
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "moe_intermediate_size": values.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _gpt_oss(values: Values) -> dict[str, Any]:
+    return {
+        "num_local_experts": values.count("expert_count"),
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "intermediate_size": values.count("expert_feed_forward_length"),
+        "sliding_window": values.count("attention.sliding_window"),
+    }
+
+
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _GEMMA: dict[str, Any] = {
-    "layer": _WITH_POST_NORMS,
+    "layer": WITH_POST_NORMS,
     "offset_norms": True,
     "knows": (*_CAPS, "attention.sliding_window"),
 }
+_EXPERTS = ("expert_count",)
 #: The architectures by their names in files.
 ARCHITECTURES = {
     "llama": Architecture("LlamaConfig", interleaved=True, adjusted=_llama),
     "qwen2": Architecture("Qwen2Config"),
     "qwen3": Architecture("Qwen3Config"),
+    "qwen3moe": Architecture("Qwen3MoeConfig", adjusted=_qwen_3_experts, layer=WITH_EXPERTS, knows=_EXPERTS),
+    "phi3": Architecture(
+        "Phi3Config",
+        adjusted=_phi_3,
+        layer=FUSED,
+        knows=("attention.sliding_window", "rope.scaling.attn_factor"),
+        rope=long_rope,
+        factors=(SHORT_FACTORS, LONG_FACTORS),
+    ),
+    "gpt-oss": Architecture(
+        "GptOssConfig",
+        adjusted=_gpt_oss,
+        layer=WITH_SINKS,
+        knows=(*_EXPERTS, "attention.sliding_window"),
+        rope=partial(_whole_rope, truncate=False),
+    ),
     "gemma2": Architecture("Gemma2Config", adjusted=_gemma_2, **_GEMMA),
     "gemma3": Architecture("Gemma3TextConfig", adjusted=_gemma_3, **_GEMMA),
 }
 #: Values that would change what a model computes, and what they are where they change nothing.
 _SPECIAL = {
     "expert_count": 0,
+    "expert_shared_count": 0,
+    "expert_group_count": 0,
+    "expert_weights_scale": 0.0,
+    "expert_weights_norm": True,
     "attention.sliding_window": 0,
     "rope.scaling.attn_factor": 1.0,
     "logit_scale": 0.0,
@@ -211,12 +206,10 @@ def read_config(file: GgufFile) -> Any:
     layers = values.count("block_count")
     if layers > len(file.tensors):
         problem = f"it says {layers:,} layers, and holds {len(file.tensors)} tensors"
-        raise ModelLoadError(file.path, problem, _AGAIN)
+        raise ModelLoadError(file.path, problem, AGAIN)
     head_dim = values.count("attention.key_length", hidden // heads)
     if values.count("attention.value_length", head_dim) != head_dim:
         raise values.refuse("values of another width than its keys")
-    if values.count("rope.dimension_count", head_dim) != head_dim:
-        raise values.refuse("rotary positions of a part of each head")
     shape = {
         "vocab_size": _vocab_size(file),
         "hidden_size": hidden,
@@ -227,7 +220,7 @@ def read_config(file: GgufFile) -> Any:
         "head_dim": head_dim,
         "max_position_embeddings": values.count("context_length"),
         "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(values),
+        "rope_parameters": known.rope(values, head_dim),
         "tie_word_embeddings": not values.has("output.weight"),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
@@ -237,38 +230,14 @@ def read_config(file: GgufFile) -> Any:
         return getattr(transformers, known.config)(**shape | known.adjusted(values))
     except Exception as error:  # whatever transformers finds wrong with a configuration
         reason = str(error).strip().splitlines()[-1].strip()
-        raise ModelLoadError(file.path, f"its metadata are no configuration ({reason})", _AGAIN) from error
+        raise ModelLoadError(file.path, f"its metadata are no configuration ({reason})", AGAIN) from error
 
 
 def _vocab_size(file: GgufFile) -> int:
     table = file.tensors.get("token_embd.weight")
     if table is None:
-        raise ModelLoadError(file.path, "the tensor token_embd.weight is missing", _AGAIN)
+        raise ModelLoadError(file.path, "the tensor token_embd.weight is missing", AGAIN)
     return table.shape[0]
-
-
-def _rope(values: Values, theta: float = 10_000.0) -> dict[str, Any]:
-    theta = values.number("rope.freq_base", theta)
-    kind = values.get("rope.scaling.type")
-    if kind in (None, "none"):
-        if values.get("rope.scale_linear") not in (None, 1.0):
-            raise values.refuse(f"{values.architecture}.rope.scale_linear")
-        return {"rope_type": "default", "rope_theta": theta}
-    if kind == "linear":
-        return {"rope_type": "linear", "rope_theta": theta, "factor": values.number("rope.scaling.factor")}
-    raise values.refuse(f"rotary positions that are scaled by {kind}")
-
-
-def stock_name(known: Architecture, name: str) -> str | None:
-    """transformers' name for a tensor of a file. None where it has none."""
-    place, _, kind = name.rpartition(".")
-    if place in _MODEL:
-        return f"{_MODEL[place]}.{kind}"
-    blk, _, rest = place.partition(".")
-    number, _, part = rest.partition(".")
-    if blk != "blk" or not number.isdecimal() or part not in known.layer:
-        return None
-    return f"model.layers.{int(number)}.{known.layer[part]}.{kind}"
 
 
 def row_order(known: Architecture, name: str, config: Any) -> Tensor | None:

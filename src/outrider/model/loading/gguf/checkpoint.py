@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
-from outrider.kernels.formats.gguf import GGUF_TYPES
 from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.weights import keep_quantised
 from outrider.model import hf
 from outrider.model.loading.exclusive import check_wanted
-from outrider.model.loading.gguf.architecture import FREQUENCY_FACTORS, ORIGINAL, architecture_of, row_order, stock_name
+from outrider.model.loading.gguf.architecture import architecture_of, row_order
+from outrider.model.loading.gguf.blocks import is_packed, stored_tensor
+from outrider.model.loading.gguf.experts import projections
 from outrider.model.loading.gguf.header import GgufFile, GgufTensor
-
-_AGAIN = "Download the file again."
+from outrider.model.loading.gguf.names import stock_name
+from outrider.model.loading.gguf.rotary import FREQUENCY_FACTORS
+from outrider.model.loading.gguf.values import AGAIN, ORIGINAL
 
 
 class GgufCheckpoint:
@@ -35,10 +37,10 @@ class GgufCheckpoint:
         self._known = architecture_of(file)
         self._tensors: dict[str, GgufTensor] = {}
         for name, tensor in file.tensors.items():
-            stock = stock_name(self._known, name)
+            stock = stock_name(self._known.layer, name)
             if stock is not None:
                 self._tensors[stock] = tensor
-            elif name != FREQUENCY_FACTORS:
+            elif name not in self._known.factors:
                 problem = f"it has a tensor {name}, which is not known of its architecture"
                 raise UnsupportedModelError(file.path, problem, ORIGINAL)
 
@@ -52,17 +54,21 @@ class GgufCheckpoint:
         wanted = {name: tuple(weight.shape) for name, weight in empty.state_dict().items()}
         if self._config.tie_word_embeddings:
             wanted.pop("lm_head.weight", None)
+        for projection in projections(empty):
+            wanted.pop(projection.name)
+            wanted.pop(f"{projection.name}_bias", None)
+            wanted |= projection.shapes
         for name, tensor in self._tensors.items():
             if name not in wanted:
                 problem = f"it has a tensor {tensor.name}, which its architecture does not have"
-                raise ModelLoadError(self._file.path, problem, _AGAIN)
+                raise ModelLoadError(self._file.path, problem, AGAIN)
             if tensor.shape != wanted[name]:
                 shapes = f"has shape {list(tensor.shape)}, and its metadata ask for {list(wanted[name])}"
-                raise ModelLoadError(self._file.path, f"its tensor {tensor.name} {shapes}", _AGAIN)
+                raise ModelLoadError(self._file.path, f"its tensor {tensor.name} {shapes}", AGAIN)
         missing = sorted(wanted.keys() - self._tensors.keys())
         if missing:
             problem = f"{len(missing)} tensors are missing, that for {missing[0]} first"
-            raise ModelLoadError(self._file.path, problem, _AGAIN)
+            raise ModelLoadError(self._file.path, problem, AGAIN)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,18 +76,24 @@ class GgufCheckpoint:
         float32."""
         if any(tensor.type == "F16" for tensor in self._tensors.values()):
             return torch.float32
-        floats = (self._floats(tensor) for tensor in self._tensors.values() if not self._is_packed(tensor))
+        floats = (self._floats(tensor) for tensor in self._tensors.values() if not is_packed(tensor))
         exact = all(torch.equal(values.bfloat16().float(), values) for values in floats)
         return torch.bfloat16 if exact else torch.float32
 
-    def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What transformers loads: vectors and matrices of floats, and empty weights for those in blocks."""
+    def state(self, empty: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What transformers loads into a model: vectors and matrices of floats, and empty weights for those in blocks.
+
+        Raises:
+            UnsupportedModelError: Gates and values of experts have different types.
+        """
         state = {}
-        for name, tensor in self._tensors.items():
-            if self._is_packed(tensor):
+        for name, tensor in self._single():
+            if is_packed(tensor):
                 state[name] = torch.full((), float("nan"), dtype=dtype).expand(tensor.shape)
             else:
                 state[name] = self._floats(tensor)
+        for projection in projections(empty):
+            state |= projection.state(self._file.path, self._tensors, dtype)
         return state
 
     def fill(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -91,15 +103,23 @@ class GgufCheckpoint:
             ModelLoadError: Numbers of a tensor are not finite, or it has no such layer.
         """
         modules = dict(model.named_modules())
-        for name, tensor in self._tensors.items():
-            if self._is_packed(tensor):
+        for name, tensor in self._single():
+            if is_packed(tensor):
                 check_wanted()
                 module = modules[name.removesuffix(".weight")]
                 stored = self._stored(tensor, dtype)
                 keep_quantised(module, stored)
                 if name == "model.embed_tokens.weight" and self._config.tie_word_embeddings:
                     keep_quantised(modules["lm_head"], stored)
+        for projection in projections(model):
+            check_wanted()
+            projection.fill(self._file.path, self._tensors, dtype)
+        hf.use_stored_experts(model)
         self._scale_frequencies(model)
+
+    def _single(self) -> list[tuple[str, GgufTensor]]:
+        """The tensors that are no parts of others, by transformers' names."""
+        return [(name, tensor) for name, tensor in self._tensors.items() if not name.endswith("]")]
 
     def _floats(self, tensor: GgufTensor) -> Tensor:
         values, order = tensor.floats(), self._order(tensor)
@@ -107,16 +127,8 @@ class GgufCheckpoint:
             values = values - 1
         return values if order is None else values[order]
 
-    def _is_packed(self, tensor: GgufTensor) -> bool:
-        return tensor.type in GGUF_TYPES and len(tensor.shape) == 2 and tensor.shape[1] % 32 == 0
-
     def _stored(self, tensor: GgufTensor, dtype: torch.dtype) -> StoredWeight:
-        stored = GGUF_TYPES[tensor.type].stored(tensor.rows(), dtype)
-        halves = torch.bfloat16 if tensor.type == "BF16" else torch.float16
-        numbers = stored.data.view(halves) if stored.scale is None else stored.scale  # no copy in float32
-        if not bool(numbers.isfinite().all()):
-            raise ModelLoadError(self._file.path, f"the tensor {tensor.name} holds numbers that are not finite", _AGAIN)
-        order = self._order(tensor)
+        stored, order = stored_tensor(self._file.path, tensor, dtype), self._order(tensor)
         return stored if order is None else stored.each(lambda column: column[order])
 
     def _order(self, tensor: GgufTensor) -> Tensor | None:
@@ -135,5 +147,5 @@ class GgufCheckpoint:
             )
         if factors.shape != rotary.inv_freq.shape or not bool((factors > 0).all() and factors.isfinite().all()):
             problem = f"its {FREQUENCY_FACTORS} are no factors of {len(rotary.inv_freq)} frequencies"
-            raise ModelLoadError(self._file.path, problem, _AGAIN)
+            raise ModelLoadError(self._file.path, problem, AGAIN)
         rotary.inv_freq = rotary.inv_freq / factors.to(rotary.inv_freq)

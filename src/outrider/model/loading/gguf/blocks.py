@@ -1,0 +1,35 @@
+"""Tensors of GGUF files as weights that stay in their blocks."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.errors import ModelLoadError
+from outrider.kernels.formats.gguf import GGUF_TYPES
+from outrider.kernels.formats.stored import StoredWeight
+from outrider.model.loading.gguf.header import GgufTensor
+from outrider.model.loading.gguf.values import AGAIN
+
+
+def is_packed(tensor: GgufTensor) -> bool:
+    """Whether a matrix, or one for each expert, stays in blocks. The kernels take units of 32 inputs, and routers are
+    floats."""
+    known = tensor.type in GGUF_TYPES and ".ffn_gate_inp." not in tensor.name
+    return known and len(tensor.shape) in (2, 3) and tensor.shape[-1] % 32 == 0
+
+
+def stored_tensor(path: str, tensor: GgufTensor, dtype: torch.dtype) -> StoredWeight:
+    """The weights of a tensor for which `is_packed` holds, which stand for `dtype`: [out_features, in_features], or with
+    [num_experts] before it.
+
+    Raises:
+        ModelLoadError: Numbers are not finite.
+    """
+    stored = GGUF_TYPES[tensor.type].stored(tensor.rows(), dtype)
+    halves = torch.bfloat16 if tensor.type == "BF16" else torch.float16
+    numbers = stored.data.view(halves) if stored.scale is None else stored.scale  # no copy in float32
+    if not bool(numbers.isfinite().all()):
+        raise ModelLoadError(path, f"the tensor {tensor.name} holds numbers that are not finite", AGAIN)
+    if len(tensor.shape) == 2:
+        return stored
+    return stored.each(lambda column: column.reshape(*tensor.shape[:2], *column.shape[1:]))
