@@ -79,6 +79,8 @@ class World:
         seconds_a_pass: Of a plain pass of one text; all times are in such passes.
         forced: Tokens that the structure of a text forces at a position of it.
         planning: What a plan costs.
+        together: Whether texts begin together, the next ones when all of them have ended, and end with all that they may
+            write. Without drafts all of them are there to their common end.
     """
 
     methods: Mapping[str, Method]
@@ -93,6 +95,7 @@ class World:
     seconds_a_pass: float = 0.05
     forced: Callable[[int, int], int] = lambda text, position: 0
     planning: float = 0.0
+    together: bool = False
 
     def luck(self, *key: object) -> float:
         digest = blake2b(repr((self.seed, *key)).encode(), digest_size=8).digest()
@@ -106,6 +109,15 @@ class World:
                 share = max(0.0, (rows - low) / (high - low))
                 return passes[low] + share * (passes[high] - passes[low])
         return passes[sizes[-1]] * rows / sizes[-1]
+
+    def left(self, text: TextState) -> int | None:
+        """Tokens that it may still write, where that is known."""
+        return self.ends(text.index) - text.position if self.together else None
+
+    def until_all_end(self, texts: Sequence[TextState], step: int) -> float:
+        """Time of the plain steps in which these texts come to their ends."""
+        left = [self.left(text) or 0 for text in texts]
+        return sum(self.seconds(sum(more > passed for more in left), step) + 0.02 for passed in range(max(left)))
 
     def draft(self, name: str, text: int, position: int, asked: int) -> tuple[int, int]:
         """Tokens that a method offers, and how many of them stand."""
@@ -204,7 +216,8 @@ def run(
     rng = random.Random(world.seed)
     fixed = load(0) if tokens else texts
     while step < steps if steps else (count < fixed or present):
-        while len(present) < load(step) and (not fixed or count < fixed):
+        places = 0 if world.together and present else load(step)
+        while len(present) < places and (not fixed or count < fixed):
             present.append(TextState(count))
             if isinstance(policy, Governor):
                 policy.begin(count)
@@ -218,14 +231,22 @@ def run(
         for text in [text for text in alive if text.position >= (tokens or world.ends(text.index))]:
             present.remove(text)
             if isinstance(policy, Governor):
-                policy.finish(text.index)
+                policy.finish(text.index, at_length=world.together)
         step += 1
     return log
 
 
 def _running(world: World, texts: Sequence[TextState]) -> list[Running]:
     return [
-        Running(t.index, t.position, 16, tuple(world.methods), dict(t.lags), forced=world.forced(t.index, t.position))
+        Running(
+            t.index,
+            t.position,
+            min(16, (world.left(t) or 17) - 1),
+            tuple(world.methods),
+            dict(t.lags),
+            forced=world.forced(t.index, t.position),
+            to_write=world.left(t),
+        )
         for t in texts
     ]
 
@@ -267,7 +288,7 @@ def _step(world: World, policy: Policy, texts: list[TextState], log: Log, step: 
     unit = world.seconds_a_pass * world.drift(step)
     log.true.append(unit * (dearer * propose + forward + 0.02))
     log.plain.append(unit * (plain + 0.02 + (one + 0.02) * sum(stood for _, stood in fates.values()) / len(texts)))
-    context = sum(text.position for text in texts)
+    context, to_go = sum(text.position for text in texts), world.until_all_end(texts, step) if world.together else 0.0
     drafts = tuple(DraftWork(n, drafted[n], levels[n], late) for n in drafted)
     work = StepWork(rows, len(texts), context, drafts, num_forced)
     log.seconds += times.total
@@ -286,6 +307,8 @@ def _step(world: World, policy: Policy, texts: list[TextState], log: Log, step: 
             assert decision.method is not None
             rejected = stood < offered
             policy.observe_draft(text.index, decision.method, decision.num_draft_tokens, offered, stood, rejected=rejected)
+    if world.together:
+        log.plain[-1] = unit * (to_go - world.until_all_end(texts, step))
     if isinstance(policy, Governor):
         own = unit * world.planning * (policy.num_plans - num_plans)
         policy.observe_own_seconds(own)

@@ -19,6 +19,7 @@ import pytest
 from outrider.govern import purse
 from outrider.govern.costs import CostModel, StepWork
 from outrider.govern.governor import Governor
+from outrider.govern.places import Places
 from outrider.govern.purse import Purse
 from tests.unit.governor_world import Log, Method, World, always, governor_of, run
 from tests.unit.test_governor_worlds import at_random
@@ -170,6 +171,42 @@ def test_rows_of_forced_tokens_are_not_taken_for_those_of_drafts(monkeypatch: py
     before = sum(_gain(seed) for seed in (101, 102, 106))
     monkeypatch.setattr(StepWork, "plain_rows", property(lambda work: work.texts))
     assert sum(_gain(seed) for seed in (101, 102, 106)) < before - 0.05
+
+
+# -- texts that begin together and are not replaced ----------------------------------------------------------------------
+
+#: C(n) of the wide target in bfloat16, where drafts for eight texts pay just so.
+BF16 = {1: 1.0, 2: 1.04, 4: 1.14, 8: 1.34, 16: 1.91, 24: 2.6, 32: 3.4, 64: 6.6, 128: 13.0, 256: 26.0}
+
+
+@cache
+def together(chance: float, texts: int, seed: int) -> float:
+    """Batch after batch of texts of 64 tokens, of which drafts stand differently often: the ratio to plain decoding."""
+
+    def stands(text: int, position: int) -> float:
+        return min(max(chance + random.Random(f"{seed} {text}").gauss(0.0, 0.12), 0.02), 0.97)
+
+    world = World(
+        {"draft": Method(0.02, stands)}, BF16, seed=seed, seconds_a_pass=0.018, together=True, ends=lambda text: 64
+    )
+    log = run(world, governor_of(world), texts=10 * texts, load=lambda step: texts)
+    return sum(log.plain) / sum(log.true)
+
+
+@pytest.mark.parametrize("chance", [0.45, 0.5, 0.55, 0.6])
+def test_it_keeps_its_promise_where_nobody_takes_the_places_of_texts_that_end(chance: float) -> None:
+    assert min(together(chance, 8, seed) for seed in (0, 1)) >= PROMISE
+
+
+def test_it_gains_also_where_nobody_takes_the_places_of_texts_that_end() -> None:
+    assert together(0.8, 8, 0) >= 1.05
+    assert together(0.8, 4, 0) >= 1.35
+
+
+def test_tokens_of_texts_that_end_early_are_not_worth_what_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: it takes every place for one that is taken at once."""
+    monkeypatch.setattr(Places, "stay_empty", 0.0)
+    assert min(together.__wrapped__(0.5, 8, seed) for seed in (0, 1)) < PROMISE
 
 
 def test_a_purse_never_loses_more_than_it_promises() -> None:

@@ -49,10 +49,12 @@ class Text:
     Attributes:
         request: Which.
         options: The methods that may draft for it, by name.
+        worth: Of a token of it; 1 on average over the batch.
     """
 
     request: int
     options: Mapping[str, Option]
+    worth: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Plan:
 
     Attributes:
         rows: Method and draft tokens, by request; requests that are not there decode plainly.
-        tokens: That the step is expected to write, all texts together.
+        tokens: That the step is expected to write, all texts together, by what they are worth.
         seconds: That it is expected to take.
         used: The share of the rows that methods are expected to use: where they have nothing to say, they use none.
     """
@@ -151,7 +153,7 @@ class Chooser:
             reach = 1.0
             for place in range(min(asked, option.longest) if option is not None else 0):
                 assert option is not None
-                reach = self._add(filling, option, place, reach)
+                reach = self._add(filling, text, option, place, reach)
                 rows[text.request] = (method, place + 1)
         if not self._may(filling):
             return self.plain()
@@ -177,9 +179,13 @@ class Chooser:
         """Rows best first for an option of each text, and of all prefixes of this order the best. Further rows are not
         looked at where none of them could bring more than it costs."""
         pairs = zip(self._texts, chosen, strict=True)
-        options = {text.request: option for text, option in pairs if option is not None}
+        options = {text.request: (text, option) for text, option in pairs if option is not None}
         filling = _Filling(float(len(self._texts)))
-        heap = [(-option.outlook.stands[0], request, 0, 1.0) for request, option in options.items() if option.longest > 0]
+        heap = [
+            (-text.worth * option.outlook.stands[0], request, 0, 1.0)
+            for request, (text, option) in options.items()
+            if option.longest > 0
+        ]
         heapify(heap)
         order: list[int] = []
         best, best_rows, seconds = filling.tokens / self._plain, 0, self._plain
@@ -190,8 +196,8 @@ class Chooser:
                 break
             if filling.granted % _LOOKS_EVERY == 0 and -chance <= best * self._least_slope(filling.granted):
                 break
-            option = options[request]
-            reach = self._add(filling, option, place, reach)
+            text, option = options[request]
+            reach = self._add(filling, text, option, place, reach)
             order.append(request)
             seconds = self._seconds(filling)
             if filling.tokens / seconds > best and self._may(filling):
@@ -200,18 +206,18 @@ class Chooser:
             if place + 1 < option.longest:
                 stands = option.outlook.stands
                 following = reach * stands[min(place + 1, len(stands) - 1)]
-                heappush(heap, (-following, request, place + 1, reach))
+                heappush(heap, (-text.worth * following, request, place + 1, reach))
         rows: dict[int, tuple[str, int]] = {}
         for request in order[:best_rows]:
-            rows[request] = (options[request].method, rows.get(request, ("", 0))[1] + 1)
+            rows[request] = (options[request][1].method, rows.get(request, ("", 0))[1] + 1)
         return Plan(rows, best_tokens, best_seconds, best_used)
 
-    def _add(self, filling: _Filling, option: Option, place: int, reach: float) -> float:
+    def _add(self, filling: _Filling, text: Text, option: Option, place: int, reach: float) -> float:
         """One more row; returns the chance that the text comes through it, where the method has a token there."""
         last = len(option.outlook.stands) - 1
         exists, name = option.outlook.exists[min(place, last)], option.method
         reach *= option.outlook.stands[min(place, last)]
-        filling.tokens += exists * reach
+        filling.tokens += exists * reach * text.worth
         filling.granted += 1
         filling.expected += exists
         filling.levels[name] = max(filling.levels.get(name, 0), place + 1)
@@ -251,7 +257,7 @@ class Chooser:
             level = self._costs.draft_seconds(option.method, count, 1) / count
             for place in range(min(option.longest, self._max_rows // count)):
                 reach *= stands[min(place, len(stands) - 1)]
-                gain += reach * option.outlook.exists[min(place, len(stands) - 1)]
+                gain += text.worth * reach * option.outlook.exists[min(place, len(stands) - 1)]
                 taken = (self._time((place + 1) * count) - self._plain) / count + (place + 1) * level
                 if gain - rate * taken > best:
                     best, found = gain - rate * taken, option

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from outrider.govern.acceptance import AcceptanceModel, Experience
 from outrider.govern.choice import Chooser, Option, Plan, Text
 from outrider.govern.costs import CostModel, CostTable, DraftWork, StepTimes, StepWork
+from outrider.govern.places import Places, lateness, worths
 from outrider.govern.purse import Purse
 from outrider.govern.standing import Standings
 
@@ -76,6 +77,7 @@ class Running:
         lags: By name, tokens that a method's own model has yet to read.
         why_plain: Why none may be drafted, if so.
         forced: Rows of the step, beside its own, for tokens that the structure of its output forces.
+        to_write: Tokens that it may still write; None where there is no bound.
     """
 
     request: int
@@ -85,6 +87,7 @@ class Running:
     lags: Mapping[str, int] = field(default_factory=dict)
     why_plain: str = ""
     forced: int = 0
+    to_write: int | None = None
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,8 @@ class Governor:
         self._age, self._step, self._changed = 0, 0, True
         self._saved = dict.fromkeys((each.lookup for each in candidates), 0.0)  # of lookups, and of models
         self._purse = Purse(self._here.costs.step_seconds(1, 0))
+        self._places = Places()
+        self._worths: dict[int, float] = {}
         self._open: _Open | None = None
         self._begun: dict[int, int] = {}
         self._tried: dict[tuple[int, str], int] = {}
@@ -205,9 +210,10 @@ class Governor:
         self.acceptance.begin(request, tenant)
         self._begun[request] = self._step
 
-    def finish(self, request: int) -> None:
-        """A request has ended."""
+    def finish(self, request: int, *, at_length: bool = False) -> None:
+        """A request has ended; `at_length` where it has all the tokens that it might have."""
         self.acceptance.finish(request)
+        self._places.leave(self._step, request, at_length=at_length)
         self._since_longer.pop(request, None)
         self._begun.pop(request, None)
         for key in [key for key in self._tried if key[0] == request]:
@@ -230,6 +236,7 @@ class Governor:
         """What each request does in the coming step."""
         self._step += 1
         self._here = self._standings.of(len(running), sum(each.context for each in running))
+        self._places.see(self._step, (each.request for each in running))
         free = [each for each in running if each.longest > 0 and each.methods]
         if free and self._must_plan(running):
             self._make_plan(running, free)
@@ -302,12 +309,14 @@ class Governor:
     def _make_plan(self, running: Sequence[Running], free: Sequence[Running]) -> None:
         here = self._here
         steady = self._step < here.steady_until
-        texts = [Text(each.request, self._options(each, steady=steady)) for each in free]
+        self._worths = self._worths_of(running)
+        texts = [Text(each.request, self._options(each, steady=steady), self._worths[each.request]) for each in free]
         texts += [Text(each.request, {}) for each in running if each.longest <= 0 or not each.methods]
         chooser = Chooser(here.costs, texts, sum(each.context for each in running), self._max_rows, self._purse.left)
         plain, best = chooser.plain(), chooser.best()
         doubt = here.costs.uncertainty(len(running) + sum(rows for _, rows in best.rows.values()), len(running))
-        if best.rate < plain.rate * ((_BEGINS if here.was_on is False else _GOES_ON) + doubt * best.used):
+        least = (_BEGINS if here.was_on is False else _GOES_ON) + doubt * best.used + self._lateness(running, best)
+        if best.rate < plain.rate * least:
             best = plain
         present = chooser.again(self._plan)
         if len(present.rows) == len(self._plan.rows) and best.rows and present.rate * _BEATS_PLAN > best.rate > plain.rate:
@@ -319,6 +328,28 @@ class Governor:
         if not chooser.limited:  # what may not be tried now says nothing of the text
             here.note_plan(self._step, is_on=2 * len(best.rows) >= len(free))
 
+    def _lateness(self, running: Sequence[Running], plan: Plan) -> float:
+        """By which share the batch ends later than its texts do on average, as far as nobody takes their places."""
+        bounds = [each.to_write for each in running if each.request in plan.rows and each.to_write is not None]
+        if len(bounds) < 2:
+            return 0.0
+        tokens = 1.0 + (plan.tokens - len(running)) / len(plan.rows)
+        late = lateness([self._worths[request] for request in plan.rows], tokens, sum(bounds) / len(bounds))
+        return self._places.stay_empty * late
+
+    def _worths_of(self, running: Sequence[Running]) -> dict[int, float]:
+        """What a token of each text is worth: the same, as far as others take the places of texts that end."""
+        requests, bounds = (
+            [each.request for each in running],
+            [each.to_write for each in running if each.to_write is not None],
+        )
+        count, costs, context = len(running), self._here.costs, sum(each.context for each in running)
+        if len(bounds) < count or count == 1:
+            return dict.fromkeys(requests, 1.0)
+        empty = self._places.stay_empty
+        found = worths(bounds, lambda texts: costs.step_seconds(texts, context * texts // count))
+        return {request: empty * worth + 1.0 - empty for request, worth in zip(requests, found, strict=True)}
+
     def _pause_between_longer(self, num_texts: int) -> int:
         """Drafts between two that are longer by a token, by what such a token costs beyond what it is expected to bring: it
         may be the next stair."""
@@ -329,7 +360,8 @@ class Governor:
         for request, (method, rows) in self._plan.rows.items():
             outlook = self.acceptance.outlook(request, method)
             level = costs.draft_seconds(method, 1, rows + 1) - costs.draft_seconds(method, 1, rows)
-            extra += level + outlook.exists_at(rows) * (row - outlook.reach(rows) / self._plan.rate)
+            worth = self._worths.get(request, 1.0)
+            extra += level + outlook.exists_at(rows) * (row - worth * outlook.reach(rows) / self._plan.rate)
         return max(_LONGER_EVERY, round(extra / (_LONGER_SHARE * self._plan.seconds)))
 
     def _options(self, each: Running, *, steady: bool) -> dict[str, Option]:
@@ -435,7 +467,8 @@ class Governor:
         if self.candidates[method].lookup or not offered:
             self.acceptance.observe_offer(request, method, asked, offered)
         if self._open is not None and not shadow:
-            self._purse.spend(-accepted * self._open.plain / self._open.work.texts)
+            worth = self._worths.get(request, 1.0)
+            self._purse.spend(-accepted * worth * self._open.plain / self._open.work.texts)
         scores = [1.0] * accepted + ([0.0] if rejected and accepted < offered else [])
         self._changed |= self.acceptance.observe(request, method, scores, 1.0 if shadow else 1.0 + accepted)
 

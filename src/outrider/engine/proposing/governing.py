@@ -99,7 +99,7 @@ class Governing:
         self._drop(seq.seq_id)
         if found is not None:
             with self._contained(found):
-                found.governor.finish(seq.seq_id)
+                found.governor.finish(seq.seq_id, at_length=seq.finish_reason == "length")
                 found.experience.keep(found.governor.acceptance)
 
     def _drop(self, seq_id: int) -> None:
@@ -212,7 +212,8 @@ class Governing:
         lags = {name: self._lag(seq, found.methods[name]) for name in methods if name in found.models}
         forced = len(seq.view.processing.forced(min(depth, MOST_FORCED)))
         longest = 0 if why else depth - forced
-        return Running(seq.seq_id, len(seq.token_ids), longest, methods, lags, why, forced)
+        to_write = params.max_tokens - seq.num_output_tokens
+        return Running(seq.seq_id, len(seq.token_ids), longest, methods, lags, why, forced, to_write)
 
     def _lag(self, seq: Sequence, method: Method) -> int:
         drafter = seq.drafter(method)

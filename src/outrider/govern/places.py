@@ -1,0 +1,110 @@
+"""Places of a batch: whether others take those of texts that end, and what tokens are worth where nobody does.
+
+Drafts let texts end at different times. Where others take their places, every token is worth the same. Where nobody does,
+the texts that are left are written in steps that cost hardly less, and the batch ends with the last of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from math import log, sqrt
+
+#: Ends of texts that are remembered, and as how many ends it weighs that places are taken to stay empty at first.
+_MEMORY, _PRIOR_WEIGHT = 32.0, 2.0
+#: A place that nobody has taken within so many steps is empty.
+_WAITS = 16
+#: A text that has less to write by more than this share will end sooner.
+_SURE_LEAD = 0.25
+#: The variance of the draft tokens of a text that stand in a step, over their mean.
+_VARIANCE = 0.5
+
+
+class Places:
+    """Learns whether the places of texts that end stay empty, from who decodes in each step."""
+
+    def __init__(self) -> None:
+        self._batch = frozenset[int]()
+        self._vacant = deque[int]()  # the steps in which places were left
+        self._ended = self._empty = 0.0
+
+    @property
+    def stay_empty(self) -> float:
+        """Share of the texts that end at their bound, in a place that nobody takes while others decode."""
+        return (self._empty + _PRIOR_WEIGHT) / (self._ended + _PRIOR_WEIGHT)
+
+    def leave(self, step: int, request: int, *, at_length: bool) -> None:
+        """A text has ended. A text alone tells nothing.
+
+        Args:
+            step: Now.
+            request: Whose.
+            at_length: Whether it has all the tokens that it might have, so that its end could be foreseen.
+        """
+        if request not in self._batch or len(self._batch) == 1:
+            return
+        if at_length:
+            self._vacant.append(step)
+        else:
+            self._count(empty=False)
+
+    def see(self, step: int, requests: Iterable[int]) -> None:
+        """These texts decode in this step."""
+        now = frozenset(requests)
+        if now == self._batch:
+            return
+        while self._vacant and (not now & self._batch or step - self._vacant[0] > _WAITS):
+            self._vacant.popleft()
+            self._count(empty=True)
+        for _ in range(min(len(now - self._batch), len(self._vacant))):
+            self._vacant.popleft()
+            self._count(empty=False)
+        self._batch = now
+
+    def _count(self, *, empty: bool) -> None:
+        keep = 1.0 - 1.0 / _MEMORY
+        self._ended, self._empty = keep * self._ended + 1.0, keep * self._empty + empty
+
+
+def worths(to_write: Sequence[int], seconds: Callable[[int], float]) -> list[float]:
+    """What a token of each text is worth where all begin and end with the batch, 1 on average.
+
+    A token lets its text end a step sooner, so that one step has a text less. What this saves depends on how many texts are
+    still there: those with more to write, as far as a lead is sure to last.
+
+    Args:
+        to_write: Tokens that each text may still write.
+        seconds: Of a plain step of so many texts.
+    """
+    known = [0.0, *(seconds(count + 1) for count in range(len(to_write)))]
+    saved = [_between(known, _later(tokens, to_write)) for tokens in to_write]
+    mean = sum(saved) / len(saved)
+    return [each / mean if mean > 0.0 else 1.0 for each in saved]
+
+
+def lateness(worths: Sequence[float], tokens: float, to_write: float) -> float:
+    """The share of the time by which the last of texts that draft ends later than they do on average, by chance alone.
+
+    It is the largest of several sums of as many independent numbers as there are steps.
+
+    Args:
+        worths: Of a token of each text that drafts.
+        tokens: That a text is expected to gain in a step.
+        to_write: Tokens that a text may still write on average.
+    """
+    alike = sum(worths) ** 2 / max(sum(worth * worth for worth in worths), 1e-9)  # as many texts of equal worth
+    variance = _VARIANCE * max(tokens - 1.0, 0.0)
+    return sqrt(log(max(alike, 1.0)) * variance / (max(tokens, 1.0) * max(to_write, 1.0)))
+
+
+def _later(tokens: int, to_write: Sequence[int]) -> float:
+    """How many other texts are expected to end after one that has so many tokens to write."""
+    reach = max(_SURE_LEAD * tokens, 1.0)
+    return sum(min(max(0.5 + (other - tokens) / (2.0 * reach), 0.0), 1.0) for other in to_write) - 0.5
+
+
+def _between(known: Sequence[float], later: float) -> float:
+    """By how much a step of one text more than so many takes longer."""
+    place = min(int(later), len(known) - 2)
+    share, more = later - place, min(place + 2, len(known) - 1)
+    return (1.0 - share) * (known[place + 1] - known[place]) + share * (known[more] - known[more - 1])
