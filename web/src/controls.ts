@@ -2,20 +2,7 @@
 
 import type { Facts, MethodFacts } from "./api";
 import { fill, h } from "./dom";
-
-const WORDS: Record<string, string> = {
-  auto: "whatever the engine chooses",
-  draft_model: "a small model",
-  cross_vocabulary: "a small model of another vocabulary",
-  early_exit: "the target's first layers",
-  layer_skip: "the target with layers left out",
-  ngram: "what followed these words before",
-  suffix: "the longest text that came before",
-  token_recycling: "what the target held likely before",
-  lookahead: "word groups tried on the side",
-  merge: "several of these together",
-  then: "several of these in turn",
-};
+import { named } from "./names";
 
 /** Guesses a round, to begin with. */
 const USUAL_LENGTH = 5;
@@ -39,7 +26,7 @@ export class Controls {
   private readonly diceWords = h("label", { for: "dice" });
 
   constructor(private readonly facts: Facts) {
-    fill(this.method, ...facts.methods.map((each) => h("option", { value: each.name }, WORDS[each.name] ?? each.name)));
+    fill(this.method, ...facts.methods.map((each) => h("option", { value: each.name }, named(each.name))));
     fill(
       this.element,
       field("Guesses come from", this.method),

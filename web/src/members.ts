@@ -2,6 +2,7 @@
 
 import type { Round } from "./api";
 import { h } from "./dom";
+import { named } from "./names";
 
 /** The methods that proposed a draft token, each once. */
 export function proposers(round: Round, node: number): string[] {
@@ -23,11 +24,6 @@ export function colourOf(round: Round, node: number, names: string[]): number | 
 /** Which colour is whose. */
 export function memberKeys(names: string[]): HTMLElement | null {
   if (names.length < 2) return null;
-  const items = names.map((name, place) => h("li", {}, h("span.token.accepted", { "data-by": place % 4 }, name)));
-  return h("ul.legend.members", { "aria-label": "Guessed by" }, ...items);
-}
-
-/** Names in a sentence: "a", "a and b", "a, b and c". */
-export function listed(names: string[]): string {
-  return names.length > 1 ? `${names.slice(0, -1).join(", ")} and ${names.at(-1)}` : (names[0] ?? "");
+  const items = names.map((name, place) => h("li", {}, h("span.token.accepted", { "data-by": place % 4, "data-method": name }, named(name))));
+  return h("ul.legend.members", { "aria-label": "Guesses come from" }, ...items);
 }

@@ -4,7 +4,8 @@ import type { Round } from "./api";
 import { distribution } from "./charts";
 import { fill, h } from "./dom";
 import { count, duration, percent, shown } from "./format";
-import { listed, memberKeys } from "./members";
+import { memberKeys } from "./members";
+import { inWords, listedInWords } from "./names";
 import { type Run, hasChild, lastNode, nameOf } from "./run";
 import { STAGES, tree } from "./tree";
 import { guessesAfter, writtenName } from "./why";
@@ -96,7 +97,7 @@ export function explained(round: Round, stage: number, temperature: number): str
   if (!size) return alone(round, stage);
   const methods = [...new Set(round.drafted_by.map((part) => part.method))];
   if (stage === 0) {
-    return `${listed(methods)} ${methods.length > 1 ? "guess" : "guesses"} ${count(size, "token")}${branches(round) ? siblings(round) : ""}${chosen(round)}. That takes ${duration(round.seconds.propose)}.`;
+    return `${count(size, "guess")} ${size === 1 ? "comes" : "come"} from ${listedInWords(methods)}${branches(round) ? siblings(round) : ""}${chosen(round)}. That takes ${duration(round.seconds.propose)}.`;
   }
   if (stage === 1) {
     return `One pass of the target looks at ${size === 1 ? "the guess" : `all ${size} guesses`} at once: ${duration(round.seconds.forward)}. Now its own probabilities are known at every place.`;
@@ -121,7 +122,7 @@ function branches(round: Round): boolean {
 
 function alone(round: Round, stage: number): string {
   const name = writtenName(round);
-  const why = round.round === 0 ? "The first token comes with the prompt's own pass, and nothing is guessed for it." : `Nothing was guessed in this round${round.reason && `: ${round.reason}`}.`;
+  const why = round.round === 0 ? "The first token comes with the prompt's own pass, and nothing is guessed for it." : `Nothing was guessed in this round${round.reason && `: ${inWords(round.reason)}`}.`;
   return stage < 3 ? why : `${why} The target writes “${name}”.`;
 }
 

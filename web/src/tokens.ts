@@ -2,7 +2,8 @@
 
 import { h } from "./dom";
 import { percent, shown, spoken } from "./format";
-import { colourOf, listed } from "./members";
+import { colourOf } from "./members";
+import { listedInWords } from "./names";
 import type { Run, Token } from "./run";
 import { reason } from "./why";
 
@@ -188,7 +189,7 @@ function content(token: Token, run: Run): Node[] {
     h("p.note-kind", {}, ORIGINS[token.origin]),
     facts,
     h("p.note-why", {}, found.sentence),
-    h("p.note-where", {}, run.drafters.length > 1 && found.proposers.length ? `${found.where}, by ${listed(found.proposers)}` : found.where),
+    h("p.note-where", {}, run.drafters.length > 1 && found.proposers.length ? `${found.where}, from ${listedInWords(found.proposers)}` : found.where),
     ...(matchMedia("(pointer: coarse)").matches ? [h("p.note-where", {}, "Tap again to open its round.")] : []),
   ];
 }

@@ -3,7 +3,8 @@
 import type { Round } from "./api";
 import { s } from "./dom";
 import { percent, roughly, shown } from "./format";
-import { colourOf, listed, proposers } from "./members";
+import { colourOf, proposers } from "./members";
+import { listedInWords } from "./names";
 import { lastNode } from "./run";
 import { guessesAfter, writtenName } from "./why";
 
@@ -98,7 +99,7 @@ function drawn(box: Box): SVGElement {
 function said(round: Round, stage: number): string {
   const together = round.drafted_by.length > 1;
   const names = round.token_ids.map((id, node) => {
-    const by = together ? ` by ${listed(proposers(round, node))}` : "";
+    const by = together ? ` from ${listedInWords(proposers(round, node))}` : "";
     return `${shown(round.texts[node], id)} ${roughly(round.target_probs[node])}${by}`;
   });
   const guesses = round.token_ids.length ? `Guesses: ${names.join(", ")}.` : "Nothing was guessed.";

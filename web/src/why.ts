@@ -2,7 +2,8 @@
 
 import type { Coin, Round } from "./api";
 import { percent, shown } from "./format";
-import { listed, proposers } from "./members";
+import { proposers } from "./members";
+import { listed } from "./names";
 import { type Token, chances, lastNode, nameOf } from "./run";
 
 /** What is known of a token: probabilities where the trace has them, and the sentence. */

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 #: What the note of a token says, by its origin.
 REASONS = {"accepted": "It stands", "recovered": " fell.", "bonus": "one token more", "plain": "wrote it alone"}
 
+#: The words of the pages for methods, by their names.
+WORDS = dict(re.findall(r'^  (\w+): "(.*)",$', (Path(__file__).parents[3] / "web/src/names.ts").read_text("utf-8"), re.M))
 
 #: Student's t at 97.5%, by degrees of freedom.
 STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447}
@@ -72,3 +76,9 @@ def pairs_of(found: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]]
     for one, other in zip(found[::2], found[1::2], strict=True):
         pair = (one, other) if one["asked"]["speculation"] == "off" else (other, one)
         yield pair[0]["trace"]["rounds"], pair[1]["trace"]["rounds"]
+
+
+def words_of(found: dict[str, Any]) -> str:
+    """What the guesses of a round came from, in words; nobody where there are none."""
+    words = [WORDS[name] for name in dict.fromkeys(part["method"] for part in found["drafted_by"])]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words) or "nobody"

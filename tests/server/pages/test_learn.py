@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.server.pages.browser import WIDTHS, Watch, check
+from tests.server.pages.expected import WORDS
 from tests.server.running import Server, running
 
 #: A guess for every experiment, at least one in each scene.
@@ -257,7 +258,7 @@ def test_members_tell_who_guessed(page: Any) -> None:
             for node in range(len(found["token_ids"]))
             if any(found["drafted_by"][draw["member"]]["method"] == name for draw in found["draws"] if draw["node"] == node)
         ]
-        assert shown == name
+        assert shown == WORDS[name]
         assert text.endswith(f"of {len(proposed)}")
     stood = fmean(node in found["accepted"] for found in rounds for node in range(len(found["token_ids"])))
     assert judged(page, "guess-members") == (1, pytest.approx(stood), "too much.")

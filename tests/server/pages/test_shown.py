@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.pages.expected import REASONS, boxes, notes_of, residuals
+from tests.server.pages.expected import REASONS, WORDS, boxes, notes_of, residuals, words_of
 from tests.server.pages.playground import BACK, NEXT, asking_for, open_playground, run, set_slider, value
 from tests.server.running import Server
 
@@ -139,18 +139,25 @@ def test_what_the_engine_chose_is_shown_with_its_reasons(page: Any, server: Serv
     set_slider(page, "tokens", 64)
     _, fast = run(page)
     rounds = fast["trace"]["rounds"]
-    drafters = [" and ".join(dict.fromkeys(part["method"] for part in found["drafted_by"])) or "nobody" for found in rounds]
-    reasons = dict(zip(drafters, (found["reason"] for found in rounds), strict=True))  # the last of each
+    drafters = [words_of(found) for found in rounds]
+    reasons = dict(zip(drafters, (reason_of(found) for found in rounds), strict=True))  # the last of each
     assert all(found["reason"] for found in rounds)
     rows = page.locator(".choices tr[data-name]")
     shown = rows.evaluate_all("all => all.map(e => [e.dataset.name, +e.dataset.value, e.cells[2].textContent])")
     assert shown == [[name, drafters.count(name), reasons[name]] for name in dict.fromkeys(drafters)]
     while page.locator(BACK).is_enabled():
         page.click(BACK)
-    assert rounds[0]["reason"] in page.inner_text(".round-said") or "nothing is guessed" in page.inner_text(".round-said")
+    assert reason_of(rounds[0]) in page.inner_text(".round-said") or "nothing is guessed" in page.inner_text(".round-said")
     for _ in range(4):
         page.click(NEXT)
-    assert rounds[1]["reason"] in page.inner_text(".round-said")
+    assert reason_of(rounds[1]) in page.inner_text(".round-said")
+
+
+def reason_of(found: dict[str, Any]) -> str:
+    """Why the engine chose so, as the page says it."""
+    reason: str = found["reason"]
+    name, asked, rest = reason.partition(" was asked ")
+    return f"{WORDS[name]} had no guess {rest.removesuffix(', and had no guess')}" if asked else reason
 
 
 TEXTS = {

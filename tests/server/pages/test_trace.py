@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from outrider.propose import registry
+from outrider.stats import FORCED
 from tests.server.pages.browser import Watch
-from tests.server.pages.expected import STUDENT, notes_of, residuals
+from tests.server.pages.expected import STUDENT, WORDS, notes_of, residuals, words_of
 from tests.server.running import Server, running
 
 PROMPT = "x = [1, 2, 3]\nx = [1, 2, 3]\nx = ["
@@ -183,10 +185,32 @@ def test_members_have_colours_and_names(page: Any, server: Server) -> None:
             next(draw["member"] for draw in each["draws"] if draw["node"] == node) for node in range(len(each["token_ids"]))
         ]
         assert seen["colours"] == [str(names.index(each["drafted_by"][member]["method"])) for member in owner]
-    assert page.locator(".members .token").all_inner_texts()[:2] == names
+    assert page.locator(".members .token").all_inner_texts()[:2] == [WORDS[name] for name in names]
     accepted = [note for note in found["notes"] if note["badge"] == "accepted"]
     assert accepted
-    assert all(note["by"] is not None and any(name in note["where"] for name in names) for note in accepted)
+    assert all(note["by"] is not None and any(WORDS[name] in note["where"] for name in names) for note in accepted)
+
+
+def test_every_method_goes_by_words() -> None:
+    built_in = {name for name in registry.names() if registry.find(name).__module__.startswith("outrider.")}
+    assert {*built_in, FORCED} <= WORDS.keys()
+
+
+@pytest.mark.parametrize("method", ["merge", "auto", "forced", "early exit"])
+def test_a_round_says_in_words_what_its_guesses_come_from(page: Any, server: Server, method: str) -> None:
+    draws = {**DRAWS["free"], **({"guided_choice": ["def the_only_answer(): pass"]} if method == "forced" else {})}
+    run = saved(server, {"method": "auto"} if method == "auto" else METHODS.get(method, MODEL), draws, 48)
+    show(page, run)
+    found, rounds = page.evaluate(READ), run["fast"]["rounds"]
+    if method == "forced":
+        assert any(part["method"] == FORCED for each in rounds for part in each["drafted_by"])
+    for seen, each in zip(found["rounds"], rounds, strict=True):
+        if each["token_ids"]:
+            assert f" from {words_of(each)}" in seen["told"]
+    raw = [name for name in WORDS if "_" in name]
+    said = page.locator("#results").inner_text() + "".join(seen["told"] for seen in found["rounds"])
+    said = said.replace(page.locator(".lanes").inner_text(), "")
+    assert [name for name in raw if name in said] == []
 
 
 # -- the result --------------------------------------------------------------------------------------------------------

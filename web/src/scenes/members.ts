@@ -4,7 +4,8 @@ import type { Written } from "../api";
 import { h } from "../dom";
 import { mean, percent } from "../format";
 import { type Lab, bars, experiment, finding } from "../lab";
-import { listed, proposers } from "../members";
+import { proposers } from "../members";
+import { listedInWords, named } from "../names";
 import { Prediction, SHARE } from "../predict";
 import { Rounds } from "../rounds";
 import { Run } from "../run";
@@ -34,10 +35,10 @@ export function members(lab: Lab | null): HTMLElement {
 function shown(run: Run): Node[] {
   const counts = run.drafters.map((name) => {
     const guesses = run.later.flatMap((round) => round.token_ids.flatMap((_, node) => (proposers(round, node).includes(name) ? [round.accepted.includes(node)] : [])));
-    return { name, value: share(guesses), text: `${percent(share(guesses))} of ${guesses.length}` };
+    return { name: named(name), value: share(guesses), text: `${percent(share(guesses))} of ${guesses.length}` };
   });
-  const who = run.drafters.length > 1 ? `${listed(run.drafters)} guessed together.` : `${listed(run.drafters)} alone had a guess in this text; measure again.`;
-  const told = finding(`${who} A token that both propose is one place in the tree, and each has a test of its own. Colours say who guessed.`);
+  const who = run.drafters.length > 1 ? `Guesses came from ${listedInWords(run.drafters)}.` : `All guesses of this text came from ${listedInWords(run.drafters)}; measure again.`;
+  const told = finding(`${who} A token that two of them propose is one place in the tree, and each has a test of its own. Colours say who guessed.`);
   return [told, bars("Guesses of each that stood", "accepted", counts), stepper(run)];
 }
 
