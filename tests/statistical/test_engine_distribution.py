@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from tests.mutation.killers import least_allowed
@@ -245,9 +247,7 @@ def test_what_earlier_processes_learnt_shapes_choices_and_never_the_law(proof, m
     for chance in (0.02, 0.98):
         counted = Shares((30.0,) * POSITIONS, (30.0 * chance,) * POSITIONS, 60.0 * chance)
         known = dict.fromkeys(("draft_model", "ngram"), Experience(counted, counted))
-        monkeypatch.setattr(
-            GovernedSets, "new_governor", lambda self, members, table, known=known: real(self, members, table, known)
-        )
+        monkeypatch.setattr(GovernedSets, "new_governor", lambda self, *told, known=known: real(self, *told[:3], known))
         proof.llm.stats.reset()
         assert proof.prove(BY_NAME["the engine chooses, a lookup first"]).measured <= BOUND
         chosen.append(dict(proof.llm.stats.chosen))
@@ -264,3 +264,20 @@ def test_what_the_engine_chooses_depends_on_what_stood(proof):
     assert chosen["draft_model", 1]
     assert chosen["draft_model", 2]
     assert chosen["ngram", 2]
+
+
+def test_the_engine_chooses_what_members_make_together(proof):
+    """Otherwise these proofs would be about single methods."""
+    chosen = Counter()
+    for name in [name for name in BY_NAME if name.startswith("the engine chooses, ") and _has_members(BY_NAME[name])]:
+        proof.llm.stats.reset()
+        proof.prove(BY_NAME[name], 3)
+        chosen += Counter(method for method, _ in proof.llm.stats.chosen.elements())
+    assert chosen["merge"]
+    assert chosen["then"]
+    assert chosen["staged"]
+    assert chosen["ngram"]
+
+
+def _has_members(setting):
+    return any("methods" in each or "drafter" in each for each in setting.speculation["methods"])

@@ -30,6 +30,10 @@ def staged(drafter: Any, **more: Any) -> dict[str, Any]:
     return {"method": "staged", "model": "m", "drafter": drafter, **more}
 
 
+def auto(*methods: Any) -> dict[str, Any]:
+    return {"method": "auto", "methods": list(methods)}
+
+
 def turns(asked: Any) -> list[tuple[str, tuple[int, ...]]]:
     return [(turn.config.name, turn.behind) for turn in turns_of([SpeculationConfig.of(asked)])]
 
@@ -104,7 +108,16 @@ def _stages(depth: int) -> Any:
         (staged("ngram", tree=[2]), ContradictionError, "tree"),
         (merge("ngram", staged("none")), InvalidParameterError, "methods.1.drafter.method"),
         (_stages(MAX_DEPTH + 1), InvalidParameterError, None),
-        ({"method": "auto", "methods": [merge("ngram", "suffix")]}, InvalidParameterError, "methods.0.method"),
+        (auto(merge("ngram", then("suffix", "none"))), InvalidParameterError, "methods.0.methods.1.methods.1.method"),
+        (auto("suffix", merge("ngram", {**DRAFT, "rule": "token"})), ContradictionError, "methods.1.methods.1.rule"),
+        (auto("suffix", "auto"), InvalidParameterError, "methods.1.method"),
+        (auto("suffix", {**DRAFT, "model": 5}), InvalidParameterError, "methods.1.model"),
+        (auto(_deep(MAX_DEPTH)), InvalidParameterError, None),
+        (
+            auto(*(merge({"method": "ngram", "max_match": n}, DRAFT) for n in range(5, 10))),
+            InvalidParameterError,
+            "methods",
+        ),
     ],
 )
 def test_settings_that_cannot_be_name_their_place(asked: Any, error: type[InputError], field: str | None) -> None:
@@ -153,6 +166,17 @@ def test_a_draft_model_given_beside_a_stage_goes_where_none_is_named() -> None:
     assert inner.drafter.method == DraftModel(model="given")
     with pytest.raises(ContradictionError):
         SpeculationDefaults.of(staged("ngram"), "given", None)
+
+
+def test_what_the_engine_chooses_from_is_completed_wherever_it_stands() -> None:
+    asked = auto("suffix", merge("ngram", "draft_model"))
+    given = SpeculationDefaults.of(asked, "given", None).draft
+    assert given == DraftModel(model="given")
+    completed = SpeculationDefaults.of(DRAFT, None, None).complete(asked)
+    assert [part.config.method for part in turns_of([completed.candidates[1]])][1] == DraftModel(model="m")
+    with pytest.raises(InvalidParameterError) as raised:
+        SpeculationDefaults().complete(asked)
+    assert raised.value.field == "methods.1.methods.1.draft_model"
 
 
 def test_models_are_shared_where_all_of_their_settings_are_equal() -> None:

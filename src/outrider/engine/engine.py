@@ -76,6 +76,7 @@ class Engine:
             proposers,
             lambda drafts: calibrate(runner, _runners(drafts)),
             partial(ExperienceFiles.of, runner),
+            self.scheduler.shares,
             invariant=runner.invariant,
             max_rows=config.max_num_batched_tokens,
         )
@@ -246,7 +247,7 @@ class Engine:
             with self.stats.timed("commit"):
                 accepted = self._committing.commit(plan, drafts, out, judged)
             self._observe_pace(plan, drafts, judged)
-            self._observe_choice(plan, drafts, accepted)
+            self._observe_choice(plan, drafts, judged, accepted)
         except BaseException as error:
             self._failures.abandon([item.seq for item in plan.items], error)
             raise
@@ -292,14 +293,18 @@ class Engine:
                     seq.stats.num_proposer_faults += 1
             self.governing.spent(seq, shadow, perf_counter() - start)
 
-    def _observe_choice(self, plan: Schedule, drafts: list[StepDraft], accepted: dict[int, int]) -> None:
+    def _observe_choice(
+        self, plan: Schedule, drafts: list[StepDraft], judged: dict[int, Judged], accepted: dict[int, int]
+    ) -> None:
         """Let the engine's choice of methods know what became of it."""
         for decision in self.governing.decisions.values():
             self.stats.chosen[decision.method or "none", decision.num_draft_tokens] += 1
             self.stats.reasons[decision.why] += 1
         seconds = self.stats.step_seconds
         host = seconds["schedule"] + seconds["verify"] + seconds["commit"]
-        self.governing.observe(plan.items, drafts, accepted, StepTimes(seconds["propose"], seconds["forward"], host))
+        verdicts = {place: each.verdict for place, each in judged.items()}
+        times = StepTimes(seconds["propose"], seconds["forward"], host)
+        self.governing.observe(plan.items, drafts, verdicts, accepted, times)
 
     def _settle(self) -> None:
         """After a step: take out who has finished, and stop who was cancelled meanwhile."""

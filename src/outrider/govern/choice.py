@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
+from typing import NamedTuple
 
 from outrider.govern.acceptance import Outlook
 from outrider.govern.costs import CostModel
@@ -23,6 +24,14 @@ _LOOKS_EVERY = 4
 _HORIZON = 48.0
 
 
+class Reading(NamedTuple):
+    """What a model has to read: in all, and in the step to come."""
+
+    method: str
+    lag: int
+    reads: int
+
+
 @dataclass(frozen=True)
 class Option:
     """A method as it stands with one request.
@@ -33,6 +42,8 @@ class Option:
         longest: Draft tokens that may be of use.
         lag: Tokens that its own model has yet to read.
         reads: Tokens of these that it reads in the step to come.
+        members: Of several methods in one: the same of each of them that has a model.
+        levels: Of several methods in one: for each number of rows, who drafts and how many tokens.
     """
 
     method: str
@@ -40,6 +51,17 @@ class Option:
     longest: int
     lag: int = 0
     reads: int = 0
+    members: tuple[Reading, ...] = ()
+    levels: tuple[tuple[tuple[str, int], ...], ...] = ()
+
+    @property
+    def readings(self) -> tuple[Reading, ...]:
+        """What each model has to read."""
+        return self.members or (Reading(self.method, self.lag, self.reads),)
+
+    def drafting(self, rows: int) -> tuple[tuple[str, int], ...]:
+        """Who drafts how many tokens where so many rows are granted."""
+        return self.levels[rows - 1] if self.levels else ((self.method, rows),)
 
 
 @dataclass(frozen=True)
@@ -88,7 +110,8 @@ class _Filling:
         granted: Rows.
         expected: Rows that methods are expected to use.
         texts: Texts for each method.
-        levels: Longest draft of each method.
+        levels: Rows of the longest draft of each method.
+        drafting: Who drafts how many tokens in that one.
         late: Seconds a step for models that must read texts first.
         reading: Seconds that this takes in the step to come.
     """
@@ -98,6 +121,7 @@ class _Filling:
     expected: float = 0.0
     texts: dict[str, int] = field(default_factory=dict)
     levels: dict[str, int] = field(default_factory=dict)
+    drafting: dict[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     late: float = 0.0
     reading: float = 0.0
 
@@ -220,12 +244,21 @@ class Chooser:
         filling.tokens += exists * reach * text.worth
         filling.granted += 1
         filling.expected += exists
-        filling.levels[name] = max(filling.levels.get(name, 0), place + 1)
+        if place + 1 > filling.levels.get(name, 0):
+            filling.levels[name], filling.drafting[name] = place + 1, option.drafting(place + 1)
         if place == 0:
             filling.texts[name] = filling.texts.get(name, 0) + 1
-            filling.late += self._costs.catch_up_seconds(name, option.lag) / _HORIZON
-            filling.reading += self._costs.reading_seconds(name, option.reads)
+            for reading in option.readings:
+                filling.late += self._costs.catch_up_seconds(reading.method, reading.lag) / _HORIZON
+                filling.reading += self._costs.reading_seconds(reading.method, reading.reads)
         return reach
+
+    def _draft_seconds(self, filling: _Filling) -> float:
+        return sum(
+            self._costs.draft_seconds(member, texts, levels)
+            for name, texts in filling.texts.items()
+            for member, levels in filling.drafting[name]
+        )
 
     def _may(self, filling: _Filling) -> bool:
         allowed = self._most_lost(filling) <= self._may_lose
@@ -234,8 +267,7 @@ class Chooser:
 
     def _most_lost(self, filling: _Filling) -> float:
         """Seconds by which the step is longer than a plain one where all rows are used, as far as times are certain."""
-        drafts = sum(self._costs.draft_seconds(name, texts, filling.levels[name]) for name, texts in filling.texts.items())
-        seconds = self._time(filling.granted) + drafts + filling.reading
+        seconds = self._time(filling.granted) + self._draft_seconds(filling) + filling.reading
         count = len(self._texts)
         return seconds * (1.0 + self._costs.uncertainty(count + filling.granted, count)) - self._plain
 
@@ -244,9 +276,7 @@ class Chooser:
         as long as all rows take, since steps of a staircase do not average."""
         share = _used(filling)
         seconds = (1.0 - share) * self._plain + share * self._time(filling.granted) + filling.late
-        for name, texts in filling.texts.items():
-            seconds += self._costs.draft_seconds(name, texts, filling.levels[name])
-        return seconds
+        return seconds + self._draft_seconds(filling)
 
     def _favourite(self, text: Text, rate: float) -> Option | None:
         """The option that brings this text most beyond what its rows and its draft cost at this rate."""
@@ -254,7 +284,7 @@ class Chooser:
         best, found = 0.0, None
         for option in text.options.values():
             reach, gain, stands = 1.0, 0.0, option.outlook.stands
-            level = self._costs.draft_seconds(option.method, count, 1) / count
+            level = self._level(option, count) / count
             for place in range(min(option.longest, self._max_rows // count)):
                 reach *= stands[min(place, len(stands) - 1)]
                 gain += text.worth * reach * option.outlook.exists[min(place, len(stands) - 1)]
@@ -262,6 +292,13 @@ class Chooser:
                 if gain - rate * taken > best:
                     best, found = gain - rate * taken, option
         return found
+
+    def _level(self, option: Option, texts: int) -> float:
+        """Seconds that each draft token of so many texts takes."""
+        if not option.levels:
+            return self._costs.draft_seconds(option.method, texts, 1)
+        drafts = [self._costs.draft_seconds(member, texts, levels) for member, levels in option.levels[-1]]
+        return sum(drafts) / len(option.levels)
 
 
 def _used(filling: _Filling) -> float:

@@ -81,12 +81,14 @@ class DraftWork:
         texts: Texts that it drafted for.
         levels: Length of the longest draft that was asked for.
         rows: Tokens that its own model caught up with beyond the usual ones.
+        chosen: The composite that it drafted for as a member; empty where it drafted by itself.
     """
 
     method: str
     texts: int
     levels: int
     rows: int = 0
+    chosen: str = ""
 
 
 @dataclass(frozen=True)
@@ -316,14 +318,22 @@ class CostModel:
         if changed and work.rows == work.texts:
             self.passes.begin_anew(times.forward / max(expected, 1e-9))
         self.host.observe(work.rows, self.host.base(work.rows), times.host)
-        if (
-            len(work.drafts) == 1 and not work.drafts[0].rows and work.drafts[0].texts
-        ):  # else nobody knows whose time it was
-            (draft,) = work.drafts
-            curve = self._curve(draft.method)
-            levels = 1 if draft.method in self._lookups else max(draft.levels, 1)
-            curve.observe(draft.texts, curve.base(draft.texts) * levels, times.propose)
+        self._observe_drafts(work.drafts, times.propose)
         return changed
+
+    def _observe_drafts(self, drafts: Sequence[DraftWork], seconds: float) -> None:
+        """Learn what one method takes: the only one, or the only one with a model among the members of a composite, whose
+        lookups take little. Else nobody knows whose time it was."""
+        models = [draft for draft in drafts if draft.method not in self._lookups]
+        together = len({draft.chosen for draft in drafts}) == 1 and any(draft.chosen for draft in drafts)
+        own = models if together and len(drafts) > 1 else drafts
+        if len(own) != 1 or own[0].rows or not own[0].texts:
+            return
+        (draft,) = own
+        others = [self.draft_seconds(each.method, each.texts, each.levels) for each in drafts if each is not draft]
+        curve = self._curve(draft.method)
+        levels = 1 if draft.method in self._lookups else max(draft.levels, 1)
+        curve.observe(draft.texts, curve.base(draft.texts) * levels, max(seconds - sum(others), 0.0))
 
     def doubt(self) -> None:
         """Let a few observations outweigh all earlier ones."""

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from outrider.govern.acceptance import AcceptanceModel, Experience
-from outrider.govern.choice import Chooser, Option, Plan, Text
+from outrider.govern.acceptance import AcceptanceModel, Experience, Outlook
+from outrider.govern.choice import Chooser, Option, Plan, Reading, Text
+from outrider.govern.composites import Composite, Differences, forecast
 from outrider.govern.costs import CostModel, CostTable, DraftWork, StepTimes, StepWork
 from outrider.govern.places import Places, lateness, worths
 from outrider.govern.purse import Purse
@@ -56,6 +57,8 @@ class Candidate:
         lookup: Whether it needs no model of its own, so that it costs little and has nothing to read first.
         prior: Chance that its draft tokens stand, before anything was seen.
         experience: What it showed in earlier processes.
+        composite: How it is made of other candidates; None for a method by itself. What is learnt is learnt of those.
+        alone: Whether it may be chosen by itself, and not as a member of others only.
     """
 
     name: str
@@ -63,6 +66,13 @@ class Candidate:
     lookup: bool = False
     prior: float = 0.6
     experience: Experience | None = None
+    composite: Composite | None = None
+    alone: bool = True
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The methods that draft where it is chosen, in the order of their turns."""
+        return (self.name,) if self.composite is None else self.composite.together.members
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,23 @@ class Decision:
     num_draft_tokens: int
     reason: str
     why: str = "pays"
+
+
+@dataclass(frozen=True)
+class MemberDraft:
+    """What became of one member's part of a draft.
+
+    Attributes:
+        member: Which.
+        asked: Draft tokens that were asked for.
+        offered: That there were.
+        scores: For each position that was tried, in order: 1 or 0, or the chance with which it would have stood.
+    """
+
+    member: str
+    asked: int
+    offered: int
+    scores: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -183,7 +210,9 @@ class Governor:
         self._holds = holds
         self._read_at_once = read_at_once
         self.candidates = {each.name: each for each in candidates}
-        self._standings = Standings(CostModel(table, [each.name for each in candidates if each.lookup]))
+        self._lookups = frozenset(each.name for each in candidates if each.lookup)
+        self._standings = Standings(CostModel(table, sorted(self._lookups)))
+        self._differences = {each.name: Differences() for each in candidates if each.composite is not None}
         self._here = self._standings.of(1, 0)
         known = {each.name: each.experience for each in candidates if each.experience is not None}
         self.acceptance = AcceptanceModel({each.name: each.prior for each in candidates}, known)
@@ -191,6 +220,7 @@ class Governor:
         self.num_plans = 0
         self._max_rows = max_rows
         self._plan, self._plan_reason = Plan(), ""
+        self._outlooks: dict[tuple[int, str], Outlook] = {}  # by which the plan was made
         self._since_longer: Counter[int] = Counter()
         self._batch: tuple[int, ...] = ()
         self._age, self._step, self._changed = 0, 0, True
@@ -266,19 +296,32 @@ class Governor:
 
     def _work(self, running: Sequence[Running], decisions: Mapping[int, Decision]) -> StepWork:
         """What a step does in which all drafts are as long as they may be."""
-        by_method: dict[str, list[tuple[int, int]]] = {}
+        found: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for each in running:
             decision = decisions[each.request]
             if decision.method is not None:
-                reads = self._reads(each, decision.method)
-                by_method.setdefault(decision.method, []).append((decision.num_draft_tokens, reads))
+                for member, length in self._shares(decision.method, decision.num_draft_tokens):
+                    found.setdefault((decision.method, member), []).append((length, self._reads(each, member)))
         drafts = tuple(
-            DraftWork(name, len(found), max(length for length, _ in found), sum(reads for _, reads in found))
-            for name, found in by_method.items()
+            DraftWork(
+                member,
+                len(asked),
+                max(length for length, _ in asked),
+                sum(reads for _, reads in asked),
+                chosen if chosen != member else "",
+            )
+            for (chosen, member), asked in found.items()
         )
         forced = sum(each.forced for each in running)
         rows = len(running) + forced + sum(decision.num_draft_tokens for decision in decisions.values())
         return StepWork(rows, len(running), sum(each.context for each in running), drafts, forced)
+
+    def _shares(self, method: str, rows: int) -> list[tuple[str, int]]:
+        """Who drafts where a candidate has so many rows, and how many tokens."""
+        composite = self.candidates[method].composite
+        if composite is None:
+            return [(method, rows)]
+        return [(name, own) for name, own in zip(composite.together.members, composite.shares(rows), strict=True) if own]
 
     def _reads(self, each: Running, method: str) -> int:
         """Tokens that a method's own model reads in the coming step, where it did not draft in the one before."""
@@ -309,6 +352,7 @@ class Governor:
     def _make_plan(self, running: Sequence[Running], free: Sequence[Running]) -> None:
         here = self._here
         steady = self._step < here.steady_until
+        self._outlooks.clear()
         self._worths = self._worths_of(running)
         texts = [Text(each.request, self._options(each, steady=steady), self._worths[each.request]) for each in free]
         texts += [Text(each.request, {}) for each in running if each.longest <= 0 or not each.methods]
@@ -358,8 +402,9 @@ class Governor:
         costs = self._here.costs
         row = costs.step_seconds(before + 1, 0) - costs.step_seconds(before, 0)
         for request, (method, rows) in self._plan.rows.items():
-            outlook = self.acceptance.outlook(request, method)
-            level = costs.draft_seconds(method, 1, rows + 1) - costs.draft_seconds(method, 1, rows)
+            outlook = self._outlooks[request, method]
+            level = sum(costs.draft_seconds(name, 1, own) for name, own in self._shares(method, rows + 1))
+            level -= sum(costs.draft_seconds(name, 1, own) for name, own in self._shares(method, rows))
             worth = self._worths.get(request, 1.0)
             extra += level + outlook.exists_at(rows) * (row - worth * outlook.reach(rows) / self._plan.rate)
         return max(_LONGER_EVERY, round(extra / (_LONGER_SHARE * self._plan.seconds)))
@@ -367,10 +412,24 @@ class Governor:
     def _options(self, each: Running, *, steady: bool) -> dict[str, Option]:
         options = {}
         for name in each.methods:
-            outlook = self.acceptance.outlook(each.request, name, steady=steady)
-            longest = min(each.longest, self.candidates[name].longest)
-            options[name] = Option(name, outlook, longest, each.lags.get(name, 0), self._reads(each, name))
+            candidate = self.candidates[name]
+            if candidate.alone:
+                longest = min(each.longest, candidate.longest)
+                option = self._option(each, name, longest, steady=steady)
+                options[name] = option
+                self._outlooks[each.request, name] = option.outlook
         return options
+
+    def _option(self, each: Running, name: str, longest: int, *, steady: bool) -> Option:
+        composite = self.candidates[name].composite
+        if composite is None:
+            outlook = self.acceptance.outlook(each.request, name, steady=steady)
+            return Option(name, outlook, longest, each.lags.get(name, 0), self._reads(each, name))
+        members = composite.together.members
+        outlooks = {member: self.acceptance.outlook(each.request, member, steady=steady) for member in members}
+        found = forecast(composite, outlooks, self._lookups, longest, self._differences[name].share)
+        readings = [Reading(member, each.lags.get(member, 0), self._reads(each, member)) for member in members]
+        return Option(name, found.outlook, longest, members=tuple(readings), levels=found.levels)
 
     def _is_time_for_plain(self, num_rows: int) -> bool:
         """Whether a step should be plain, which then has so many rows."""
@@ -423,11 +482,14 @@ class Governor:
         """The methods that the plan leaves idle, and that have something to be scored on."""
         found = []
         for each in running:
-            used = self._plan.rows.get(each.request, (None, 0))[0]
+            chosen = self._plan.rows.get(each.request, (None, 0))[0]
+            used = () if chosen is None else self.candidates[chosen].members
             for name in each.methods if each.longest > 0 else ():
+                if self.candidates[name].composite is not None:
+                    continue  # what it is made of is scored
                 lookup, lag = self.candidates[name].lookup, each.lags.get(name, 0)
                 last = self._tried.get((each.request, name), self._begun[each.request])
-                if name != used and (last < self._step if lookup else lag >= SHADOW_TOKENS):
+                if name not in used and (last < self._step if lookup else lag >= SHADOW_TOKENS):
                     cost = self._shadow_cost(name, lag)
                     found.append(_Idle(each.request, name, self._step - last, cost, lookup=lookup))
         return found
@@ -463,14 +525,40 @@ class Governor:
             rejected: Whether the target wrote another token in place of the next one.
             shadow: Whether it was never made, so that the text gained nothing by it.
         """
-        self._since_longer[request] += offered > 0 and not shadow
-        if self.candidates[method].lookup or not offered:
-            self.acceptance.observe_offer(request, method, asked, offered)
-        if self._open is not None and not shadow:
+        scores = [1.0] * accepted + ([0.0] if rejected and accepted < offered else [])
+        if not shadow:
+            self._earn(request, offered, accepted)
+        self._observe_member(request, MemberDraft(method, asked, offered, scores), 1.0 if shadow else 1.0 + accepted)
+
+    def observe_members(self, request: int, method: str, drafts: Sequence[MemberDraft], accepted: int) -> None:
+        """What became of a draft that several members made.
+
+        Args:
+            request: Whose.
+            method: The composite that was chosen.
+            drafts: Of its members.
+            accepted: Draft tokens that entered the text.
+        """
+        self._earn(request, sum(draft.offered for draft in drafts), accepted)
+        first = [draft for draft in drafts if draft.scores]
+        composite = self.candidates[method].composite
+        if composite is not None and not composite.together.in_line and len(first) > 1:
+            chances = [self.acceptance.outlook(request, draft.member).stands[0] for draft in first]
+            self._differences[method].observe(chances, stood=accepted > 0)
+        for draft in drafts:
+            self._observe_member(request, draft, 1.0 + sum(draft.scores))
+
+    def _earn(self, request: int, offered: int, accepted: int) -> None:
+        """A draft with so many tokens brought so many into the text."""
+        self._since_longer[request] += offered > 0
+        if self._open is not None:
             worth = self._worths.get(request, 1.0)
             self._purse.spend(-accepted * worth * self._open.plain / self._open.work.texts)
-        scores = [1.0] * accepted + ([0.0] if rejected and accepted < offered else [])
-        self._changed |= self.acceptance.observe(request, method, scores, 1.0 if shadow else 1.0 + accepted)
+
+    def _observe_member(self, request: int, draft: MemberDraft, tokens: float) -> None:
+        if draft.member in self._lookups or not draft.offered:
+            self.acceptance.observe_offer(request, draft.member, draft.asked, draft.offered)
+        self._changed |= self.acceptance.observe(request, draft.member, draft.scores, tokens)
 
     def observe_overlaps(self, request: int, method: str, overlaps: Sequence[float]) -> None:
         """Scores of an idle method on committed text: for each token, the chance that a draft of it alone would have stood.
@@ -494,8 +582,10 @@ class Governor:
     def observe_step(self, work: StepWork, times: StepTimes) -> None:
         """A step in which texts decoded and nothing else was done."""
         if self._open is not None and work.drafts:
-            late = {each.method: each.rows for each in self._open.work.drafts}
-            work = replace(work, drafts=tuple(replace(each, rows=late.get(each.method, 0)) for each in work.drafts))
+            late: Counter[str] = Counter()
+            for each in self._open.work.drafts:
+                late[each.method] += each.rows
+            work = replace(work, drafts=tuple(replace(each, rows=late.pop(each.method, 0)) for each in work.drafts))
         standing = self._standings.of(work.texts, work.context)
         standing.plain_due |= standing.costs.observe(work, times)
         self._settle(work, times, standing.costs)

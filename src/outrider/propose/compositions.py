@@ -33,7 +33,8 @@ def named(place: str, error: InputError | ModelError) -> InputError | ModelError
     return type(error)(f"{place}.{error.field}", error.value, error.problem, error.remedy)
 
 
-def _as_members(values: Any) -> Any:
+def as_members(values: Any) -> Any:
+    """Whole settings from each entry of a list, in any form that `SpeculationConfig.of` takes; errors name the place."""
     if not isinstance(values, list | tuple):
         problem = "no list of methods"
         raise InvalidParameterError("methods", values, problem, 'Use a list like ["suffix", {"method": "draft_model"}].')
@@ -59,7 +60,7 @@ class Composition(Method):
     instead_of_tree: ClassVar[str] = "Give trees to its methods."
     branches_freely: ClassVar[bool] = True
 
-    methods: Annotated[tuple[SpeculationConfig, ...], BeforeValidator(_as_members)] = ()
+    methods: Annotated[tuple[SpeculationConfig, ...], BeforeValidator(as_members)] = ()
 
     @model_validator(mode="after")
     def _members_fit(self) -> Composition:
@@ -72,9 +73,7 @@ class Composition(Method):
                 problem = f"methods.{self.methods.index(member)} has the same settings, and would draft the same"
                 raise ContradictionError(f"methods.{place}", member.name, problem, "Leave one of them out, or use a tree.")
         check_depth("methods", self)
-        if len(turns_of([SpeculationConfig.model_construct(method=self)])) > MAX_MEMBERS:
-            problem = "there are too many members in all"
-            raise InvalidParameterError("methods", self.name, problem, f"Use up to {MAX_MEMBERS}.")
+        check_number("methods", self.methods)
         return self
 
     @property
@@ -191,6 +190,13 @@ def check_drafts(place: str, member: SpeculationConfig) -> None:
     if member.method is None or member.engine_chooses:
         problem = "it drafts nothing" if member.method is None else "the engine chooses for requests alone"
         raise InvalidParameterError(f"{place}.method", member.name, problem, "Name a method that drafts.")
+
+
+def check_number(field: str, members: Sequence[SpeculationConfig]) -> None:
+    """Raise InvalidParameterError where there are too many methods, those inside compositions counted."""
+    number = sum(len(parts_of(member)) for member in members)
+    if number > MAX_MEMBERS:
+        raise InvalidParameterError(field, number, "there are too many members in all", f"Use up to {MAX_MEMBERS}.")
 
 
 def check_depth(field: str, method: Method) -> None:

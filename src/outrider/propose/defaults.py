@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, Self
@@ -99,9 +98,8 @@ class SpeculationDefaults:
         """The methods that are given; or else the engine's own, or its draft model, where it has one, and a lookup."""
         if not asked.methods and isinstance(self.config.method, Auto):
             return self.config.method
-        methods: Sequence[SpeculationConfig] = asked.methods
-        methods = methods or self._usual(longest)
-        return asked.replace(methods=tuple(map(self.complete, methods)))
+        whole = asked if asked.methods else asked.replace(methods=self._usual(longest))
+        return whole.with_nested({place: self._inner(place, inner) for place, inner in whole.nested.items()})
 
 
 def usual_methods(draft: DraftModel | None, longest: int = Auto.default_num_draft_tokens) -> tuple[SpeculationConfig, ...]:

@@ -62,6 +62,11 @@ _RARE = LOOKUP | {"num_draft_tokens": 1, "min_match": 2}
 #: Longer drafts are expected to bring more at first: the draft model begins in the first, and the lookup in the second.
 _GOVERNED = {"method": "auto", "methods": (_drafted("auto"), LOOKUP | {"num_draft_tokens": 1})}
 _LOOKUP_FIRST = {"method": "auto", "methods": (_drafted("auto"), LOOKUP)}
+#: Merges and stages of which the engine may choose one.
+_TWO = {"method": "merge", "methods": (_ONE, _TWIN)}
+_WITH_LOOKUP = {"method": "merge", "methods": (_ONE, LOOKUP)}
+_GOES_ON = {"method": "then", "methods": (_RARE, _TWIN)}
+_STAGED_ONE = {"method": "staged", "drafter": LOOKUP, "model": DRAFT, "num_draft_tokens": 2}
 _BRANCHING = {"method": "suffix", "num_draft_tokens": 3, "min_match": 1, "branches": True}
 _PREDICTED = {"method": "prediction", "num_draft_tokens": 3, "min_match": 1}
 #: This lookup learns from other texts of its namespace.
@@ -186,6 +191,18 @@ SETTINGS = (
     Setting("the engine chooses, a lookup of other texts", {"method": "auto", "methods": (_SHARED, _drafted("block"))}),
     Setting("the engine chooses, seeded", _GOVERNED, {"seed": 5}),
     Setting("the engine chooses, two samples", _GOVERNED, {"n": 2, "max_tokens": 3}),
+    *(
+        Setting(f"the engine chooses, {name}", {"method": "auto", "methods": choices}, params)
+        for name, choices, params in (
+            ("a merge of two drawn members", (_TWO,), {"max_tokens": 4}),
+            ("a merge under the token rule", ({**_TWO, "rule": "token"},), {"max_tokens": 4}),
+            ("a merge or its lookup", (_WITH_LOOKUP, LOOKUP | {"num_draft_tokens": 1}), {"max_tokens": 4}),
+            ("a merge or its model, seeded", ({"method": "merge", "methods": (_ONE, LOOKUP, _TWIN)}, _ONE), {"seed": 5}),
+            ("a coupled merge beside the token rule", (_WITH_LOOKUP | {"rule": "coupled"}, _drafted("token")), {}),
+            ("then or a draft", ({"method": "then", "methods": (_RARE, _ONE)}, _drafted("block")), {}),
+            ("a nesting or a stage", ({"method": "merge", "methods": (_ONE, _GOES_ON)}, _STAGED_ONE), {}),
+        )
+    ),
     Setting("two methods in turns", turns=((_drafted("block"),), (LOOKUP,), (_drafted("token", tree=(2,)),))),
     Setting("a lookup, then the draft model behind it", turns=((LOOKUP | {"num_draft_tokens": 1}, _drafted("block")),)),
     Setting(

@@ -108,8 +108,7 @@ class Verdict:
         path: Accepted nodes, root side first.
         token_id: The one more token.
         origin: How it came about.
-        chances: With which the target chose each of these tokens by itself, 1 where it is greedy; empty where a test had a
-            part in it.
+        chances: The target's own probability of each of these tokens, 1 where it is greedy; empty for tested chains.
     """
 
     path: tuple[int, ...]
@@ -245,7 +244,8 @@ class Verifier:
     def _test_trees(self, candidates: dict[int, Candidate], logits: Tensor) -> dict[int, Verdict]:
         """Rules R4 and R5: all trees talk at once, and each round of questions is answered in one go."""
         verdicts: dict[int, Verdict] = {}
-        talks = {i: _open(candidate, logits) for i, candidate in candidates.items()}
+        probs = {i: _tree_probs(candidate, logits) for i, candidate in candidates.items()}
+        talks = {i: _open(candidate, probs[i]) for i, candidate in candidates.items()}
         answers: dict[int, int | None] = dict.fromkeys(talks)
         while talks:
             coins: dict[int, Coin] = {}
@@ -256,7 +256,9 @@ class Verifier:
                 except StopIteration as end:
                     path, token = end.value
                     draft = candidates[i].draft
-                    verdicts[i] = Verdict(path, token, _origin(draft, path[-1] if path else -1))
+                    tokens = [*(draft.token_ids[node] for node in path), token]
+                    chances = probs[i][[0, *(1 + node for node in path)], tokens].tolist()
+                    verdicts[i] = Verdict(path, token, _origin(draft, path[-1] if path else -1), tuple(chances))
                     del talks[i]
                     continue
                 (coins if isinstance(question, Coin) else draws)[i] = question  # type: ignore[assignment]
@@ -325,12 +327,15 @@ def _stacked(rows: list[Tensor]) -> Tensor:
     return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
 
-def _open(candidate: Candidate, logits: Tensor) -> Conversation:
-    """Start a tree rule on one candidate."""
-    draft = candidate.draft
-    p = target_probs(logits[slice(*candidate.rows)], [candidate.sampling] * (len(draft) + 1))
+def _tree_probs(candidate: Candidate, logits: Tensor) -> Tensor:
+    """The target's probabilities [1 + num_nodes, vocab_size] behind the text and behind each node of a candidate."""
+    return target_probs(logits[slice(*candidate.rows)], [candidate.sampling] * (len(candidate.draft) + 1))
+
+
+def _open(candidate: Candidate, probs: Tensor) -> Conversation:
+    """Start a tree rule on one candidate; `probs` as `_tree_probs` says."""
     rule = recursive_rejection if candidate.rule is Rule.RECURSIVE else traversal
-    return rule(Tree.of(draft), p, _draft_probs(draft).to(p))
+    return rule(Tree.of(candidate.draft), probs, _draft_probs(candidate.draft).to(probs))
 
 
 def _draft_probs(draft: Draft) -> Tensor:

@@ -10,8 +10,10 @@ from time import thread_time
 
 from outrider.engine.proposing.drafting import StepDraft
 from outrider.engine.proposing.governed import Calibrate, Candidates, Governed, GovernedSets, Remember
+from outrider.engine.proposing.member_drafts import member_drafts
 from outrider.engine.proposing.proposers import ProposerSet
 from outrider.engine.proposing.shadow_scores import ShadowScores
+from outrider.engine.scheduling.row_shares import RowShares
 from outrider.engine.scheduling.scheduler import MOST_FORCED, ScheduledSequence, as_requested
 from outrider.engine.sequence import Sequence, Status
 from outrider.govern.costs import CostTable, DraftWork, StepTimes, StepWork
@@ -20,6 +22,7 @@ from outrider.propose.base import Proposer
 from outrider.propose.method import Method, same_method
 from outrider.propose.speculation import SpeculationConfig
 from outrider.verify.noise import NoiseSource
+from outrider.verify.verifier import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ class Governing:
         proposers: Who may draft.
         calibrate: Finds what passes cost, once, when the first such request comes; given the draft methods' proposers.
         remember: Finds what methods showed in earlier processes; given their settings and proposers.
+        shares: How the members of compositions share rows.
         invariant: Whether a row's bits do not depend on the other rows of its pass.
         max_rows: Rows that a pass may hold.
 
@@ -60,6 +64,7 @@ class Governing:
         proposers: ProposerSet,
         calibrate: Calibrate,
         remember: Remember,
+        shares: RowShares,
         *,
         invariant: bool,
         max_rows: int,
@@ -68,7 +73,7 @@ class Governing:
         self._proposers = proposers
         self._invariant = invariant
         self._clock: Clock = measured
-        self._sets = GovernedSets(proposers, calibrate, remember, max_rows)
+        self._sets = GovernedSets(proposers, calibrate, remember, shares, max_rows)
         self._of: dict[int, Governed] = {}
         self._scores = ShadowScores()
         self._decoding: list[Sequence] = []
@@ -116,8 +121,8 @@ class Governing:
         except Exception:
             governed.num_faults += 1
             then = "its requests are decoded plainly from now on" if governed.is_off else "another one begins"
-            logger.exception("the governor of %s failed; %s", ", ".join(governed.members), then)
-            governed.governor = self._sets.new_governor(governed.members, CostTable.assumed())
+            logger.exception("the governor of %s failed; %s", ", ".join(governed.choices), then)
+            governed.governor = self._sets.new_governor(governed.choices, governed.members, CostTable.assumed())
             for seq_id in [seq_id for seq_id, owner in self._of.items() if owner is governed]:
                 self._drop(seq_id)
 
@@ -208,7 +213,8 @@ class Governing:
             why = _FIRST
         elif not self._invariant and (params.greedy or params.seed is not None):
             why = "plain, since rows depend on their pass here, and this text must not depend on a clock"
-        methods = tuple(name for name, method in found.methods.items() if _usable(seq, method))
+        usable = {name for name, method in found.methods.items() if _usable(seq, method)}
+        methods = tuple(name for name, each in found.governor.candidates.items() if usable.issuperset(each.members))
         lags = {name: self._lag(seq, found.methods[name]) for name in methods if name in found.models}
         forced = len(seq.view.processing.forced(min(depth, MOST_FORCED)))
         longest = 0 if why else depth - forced
@@ -279,13 +285,19 @@ class Governing:
     # -- learning ------------------------------------------------------------------------------------------------------
 
     def observe(
-        self, items: Seq[ScheduledSequence], drafts: Seq[StepDraft], accepted: Mapping[int, int], times: StepTimes
+        self,
+        items: Seq[ScheduledSequence],
+        drafts: Seq[StepDraft],
+        verdicts: Mapping[int, Verdict],
+        accepted: Mapping[int, int],
+        times: StepTimes,
     ) -> None:
         """What became of a step.
 
         Args:
             items: What was scheduled.
             drafts: Of each.
+            verdicts: What stands, by place, where a token was due.
             accepted: Draft tokens that entered the text, by place, where a token was due.
             times: Seconds of its phases.
         """
@@ -301,10 +313,10 @@ class Governing:
             if not self.watches(item.seq):
                 self._scores.break_off(item.seq)
             with self._contained(governed):
-                self._observe_draft(governed, item, step, accepted[place])
+                self._observe_draft(governed, item, step, verdicts[place], accepted[place])
                 self._scores.settle(item.seq, governed.governor, self._believed)
         if all(item.num_rows == 1 and item.seq.seq_id in self._of for item in items):
-            work = _work(items, drafts, self.decisions)
+            work = self._work(items, drafts)
             believed = self._clock(work, times)
             owners = [self._of[item.seq.seq_id] for item in items]
             for governed in self._sets.alive:
@@ -312,10 +324,17 @@ class Governing:
                     with self._contained(governed):
                         governed.governor.observe_step(work, believed)
 
-    def _observe_draft(self, governed: Governed, item: ScheduledSequence, step: StepDraft, accepted: int) -> None:
-        """Count what the method drafted: behind what the structure forces, and so it was tried where all of that stands."""
-        decision, accepted = self.decisions.get(item.seq.seq_id), accepted - step.num_forced
+    def _observe_draft(
+        self, governed: Governed, item: ScheduledSequence, step: StepDraft, verdict: Verdict, entered: int
+    ) -> None:
+        """Count what was drafted: behind what the structure forces, and so it was tried where all of that stands."""
+        decision, accepted = self.decisions.get(item.seq.seq_id), entered - step.num_forced
         if decision is None or decision.method is None or not item.turns or accepted < 0:
+            return
+        members = governed.governor.candidates[decision.method].members
+        if members != (decision.method,):
+            found = member_drafts(members, item, step, verdict, entered)
+            governed.governor.observe_members(item.seq.seq_id, decision.method, found, accepted)
             return
         ended = item.seq.status is Status.FINISHED
         governed.governor.observe_draft(
@@ -327,6 +346,24 @@ class Governing:
             rejected=accepted < step.draft.depth - step.num_forced and not ended,
         )
 
+    def _work(self, items: Seq[ScheduledSequence], drafts: Seq[StepDraft]) -> StepWork:
+        """What a step did, by member."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for item in items:
+            decision, governed = self.decisions.get(item.seq.seq_id), self._of[item.seq.seq_id]
+            if decision is not None and decision.method is not None and item.turns:
+                members = governed.governor.candidates[decision.method].members
+                for name, turn in zip(members, item.turns, strict=True):
+                    if turn.budget:
+                        found.setdefault((decision.method, name), []).append(turn.budget)
+        work = tuple(
+            DraftWork(name, len(asked), max(asked), chosen="" if chosen == name else chosen)
+            for (chosen, name), asked in sorted(found.items())
+        )
+        context = sum(len(item.seq.token_ids) for item in items)
+        rows, forced = sum(step.draft.num_rows for step in drafts), sum(step.num_forced for step in drafts)
+        return StepWork(len(items) + rows, len(items), context, work, forced)
+
 
 def _usable(seq: Sequence, method: Method) -> bool:
     """Whether a method's proposer can be had, and has not failed too often for this sequence."""
@@ -334,15 +371,3 @@ def _usable(seq: Sequence, method: Method) -> bool:
     if drafter is None:
         return not any(same_method(method, refused) for refused in seq.refused)
     return drafter.num_faults < _MOST_FAULTS
-
-
-def _work(items: Seq[ScheduledSequence], drafts: Seq[StepDraft], decisions: Mapping[int, Decision]) -> StepWork:
-    by_method: dict[str, list[int]] = {}
-    for item in items:
-        decision = decisions.get(item.seq.seq_id)
-        if decision is not None and decision.method is not None and item.turns:
-            by_method.setdefault(decision.method, []).append(item.budget)
-    work = tuple(DraftWork(name, len(budgets), max(budgets)) for name, budgets in sorted(by_method.items()))
-    context = sum(len(item.seq.token_ids) for item in items)
-    rows, forced = sum(step.draft.num_rows for step in drafts), sum(step.num_forced for step in drafts)
-    return StepWork(len(items) + rows, len(items), context, work, forced)

@@ -62,12 +62,11 @@ class RowShares:
     def _merged(self, members: tuple[SpeculationConfig, ...], budget: int) -> list[int]:
         """The rows of highest expected acceptance: row d of a member stands where all rows before it do."""
         rates = [max(self._of(part.method).rate for part in parts_of(member) if part.method) for member in members]
-        rows = [0] * len(members)
-        for _ in range(budget):
-            open_ = [place for place, member in enumerate(members) if rows[place] < member.num_draft_tokens]
-            if not open_:
-                break
-            rows[max(open_, key=lambda place: rates[place] ** (rows[place] + 1))] += 1
+        rows, chances = [0] * len(members), list(rates)
+        for _ in range(min(budget, sum(member.num_draft_tokens for member in members))):
+            place = chances.index(max(chances))
+            rows[place] += 1
+            chances[place] = chances[place] * rates[place] if rows[place] < members[place].num_draft_tokens else -1.0
         return rows
 
     def _of(self, method: Method) -> _Counts:
