@@ -29,7 +29,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from outrider.kernels.library import kernel_library
-from outrider.model import hf
 from outrider.model.factory import BACKENDS
 from outrider.model.fused.families import FAMILIES
 from outrider.model.loading.loaded_model import LoadedModel
@@ -50,6 +49,8 @@ SIZES: dict[str, Any] = {
     "attention_chunk_size": 8, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
     "v_head_dim": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": 0, "embedding_size": 32, "word_embed_proj_dim": 32, "rotary_dim": 4, "layer_types": None,
+    "linear_head_dim": 8, "linear_num_heads": 4, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+    "mamba_d_ssm": 64,
 }  # fmt: skip
 
 
@@ -75,9 +76,6 @@ def judge(kind: str) -> Probed:
         model = _build(kind)
     except Exception as error:
         return Probed(kind, "not built", _first_line(error))
-    recurrent = _recurrent(model)
-    if recurrent:
-        return Probed(kind, "refused", f"layers with a running state ({', '.join(recurrent)})")
     loaded = _loaded(kind, model)
     stock = reference(loaded)
     if not stock.is_causal:
@@ -157,13 +155,6 @@ def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
     return shrunk
 
 
-def _recurrent(model: Any) -> list[str]:
-    try:
-        return hf.recurrent_layers(model.config)
-    except Exception:
-        return []
-
-
 def _loaded(kind: str, model: Any) -> LoadedModel:
     head = model.get_output_embeddings()
     vocab_size = int(head.weight.shape[0]) if head is not None else model.config.get_text_config().vocab_size
@@ -217,9 +208,8 @@ Of the paged ones, {sum(v.fused for v in found)} are fused too.
 - **fused**: our own kernels give them too, and are faster, since they run a whole pass in one call. They are used on CPUs
   in float32, bfloat16 and float64 where they are compiled. Anywhere else the model runs as paged.
 - **gather**: the portable backend gives these logits, and the fast one does not, for the reason given.
-- **refused**: neither backend gives them; or the model keeps a running state that rejected draft tokens would corrupt
-  (Mamba, RWKV, linear attention, hybrids); or it is an encoder or an encoder-decoder. Use a decoder whose layers all
-  attend.
+- **refused**: neither backend gives them; or the model keeps a running state in a way that is not known here, so that
+  rejected draft tokens would corrupt it; or it is an encoder or an encoder-decoder.
 - **not built**: the small random model could not be made from the configuration alone. A real checkpoint is probed at load
   like any other.
 
@@ -237,7 +227,8 @@ def _families() -> str:
 {names}.
 Families that are not among them use the kernels for their linear layers and for attention. More than the probe is tested
 for llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3 (longrope too), gpt2, gpt_neox, falcon, olmo2, starcoder2, mixtral,
-gpt_oss and deepseek_v3."""
+gpt_oss and deepseek_v3; and, of models with a running state, for qwen3_next, qwen3_5_text, olmo_hybrid, kimi_linear, lfm2,
+granitemoehybrid, bamba, falcon_h1, nemotron_h, mamba2, mamba, falcon_mamba and jamba."""
 
 
 def main() -> None:

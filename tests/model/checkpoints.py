@@ -40,7 +40,7 @@ def _config(family: str) -> Any:
         )
     if family == "gpt2":
         return t.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=4, n_head=4, n_positions=160, **_NO_ENDS)
-    name, values = {**_MORE, **_OUTSIDE}[family]
+    name, values = {**_MORE, **_OUTSIDE, **_RUNNING}[family]
     return getattr(t, name)(**{**_SHAPE, **values})
 
 
@@ -146,6 +146,57 @@ _OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 OUTSIDE = ("deepseek_v3", *_OUTSIDE)
 
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"], "head_dim": 8,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+_SCAN: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16, "mamba_n_groups": 2}
+#: Families with layers that keep a running state.
+_RUNNING: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **_DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "qwen3_5_text": ("Qwen3_5TextConfig", _DELTA),
+    "olmo_hybrid": ("OlmoHybridConfig", {**_DELTA, "linear_num_key_heads": 4}),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+            "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "linear_head_dim": 8,
+            "linear_num_heads": 4,
+        },
+    ),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_SCAN, **_EXPERTS, "mamba_expand": 2, "shared_intermediate_size": 48,
+            "layer_types": ["mamba", "attention", "mamba", "attention"],
+        },
+    ),
+    "bamba": ("BambaConfig", {**_SCAN, "attn_layer_indices": [1, 3]}),
+    "falcon_h1": ("FalconH1Config", {**_SCAN, "mamba_d_ssm": 64}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "head_dim": 8, "layers_block_type": ["mamba", "attention", "mamba", "mlp"], "mamba_num_heads": 4,
+            "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2,
+        },
+    ),
+    "mamba2": ("Mamba2Config", {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 8}),
+    "mamba": ("MambaConfig", {"state_size": 8}),
+    "falcon_mamba": ("FalconMambaConfig", {"state_size": 8}),
+    "jamba": (
+        "JambaConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
+    ),
+}  # fmt: skip
+RUNNING = tuple(_RUNNING)
+
 FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gpt2", *_MORE)
 #: Whose layers all, or some, look back over a window only.
 WINDOWED = ("mistral", "gemma2", "qwen2", "gemma3", "phi3", "starcoder2", "mixtral", "gpt_oss")
@@ -192,7 +243,7 @@ def greedy_by_transformers(path: str, prompt: list[int], num_tokens: int) -> tup
 
     from outrider.model import hf
 
-    attention = "eager" if "gemma2" in path or "gpt_oss" in path else "sdpa"  # sdpa drops soft-capping and sinks
+    attention = "eager" if "gemma2" in path or "gpt_oss" in path else None  # sdpa drops soft-capping and sinks
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation=attention).eval()
     hf.use_plain_experts(model)
     text = list(prompt)

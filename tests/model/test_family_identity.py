@@ -191,16 +191,6 @@ def test_encoders_are_refused(tmp_path: Path, layers: int, seed: int, dtype: Any
         LLM(str(tmp_path / "bert"), dtype=dtype)
 
 
-def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
-    from transformers import Mamba2Config, Mamba2ForCausalLM
-
-    shape = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16, "n_groups": 1}
-    config = Mamba2Config(**shape, state_size=8, eos_token_id=None, bos_token_id=None, pad_token_id=None)
-    Mamba2ForCausalLM(config).save_pretrained(tmp_path / "mamba")
-    with pytest.raises(UnsupportedModelError, match=r"running state \(linear_attention\)"):
-        LLM(str(tmp_path / "mamba"))
-
-
 @pytest.mark.parametrize(
     ("name", "keeps", "forgets"),
     [

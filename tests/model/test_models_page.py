@@ -13,7 +13,19 @@ from outrider.kernels.library import kernel_library
 from outrider.model.fused.families import FAMILIES
 
 DOCS = Path(__file__).parents[2] / "docs"
-TESTED = (*FAMILIES, "gemma3", "falcon", "mixtral", "gpt_oss", "deepseek_v3", "bert", "mamba")
+TESTED = (
+    *FAMILIES,
+    "gemma3",
+    "falcon",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v3",
+    "bert",
+    "mamba",
+    "qwen3_next",
+    "lfm2",
+    "recurrent_gemma",
+)
 #: Types whose decoder is of a type that the kernels know.
 SAME_DECODER = {"gemma3", "gpt-sw3", "moss_transcribe_diarize"}
 

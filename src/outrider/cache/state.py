@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence, Set
 from typing import Protocol
 
 from outrider.cache.blocks import BlockManager
+from outrider.cache.running import RunningText
 
 
 class Memory(Protocol):
@@ -42,6 +43,7 @@ class SequenceState:
         writable_from: First slot that a proposer may write in added layers: where the last pass began, until another step
             begins, and then behind all that is computed.
         long_rope: Whether they were computed with the rotary factors of long texts.
+        running: What layers with a running state keep of the text.
 
     Args:
         memory: The model's.
@@ -59,6 +61,7 @@ class SequenceState:
         self.num_filled: dict[int, int] = {}
         self.writable_from = 0
         self.long_rope = False
+        self.running = RunningText()
 
     @property
     def space(self) -> Hashable:
@@ -189,7 +192,7 @@ class SequenceState:
         twin = SequenceState(self.memory, self._namespace)
         twin.block_table = self._blocks.fork(self.block_table)
         twin.num_computed, twin.ahead, twin.num_published = self.num_computed, list(self.ahead), self.num_published
-        twin.num_filled, twin.long_rope = dict(self.num_filled), self.long_rope
+        twin.num_filled, twin.long_rope, twin.running = dict(self.num_filled), self.long_rope, self.running.fork()
         self.writable_from = twin.writable_from = self.num_computed
         return twin
 
@@ -200,6 +203,7 @@ class SequenceState:
         self.ahead.clear()
         self.num_filled.clear()
         self.copies.clear()
+        self.running.clear()
 
     def void(self) -> None:
         """The memory begins anew: what was in the blocks is lost, and there is nothing to give back."""
@@ -215,6 +219,7 @@ class SequenceState:
         moved = [(row, place) for place, row in enumerate(rows) if row != place]
         if moved:  # never after a chain
             self.memory.move([(self.slot(start + row), self.slot(start + place)) for row, place in moved])
+            self.running.line_up(start, rows)
 
     def slot(self, position: int) -> int:
         """Where the token at a position lies."""
@@ -245,6 +250,11 @@ class KVView:
     def num_computed(self) -> int:
         """Leading tokens of the text whose KV is in the blocks."""
         return self._state.num_computed
+
+    @property
+    def running(self) -> RunningText:
+        """What layers with a running state keep of the text."""
+        return self._state.running
 
     @property
     def capacity(self) -> int:

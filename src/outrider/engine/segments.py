@@ -24,4 +24,4 @@ def segment_of(item: ScheduledSequence, step: StepDraft) -> Segment:
         first_logit = 0
     last_logit = None if any(n.target_top_k for n in needed) else item.num_rows + len(draft)
     rows = (*seq.token_ids[start:stop], *draft.row_token_ids)
-    return Segment.of(seq.state, rows, start, parents, first_logit, last_logit)
+    return Segment.of(seq.state, rows, start, parents, first_logit, last_logit, certain=stop)

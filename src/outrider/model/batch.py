@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.cache.pool import Slots
+from outrider.cache.running import RunningText
 from outrider.cache.state import KVView, SequenceState
 
 
@@ -29,6 +30,8 @@ class Segment:
         logits_from: First row whose logits are wanted; len(token_ids) for none.
         logits_until: One behind the last such row; None for all rows to the end.
         long_rope: Whether its text uses the long factors of a "longrope" model.
+        running: What layers with a running state keep of the text; None for a text of which nothing is kept.
+        certain: Leading tokens of the text that nothing will take back, rows of this pass among them.
     """
 
     token_ids: Sequence[int]
@@ -38,6 +41,8 @@ class Segment:
     logits_from: int = 0
     logits_until: int | None = None
     long_rope: bool = False
+    running: RunningText | None = None
+    certain: int = 0
 
     @classmethod
     def of(
@@ -48,9 +53,21 @@ class Segment:
         parents: tuple[int, ...] | None = None,
         logits_from: int = 0,
         logits_until: int | None = None,
+        certain: int | None = None,
     ) -> Self:
-        """Rows of the text that `state` is of; the other arguments are the attributes."""
-        return cls(token_ids, start, state.block_table, parents, logits_from, logits_until, state.long_rope)
+        """Rows of the text that `state` is of; the other arguments are the attributes. What is computed is certain, if
+        nothing else is said."""
+        return cls(
+            token_ids=token_ids,
+            start=start,
+            block_table=state.block_table,
+            parents=parents,
+            logits_from=logits_from,
+            logits_until=logits_until,
+            long_rope=state.long_rope,
+            running=state.running,
+            certain=state.num_computed if certain is None else certain,
+        )
 
     @property
     def num_rows(self) -> int:

@@ -14,6 +14,7 @@ from outrider.cache.layer_spec import LayerReach
 from outrider.cache.pool import KVPool, Slots
 from outrider.kernels.attention import PassAttention
 from outrider.model.batch import RaggedBatch, Segment
+from outrider.model.running.running_pass import RunningPass
 
 _CPU = torch.device("cpu")
 
@@ -42,12 +43,14 @@ class ForwardContext:
         pool: Where their KV goes and their context comes from.
         reaches: How far each layer looks, by layer index.
         kernel: What attends in the pass where our kernels do.
+        running: The running states, where the model has layers with such.
     """
 
     batch: RaggedBatch
     pool: KVPool
     reaches: list[LayerReach]
     kernel: PassAttention | None = None
+    running: RunningPass | None = None
     _parts: dict[tuple[int, LayerReach, torch.dtype], SeenPart] = field(default_factory=dict)
     _slots: dict[tuple[int, LayerReach], list[Tensor]] = field(default_factory=dict)
 

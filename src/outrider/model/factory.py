@@ -59,13 +59,6 @@ def make_runner(
         UnsupportedModelError: No backend reproduces a plain forward pass.
         ModelLoadError: Its logits are no numbers.
     """
-    names = sorted({layer.type_name for layer in loaded.layers if not layer.forgets_rows})
-    if names:
-        raise UnsupportedModelError(
-            loaded.name,
-            f"it has layers with a running state ({', '.join(names)}), which rejected draft tokens would corrupt",
-            "Use a model whose layers all attend.",
-        )
     stock = reference(loaded)
     check_numbers(loaded.name, loaded.model, stock.logits)
     if not stock.is_causal:
@@ -84,7 +77,8 @@ def make_runner(
             failures[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
             continue
         count = num_blocks(loaded, cache, max_num_seqs, bytes_per_token + added_token_bytes)
-        return ModelRunner(loaded, backend, BlockManager(count, cache.block_size, prefix_caching=cache.prefix_caching))
+        shares = cache.prefix_caching and not loaded.running_layers  # blocks hold no running states
+        return ModelRunner(loaded, backend, BlockManager(count, cache.block_size, prefix_caching=shares))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
     remedy = "Report it." if attention_backend == "auto" else "Use attention_backend='auto', or report it."
     raise UnsupportedModelError(loaded.name, f"no attention backend reproduces its forward pass ({reasons})", remedy)

@@ -201,6 +201,11 @@ def stock_attention(model: Any) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
 
 
+def attends(config: Any) -> bool:
+    """Whether any layer of a model attends."""
+    return any(StateKind.KEYS_AND_VALUES in layer.keeps for layer in layer_specs(config))
+
+
 def layer_specs(config: Any) -> tuple[LayerSpec, ...]:
     """What each layer of a model keeps of a text and how far back it looks, from the configuration (attention functions are
     not told reliably)."""

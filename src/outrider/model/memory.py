@@ -13,6 +13,7 @@ def num_blocks(loaded: LoadedModel, cache: CacheConfig, max_num_seqs: int, bytes
         tokens = cache.num_tokens
     else:
         free, share = available_bytes(loaded.device), 0.8 if loaded.device.type == "cuda" else 0.25
-        room = int(share * (2**31 if free is None else free)) // bytes_per_token
-        tokens = min(max_num_seqs * loaded.max_model_len, room)
+        tokens = max_num_seqs * loaded.max_model_len
+        if bytes_per_token:  # a model without attention keeps nothing of single tokens
+            tokens = min(tokens, int(share * (2**31 if free is None else free)) // bytes_per_token)
     return max(1, tokens // cache.block_size)

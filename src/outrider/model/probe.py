@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.cache.blocks import BlockManager
+from outrider.cache.state import SequenceState
 from outrider.model import hf
 from outrider.model.backends.base import AttentionBackend
 from outrider.model.batch import Segment
@@ -24,6 +25,8 @@ _WIDE = (torch.float64, torch.float32)
 _PROBE_LEN, _PROBE_CUT, _PROBE_BLOCK = 12, 7, 4
 #: Row 1 is a rejected sibling that nobody on the true path may see.
 _PROBE_TREE = (-1, 0, 0, 2, 3, 4)
+#: Its rows that are kept, and go on.
+_PROBE_KEPT = (0, 2, 3)
 #: Where a text is cut into passes of other numbers of rows.
 _BITS_CUTS = (0, 1, 3, 6, 13, 22, 29)
 #: The texts of a model whose router may choose otherwise after a rounding. One of them must agree.
@@ -46,7 +49,8 @@ class Reference:
 def reference(loaded: LoadedModel) -> Reference:
     """One pass of the stock model over the texts of the probe, and over one of them with another second half beside them: a
     model is read from its file once."""
-    hf.set_attention(loaded.model, hf.stock_attention(loaded.model))
+    if hf.attends(loaded.model.config):
+        hf.set_attention(loaded.model, hf.stock_attention(loaded.model))
     texts = _texts(loaded)
     changed = [*texts[0][:_PROBE_CUT], *((token + 1) % loaded.vocab_size for token in texts[0][_PROBE_CUT:])]
     with hf.noting_layers(loaded.model):
@@ -113,14 +117,27 @@ def _error(loaded: LoadedModel, runner: ModelRunner, tokens: list[int], want: Te
     """How far the logits of a text are from those that are wanted, [num_tokens, vocab_size], relative to the largest."""
     state, neighbour = runner.memory.room_for(_PROBE_LEN), runner.memory.room_for(_PROBE_LEN)
     runner.forward([Segment.of(state, tokens[:_PROBE_CUT], 0), Segment.of(neighbour, tokens, 0)])
+    _check_states(loaded, state)
     state.commit(0, range(_PROBE_CUT))
     reserved = state.reserve(len(_PROBE_TREE))
     assert reserved, "the probe's memory has room for its texts"
     rows = [tokens[_PROBE_CUT], tokens[0], *tokens[_PROBE_CUT + 1 :]]
     got = runner.forward([Segment.of(state, rows, _PROBE_CUT, _PROBE_TREE)]).logits[[0, 2, 3, 4, 5]]
+    if loaded.running_layers:  # what stands of the tree is in the states afterwards, and nothing else
+        state.commit(_PROBE_CUT, _PROBE_KEPT)
+        rows = tokens[state.num_computed :]
+        got[-len(rows) :] = runner.forward([Segment.of(state, rows, state.num_computed)]).logits
     state.free()
     neighbour.free()
     return _difference(got, want[_PROBE_CUT:], want, loaded.precision)
+
+
+def _check_states(loaded: LoadedModel, state: SequenceState) -> None:
+    """Raise ValueError unless a pass has left a state for every layer that keeps one."""
+    known = {layer for layer, _ in state.running.records}
+    names = sorted({name for layer, name in loaded.running_layers.items() if layer not in known})
+    if names:
+        raise ValueError(f"it has layers with a running state ({', '.join(names)}) that is kept in a way unknown here")
 
 
 def probe_bits(loaded: LoadedModel, backend: AttentionBackend) -> None:

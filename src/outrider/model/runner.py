@@ -17,6 +17,7 @@ from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import ForwardContext
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.partial_rows import PartialRows
+from outrider.model.running.running_pass import RunningPass
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,13 @@ class ModelRunner:
     def forward(
         self, segments: Sequence[Segment], aux_layers: Sequence[int] = (), part: PartialPass | None = None
     ) -> ForwardOutput:
-        """Compute every row of `segments` in one pass and leave its KV in the pool; `part` chooses layers."""
+        """Compute every row of `segments` in one pass and leave in the memory what it keeps; `part` chooses layers."""
         batch = RaggedBatch(segments, self.blocks.block_size, self.loaded.device)
-        out = self.backend.forward(self.loaded, ForwardContext(batch, self.pool, self._reaches), aux_layers, part)
+        running = RunningPass(batch) if self.loaded.running_layers else None
+        context = ForwardContext(batch, self.pool, self._reaches, running=running)
+        out = self.backend.forward(self.loaded, context, aux_layers, part)
+        if running is not None:
+            running.keep()
         self.num_passes += 1
         return ForwardOutput(
             logits=upcast_logits(out.logits),

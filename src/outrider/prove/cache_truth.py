@@ -1,4 +1,4 @@
-"""Compares the KV memory after every commit with a fresh prefill of the same tokens."""
+"""Compares what is kept of a text after every commit with what a fresh prefill of the same tokens leaves."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class CacheAudit:
                     self.num_checked += 1
 
     def difference(self, seq: Sequence) -> float:
-        """The largest relative difference between the KV that `seq` holds and the KV that a fresh prefill computes, in the
-        target's layers and in those that proposers have added."""
+        """The largest relative difference between what `seq` holds and what a fresh prefill computes: keys and values in
+        the target's layers and in those that proposers have added, and running states."""
         runner = self.engine.runner
         held = [*_kept(runner, seq.state, seq.state.num_computed)]
         fresh, hidden = _fresh(runner, seq)
@@ -55,10 +55,12 @@ class CacheAudit:
 
 
 def _kept(runner: ModelRunner, state: SequenceState, num_tokens: int) -> Iterator[Tensor]:
-    """Keys and values of the first tokens of a text, layer by layer."""
+    """Keys and values of the first tokens of a text, layer by layer, and then the running states behind them."""
     slots = torch.from_numpy(slots_of(state.block_table, num_tokens, runner.blocks.block_size))
     for layer in runner.pool.layers:
         yield from runner.pool.read(layer, slots.to(runner.loaded.device))
+    for _, record in sorted(state.running.records.items()):
+        yield record.state_at(num_tokens)
 
 
 def _fresh(runner: ModelRunner, seq: Sequence) -> tuple[list[Tensor], Mapping[int, Tensor]]:

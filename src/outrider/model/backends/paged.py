@@ -29,6 +29,7 @@ from outrider.model.backends.pass_rows import pass_rows
 from outrider.model.backends.row_guard import RowGuard, noting_kinds
 from outrider.model.context import ForwardContext, SeenPart, current_context
 from outrider.model.loading.loaded_model import LoadedModel
+from outrider.model.running.mixers import RunningMixers
 
 #: Weights that may be read once for every row: a share of all, or so many bytes, which take some 0.1 ms. Where there are
 #: more, a pass over the rows of drafts would cost too much.
@@ -60,6 +61,7 @@ class PagedAttention(HostedAttention):
     name: ClassVar[str] = "paged"
     _library: KernelLibrary | None = None
     _guard: RowGuard | None = None
+    _mixers: RunningMixers | None = None
     _looks: bool = False
     #: Whether modules are kept from computing what depends on the number of rows.
     guards: ClassVar[bool] = True
@@ -69,12 +71,16 @@ class PagedAttention(HostedAttention):
         self._looks = self.guards and packed_for(model) is not None
         self._library = kernel_library() if model.device.type == "cpu" and model.dtype in KNOWN_DTYPES else None
         function = partial(_attention, stock=self.stock())
-        hf.set_attention(model, hf.register_attention(f"outrider_{self.name}", function))
+        if hf.attends(model.config):
+            hf.set_attention(model, hf.register_attention(f"outrider_{self.name}", function))
+        self._mixers = RunningMixers(model)
 
     def uninstall(self) -> None:
         if self._guard is not None:
             self._guard.remove()
-        self._guard, self._looks = None, False
+        if self._mixers is not None:
+            self._mixers.remove()
+        self._guard, self._mixers, self._looks = None, None, False
 
     @property
     def may_be_invariant(self) -> bool:

@@ -62,6 +62,11 @@ class LoadedModel:
         """What each of its layers keeps of a text, and how far back it looks."""
         return hf.layer_specs(self.model.config)
 
+    @cached_property
+    def running_layers(self) -> Mapping[int, str]:
+        """The names of the types of the layers that keep more of a text than keys and values, by layer."""
+        return {index: layer.type_name for index, layer in enumerate(self.layers) if not layer.forgets_rows}
+
     @property
     def precision(self) -> torch.dtype:
         """The dtype by whose rounding two right passes may differ. Where rows are rounded to 8 bits, a number in the middle

@@ -307,8 +307,9 @@ class OwnText:
         return [*self.settled[start:stop], *self.loose[max(start - size, 0) : max(stop - size, 0)]]
 
     def segment(self, token_ids: Sequence[int], logits_from: int = 0, parents: tuple[int, ...] | None = None) -> Segment:
-        """Rows behind what is computed."""
-        return Segment.of(self.state, token_ids, self.state.end, parents, logits_from)
+        """Rows behind what is computed. The last token may be computed anew; all others that are settled are certain."""
+        certain = max(len(self.settled) - 1, 0)
+        return Segment.of(self.state, token_ids, self.state.end, parents, logits_from, certain=certain)
 
     def record(self, token_ids: Sequence[int]) -> None:
         """These rows are computed; what is not settled yet stands ahead of the text."""

@@ -1,0 +1,111 @@
+"""RunningText: what the layers with a running state keep of one text. No torch at import.
+
+A running state is one tensor for a whole text, and every token changes it. So a pass never writes the state that it reads.
+It leaves new tensors: the state at a place that is certain to stay, and a *tape* of the inputs of the rows behind it. Once
+it is known which of these rows are part of the text, the next pass applies them to the state, and then computes its own
+rows. Rejected rows touch nothing, whether they were a chain or a tree. Tensors are replaced and never changed, so a fork
+shares them, and a pass that fails leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Which running state: the index of a layer, and which of the functions with a state that the layer calls in turn.
+Cell = tuple[int, int]
+
+
+class Advance(Protocol):
+    """A function that reads and changes a running state."""
+
+    def replay(self, state: Tensor, tape: Sequence[Tensor]) -> Tensor:
+        """The state behind rows [n, ...] of a chain, from the state before them. Neither is changed."""
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """The state behind so many leading tokens of a text."""
+
+    position: int
+    state: Tensor
+
+
+@dataclass(frozen=True)
+class CellRecord:
+    """What one cell keeps of one text.
+
+    Attributes:
+        function: What advances the state.
+        anchors: Known states, by position.
+        tape_start: Position of the first row of the tape.
+        tape: [n, ...] each, inputs of the rows from there on. Row i stands for the token at tape_start + i, as a slot of
+            the memory of keys and values does: who writes there again replaces it.
+    """
+
+    function: Advance
+    anchors: tuple[Anchor, ...]
+    tape_start: int
+    tape: tuple[Tensor, ...]
+
+    def state_at(self, position: int) -> Tensor:
+        """The state behind so many tokens.
+
+        Raises:
+            AssertionError: It can no longer be computed, or not yet.
+        """
+        anchor = max((a for a in self.anchors if a.position <= position), key=lambda a: a.position, default=None)
+        assert anchor is not None, f"no state is kept from before position {position}"
+        if anchor.position == position:
+            return anchor.state
+        assert anchor.position >= self.tape_start, f"the inputs behind position {anchor.position} are gone"
+        return self.function.replay(anchor.state, self.rows(anchor.position, position))
+
+    def rows(self, start: int, stop: int) -> list[Tensor]:
+        """The inputs of the tokens from position `start` to `stop`."""
+        end = self.tape_start + len(self.tape[0])
+        assert self.tape_start <= start <= stop <= end, f"the tape goes from {self.tape_start} to {end}"
+        return [kept[start - self.tape_start : stop - self.tape_start] for kept in self.tape]
+
+    def lined_up(self, start: int, rows: Sequence[int]) -> CellRecord:
+        """The record after rows that were written from position `start` on have moved behind each other, in this order."""
+        stay = next((place for place, row in enumerate(rows) if row != place), len(rows))
+        before = max(start - self.tape_start, 0)
+        kept = [*range(before), *(start + row - self.tape_start for row in rows if start + row >= self.tape_start)]
+        return replace(
+            self,
+            anchors=tuple(anchor for anchor in self.anchors if anchor.position <= start + stay),
+            tape=tuple(each[kept] for each in self.tape),
+        )
+
+
+class RunningText:
+    """The running states of one text.
+
+    Attributes:
+        records: By cell; none for layers that have computed nothing yet.
+        is_arbitrary: Whether a pass may begin anywhere with states of zeros: for passes that are timed, and whose numbers
+            nobody reads.
+    """
+
+    def __init__(self, *, is_arbitrary: bool = False) -> None:
+        self.records: dict[Cell, CellRecord] = {}
+        self.is_arbitrary = is_arbitrary
+
+    def line_up(self, start: int, rows: Sequence[int]) -> None:
+        """Move rows that were written from position `start` on behind each other, in this order."""
+        self.records = {cell: record.lined_up(start, rows) for cell, record in self.records.items()}
+
+    def fork(self) -> RunningText:
+        """The same states for a second text that begins alike."""
+        twin = RunningText(is_arbitrary=self.is_arbitrary)
+        twin.records = dict(self.records)
+        return twin
+
+    def clear(self) -> None:
+        """Forget everything; the text will be computed again."""
+        self.records.clear()

@@ -1,0 +1,197 @@
+"""Models with a running state write what stock transformers writes, and their states are those of a fresh prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider import LLM, SamplingParams, SpeculationConfig, Suffix
+from outrider.cache.running import CellRecord, RunningText
+from outrider.cache.state import SequenceState
+from outrider.errors import UnsupportedModelError
+from outrider.model.batch import Segment
+from outrider.model.running.convolution import Convolution
+from outrider.model.running.delta_rule import DeltaRule
+from outrider.model.running.function import StateRows
+from outrider.propose.methods.draft_model import DraftModel
+from outrider.propose.methods.early_exit import EarlyExit
+from outrider.propose.methods.layer_skip import LayerSkip
+from outrider.propose.methods.prediction import Prediction
+from outrider.prove.cache_truth import CacheAudit
+from outrider.prove.own_model import KV_BOUND
+from outrider.request_options import RequestOptions
+from tests.model import checkpoints
+
+PROMPT = [(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(23)]
+GREEDY, SEEDED = SamplingParams(temperature=0, max_tokens=24), SamplingParams(seed=7, max_tokens=24)
+BRANCHES = SpeculationConfig(method=Suffix(min_match=1, branches=True), num_draft_tokens=4)
+PREDICTION = SpeculationConfig(method=Prediction(min_match=1), num_draft_tokens=4)
+EXIT = SpeculationConfig(method=EarlyExit(layers=2), num_draft_tokens=3)
+SKIP = SpeculationConfig(method=LayerSkip(), tree=(2, 1))
+#: One family for each function with a state.
+KINDS = ("qwen3_next", "lfm2", "granitemoehybrid", "mamba")
+
+
+def saved(family: str, folder: Path) -> str:
+    return checkpoints.save(family, folder / family)
+
+
+def load(path: str, **settings: Any) -> LLM:
+    return LLM(path, **{"dtype": "float64", "block_size": 4, "max_num_batched_tokens": 9, "max_num_seqs": 4, **settings})
+
+
+def almost(text: tuple[int, ...]) -> tuple[int, ...]:
+    """A prediction that goes wrong twice, so that drafts stand as a whole, in part, and not at all."""
+    return tuple((token + (place in (9, 15))) % checkpoints.VOCAB_SIZE for place, token in enumerate(text))
+
+
+@pytest.mark.parametrize("family", checkpoints.RUNNING)
+def test_writes_what_transformers_writes(family: str, tmp_path: Path) -> None:
+    path = saved(family, tmp_path)
+    want = checkpoints.greedy_by_transformers(path, PROMPT, 24)
+    llm = load(path)
+    for speculation in ("none", BRANCHES, PREDICTION):
+        assert llm.generate(PROMPT, GREEDY, speculation=speculation, prediction=almost(want))[0].token_ids == want
+    plain = llm.generate(PROMPT, SEEDED, speculation="none")[0].token_ids
+    found = llm.generate(PROMPT, SEEDED, speculation=PREDICTION, prediction=almost(plain))[0].token_ids
+    assert found == plain
+    stats = llm.stats.finished
+    assert 20 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_proposer_faults == 0
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """A model of every kind, which drafts for itself, with memory for two texts."""
+    path = saved(request.param, tmp_path_factory.mktemp(request.param))
+    return load(path, draft_model=path, kv_cache_tokens=80)
+
+
+def audited(llm: LLM, num_texts: int = 5) -> tuple[CacheAudit, list[BaseException]]:
+    """Texts of all lengths at a time, with drafts of all kinds, samples and preemptions, and what has failed of them."""
+    text = llm.generate(PROMPT, GREEDY, speculation="none")[0].token_ids
+    trees = SpeculationConfig(method=DraftModel(), tree=(2, 1))
+    requests = []
+    for place, way in enumerate([PREDICTION, trees, EXIT, SKIP, BRANCHES][:num_texts]):
+        params = SamplingParams(temperature=0, max_tokens=16, n=1 + (place == 2))
+        options = RequestOptions(prediction=almost(text))
+        requests.append(llm.engine.add_request(tuple(PROMPT[: 23 - 3 * place]), params, llm.resolve(way), options))
+    audit = CacheAudit(llm.engine)
+    audit.run()
+    return audit, [request.error for request in requests if request.error is not None]
+
+
+def test_states_are_those_of_a_fresh_prefill(llm: LLM) -> None:
+    llm.stats.reset()
+    (audit, errors), stats = audited(llm), llm.stats.finished
+    assert not errors
+    assert audit.num_checked > 40
+    assert stats.num_preemptions > 0
+    assert stats.num_proposer_faults == 0
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    # Where bits are a function of the text, they are the same bits.
+    assert audit.worst <= (0 if llm.engine.runner.backend.invariant else KV_BOUND)
+    assert not llm.engine.runner.blocks.prefix_caching  # blocks hold no running states
+
+
+def test_a_draft_model_with_a_state_rolls_back(llm: LLM) -> None:
+    """A model that drafts for itself is always right, and a state that is wrong shows in what is accepted alone."""
+    chain = SpeculationConfig(method=DraftModel(), num_draft_tokens=4)
+    for output in llm.generate([PROMPT, PROMPT[:9]], GREEDY, speculation=chain):
+        assert output.stats.num_draft_tokens == output.stats.num_accepted_tokens > 12
+    tree = SpeculationConfig(method=DraftModel(), tree=(2, 1, 1))
+    stats = llm.generate(PROMPT, GREEDY, speculation=tree)[0].stats
+    assert stats.num_accepted_tokens >= 3 * (stats.num_drafts - 1) > 9
+
+
+def _as_a_chain(rows: StateRows, row: int) -> int:
+    return row - 1
+
+
+def _unmoved(record: CellRecord, *_: Any) -> CellRecord:
+    return record
+
+
+def _one_more(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The rows of the last pass stay, whether they stand or not."""
+
+    def state_at(record: CellRecord, position: int) -> Tensor:
+        return record.anchors[-1].state if position else real(record, position)
+
+    return state_at
+
+
+def _written(real: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass writes its rows into the state before they stand."""
+
+    def of(cls: Any, state: Any, token_ids: Any, start: int, *args: Any, **rest: Any) -> Any:
+        return real(state, token_ids, start, *args, **{**rest, "certain": start + len(token_ids)})
+
+    return of
+
+
+#: What other engines have shipped, each as a change of one function.
+BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "siblings of a tree follow each other": lambda patch: patch.setattr(StateRows, "parent", _as_a_chain),
+    "rejected rows of a tree stay": lambda patch: patch.setattr(CellRecord, "lined_up", _unmoved),
+    "rejected rows of a chain stay": lambda patch: patch.setattr(CellRecord, "state_at", _one_more(CellRecord.state_at)),
+    "a pass writes what it reads": lambda patch: patch.setattr(Segment, "of", classmethod(_written(Segment.of))),
+    "the window of a convolution is left out": lambda patch: patch.setattr(
+        Convolution, "replay", lambda _, state, tape: torch.zeros_like(state)
+    ),
+    "accepted rows are not applied": lambda patch: patch.setattr(DeltaRule, "replay", lambda _, state, tape: state),
+    "a preempted text keeps its states": lambda patch: patch.setattr(RunningText, "clear", lambda _: None),
+    "texts share one state": lambda patch: patch.setattr(
+        SequenceState, "running", property(lambda state: _shared, lambda state, _: None), raising=False
+    ),
+}
+_shared = RunningText()
+
+
+@pytest.mark.parametrize("llm", ["qwen3_next"], indirect=True)
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(llm: LLM, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[bug](monkeypatch)
+    scheduler = llm.engine.scheduler
+    try:
+        audit, errors = audited(llm, 3)
+    except AssertionError as error:  # of a record that is asked for what it does not hold
+        llm.engine.rebuild({seq.request for seq in (*scheduler.running, *scheduler.waiting)}, error)
+        return
+    assert errors or audit.worst > 100 * KV_BOUND
+
+
+def test_a_state_that_is_kept_in_an_unknown_way_is_refused(tmp_path: Path) -> None:
+    from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+
+    shape = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**shape, **ends)).save_pretrained(tmp_path / "griffin")
+    with pytest.raises(UnsupportedModelError, match=r"\(linear_attention\) that is kept in a way unknown"):
+        load(str(tmp_path / "griffin"))
+
+
+@pytest.mark.parametrize("bug", ["siblings of a tree follow each other", "rejected rows of a tree stay"])
+def test_the_probe_refuses_a_state_that_drafts_corrupt(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved("qwen3_next", tmp_path)
+    BUGS[bug](monkeypatch)
+    with pytest.raises(UnsupportedModelError, match="logits differ"):
+        load(path)
+
+
+def test_a_pass_that_fails_leaves_the_states_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = load(saved("qwen3_next", tmp_path)).engine.runner
+    state = runner.memory.room_for(23)
+    runner.forward([Segment.of(state, PROMPT[:9], 0, certain=9)])
+    state.commit(0, range(9))
+    want = runner.forward([Segment.of(state, PROMPT[9:14], 9)]).logits
+    monkeypatch.setattr(DeltaRule, "read", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runner.forward([Segment.of(state, PROMPT[14:], 9, certain=18)])
+    monkeypatch.undo()
+    assert torch.equal(runner.forward([Segment.of(state, PROMPT[9:14], 9)]).logits, want)
