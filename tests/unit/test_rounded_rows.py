@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -115,6 +116,13 @@ def test_numbers_are_at_most_127_and_rounded_to_the_nearest() -> None:
     assert torch.equal(numbers.abs().amax(-1), torch.full((50, 4), 127.0))
     wide = rows.view(50, 4, 64).double()
     assert ((numbers.double() * scale - wide).abs() <= 0.50001 * scale.double()).all()
+
+
+def test_the_inverse_of_a_scale_is_rounded_once() -> None:
+    rows = torch.randn(20_000, 128, generator=torch.Generator().manual_seed(1))
+    numbers, _ = rounded_rows(rows, 128)
+    inverse = np.float32(127) / rows.abs().amax(-1, keepdim=True).numpy()
+    assert np.array_equal(numbers.squeeze(1).numpy(), np.rint(rows.numpy() * inverse))
 
 
 @needs_kernels

@@ -41,7 +41,8 @@ def rounded_rows(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
     wide = rows.to(torch.float32).reshape(*rows.shape[:-1], rows.shape[-1] // group, group)
     largest = wide.abs().amax(-1, keepdim=True)
     scale = torch.where(largest < _LEAST, 0.0, largest / 127)
-    inverse = torch.where(largest < _LEAST, 0.0, 127 / largest)
+    # A number divided by a tensor would be rounded twice, since PyTorch multiplies it with the inverse of the tensor.
+    inverse = torch.where(largest < _LEAST, 0.0, torch.full_like(largest, 127) / largest)
     finite = largest.isfinite()
     scale, inverse = torch.where(finite, scale, torch.nan), torch.where(finite, inverse, 0.0)
     return torch.where(finite, wide * inverse, 0.0).round_(), scale
