@@ -36,6 +36,12 @@ X86_SETS = {
     "avx512": AVX512,
     "avx512bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
 }
+#: Every ARM of 64 bits has NEON, so kernels without it would serve none. Without a flag, compilers for Macs add to it.
+ARM_SETS = {
+    "neon": ["-mcpu=generic"],
+    "neondot": ["-mcpu=generic+dotprod"],
+    "neonbf16": ["-mcpu=generic+dotprod+bf16+i8mm"],
+}
 
 
 #: The platform that a wheel is built for, like manylinux_2_28_aarch64, where CC compiles for another one than this machine.
@@ -51,10 +57,9 @@ def compile_kernels(sources: Path = SOURCES, only: Sequence[str] | None = None) 
     """
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     machine = os.environ.get(PLATFORM, platform.machine()).lower()
-    known = X86_SETS if machine.endswith(("x86_64", "amd64")) else {"generic": []}
-    wanted = {name: flags for name, flags in known.items() if only is None or name in only}
+    wanted = {name: flags for name, flags in _sets_of(machine).items() if only is None or name in only}
     with tempfile.TemporaryDirectory() as folder:
-        sets = {name: flags for name, flags in wanted.items() if name == "generic" or _knows(compiler, flags, folder)}
+        sets = {name: flags for name, flags in wanted.items() if _knows(compiler, flags, folder)}
         jobs = [("team", "team.c", []), ("dispatch", "dispatch.c", [])]
         jobs += [(name, "kernels.c", flags) for name, flags in sets.items()]
         objects = [os.path.join(folder, f"{name}.o") for name, _, _ in jobs]
@@ -74,6 +79,13 @@ def compile_kernels(sources: Path = SOURCES, only: Sequence[str] | None = None) 
         staged.replace(sources / LIBRARY)
         staged.write_text(f"{len(content)} {hashlib.sha256(content).hexdigest()}\n", "ascii")
         staged.replace(digest)
+
+
+def _sets_of(machine: str) -> dict[str, list[str]]:
+    """The instruction sets that a kind of processor may have, with the flags that they need."""
+    if machine.endswith(("x86_64", "amd64")):
+        return X86_SETS
+    return ARM_SETS if machine.endswith(("aarch64", "arm64")) else {"generic": []}
 
 
 def _knows(compiler: list[str], flags: list[str], folder: str) -> bool:

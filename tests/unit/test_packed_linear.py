@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -306,6 +307,17 @@ def test_a_missing_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kernel_library() is None
     finally:
         available_sets.cache_clear()
+
+
+def test_a_system_that_lists_no_libraries_has_the_runtime_that_torch_brings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "lib").mkdir()
+    for name in ("libomp.dylib", "libtorch_cpu.dylib"):
+        (tmp_path / "lib" / name).touch()
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(library, "_MAPS", tmp_path / "maps")
+    assert library._loaded_runtimes() == [str(tmp_path / "lib" / "libomp.dylib")]
 
 
 def test_threads_are_torchs_own() -> None:

@@ -16,7 +16,9 @@ from outrider.errors import KernelMismatchError
 _I64, _F64, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 #: The names of the instruction sets, the best one last, and the bytes of their vectors.
-INSTRUCTION_SETS = {"generic": 16, "avx2": 32, "avx512": 64, "avx512bf16": 64}
+INSTRUCTION_SETS = {"generic": 16, "avx2": 32, "avx512": 64, "avx512bf16": 64, "neon": 16, "neondot": 16, "neonbf16": 16}
+#: Those whose processors multiply pairs of bf16.
+_OF_PAIRS = ("avx512bf16", "neonbf16")
 #: The dtypes that kernels compute in, by their names in C.
 REALS = {torch.float32: "f32", torch.float64: "f64"}
 #: The activations of a feed-forward.
@@ -284,7 +286,7 @@ def panel_width(instruction_set: str, real: torch.dtype) -> int:
 
 def multiplies_pairs(instruction_set: str, real: torch.dtype) -> bool:
     """Whether products can take rows in pairs of bf16."""
-    return instruction_set == "avx512bf16" and real == torch.float32
+    return instruction_set in _OF_PAIRS and real == torch.float32
 
 
 def check_layout(library: ctypes.CDLL) -> None:

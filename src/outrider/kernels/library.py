@@ -23,6 +23,8 @@ from outrider.kernels.layout import INSTRUCTION_SETS, REALS, check_layout, multi
 logger = logging.getLogger(__name__)
 
 FILE = Path(__file__).parent / "native" / "kernels.so"
+#: Where Linux lists the libraries that a process has loaded.
+_MAPS = Path("/proc/self/maps")
 _REMEDY = "Install the package again, or in its source tree run: python hatch_build.py"
 
 
@@ -191,11 +193,11 @@ def _openmp_entries() -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
 
 
 def _loaded_runtimes() -> list[str]:
-    """The OpenMP runtimes in this process, PyTorch's own first."""
+    """The OpenMP runtimes in this process, PyTorch's own first. A Mac does not list them, and PyTorch brings one there."""
+    home = Path(torch.__file__).parent
     try:
-        lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
+        lines = _MAPS.read_text("utf-8").splitlines()
     except OSError:
-        return []
+        return sorted(map(str, home.glob("lib/lib*omp*.dylib")))
     paths = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line or "libiomp" in line or "libomp" in line}
-    home = str(Path(torch.__file__).parent)
-    return sorted(paths, key=lambda path: (not path.startswith(home), path))
+    return sorted(paths, key=lambda path: (not path.startswith(str(home)), path))

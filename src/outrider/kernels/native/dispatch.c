@@ -27,12 +27,32 @@ enum { AVX2 = 1u << 5, AVX512F = 1u << 16, AVX512DQ = 1u << 17, AVX512BW = 1u <<
 enum { AVX512VNNI = 1u << 11 }; /* leaf 7, ECX */
 enum { AVX512BF16 = 1u << 5 }; /* leaf 7 part 1, EAX */
 enum { SAVES_YMM = 0x06, SAVES_ZMM = 0xe6 };
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+
+/* Asked by number, too: the word of the vector, and the bit of the word. */
+static int has_dots(void) { return getauxval(16) >> 20 & 1; }
+static int has_bf16(void) { return getauxval(26) >> 13 & getauxval(26) >> 14 & 1; }
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+
+static int has_feature(const char *name) {
+    int found = 0;
+    size_t size = sizeof found;
+    return sysctlbyname(name, &found, &size, NULL, 0) == 0 && found;
+}
+
+static int has_dots(void) { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+static int has_bf16(void) { return has_feature("hw.optional.arm.FEAT_I8MM") && has_feature("hw.optional.arm.FEAT_BF16"); }
+#elif defined(__aarch64__)
+static int has_dots(void) { return 0; }
+static int has_bf16(void) { return 0; }
 #endif
 
-enum { RUNS_GENERIC = 1, RUNS_AVX2 = 2, RUNS_AVX512 = 4, RUNS_AVX512BF16 = 8 };
+enum { RUNS_GENERIC = 1, RUNS_AVX2 = 2, RUNS_AVX512 = 4, RUNS_AVX512BF16 = 8, RUNS_NEON = 16, RUNS_NEONDOT = 32, RUNS_NEONBF16 = 64 };
 
-/* The instruction sets that this processor runs, one bit each. Every processor runs the generic kernels; those for AVX2 need FMA,
- * too. */
+/* The instruction sets that this processor runs, one bit each. Every processor runs the generic kernels, every ARM of 64 bits those
+ * for NEON; those for AVX2 need FMA, too. */
 int64_t outrider_instruction_sets(void) {
     int64_t sets = RUNS_GENERIC;
 #if defined(__x86_64__)
@@ -43,6 +63,10 @@ int64_t outrider_instruction_sets(void) {
     if ((sets & RUNS_AVX2) && (vectors & wide) == wide && (saved & SAVES_ZMM) == SAVES_ZMM) sets |= RUNS_AVX512;
     if ((sets & RUNS_AVX512) && (feature_words(7, 0, ECX) & AVX512VNNI) && (feature_words(7, 1, EAX) & AVX512BF16))
         sets |= RUNS_AVX512BF16; /* Every processor that multiplies pairs of bf16 multiplies quads of bytes, too. */
+#elif defined(__aarch64__)
+    sets |= RUNS_NEON;
+    if (has_dots()) sets |= RUNS_NEONDOT;
+    if ((sets & RUNS_NEONDOT) && has_bf16()) sets |= RUNS_NEONBF16; /* and products of matrices of bytes */
 #endif
     return sets;
 }
@@ -53,6 +77,9 @@ const constant *outrider_constants(void) {
         {"instruction set avx2", RUNS_AVX2},
         {"instruction set avx512", RUNS_AVX512},
         {"instruction set avx512bf16", RUNS_AVX512BF16},
+        {"instruction set neon", RUNS_NEON},
+        {"instruction set neondot", RUNS_NEONDOT},
+        {"instruction set neonbf16", RUNS_NEONBF16},
         {NULL, 0},
     };
     return list;

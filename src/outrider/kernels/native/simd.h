@@ -16,6 +16,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -32,6 +34,17 @@
 #define ISA avx2
 #define VECTOR_BYTES 32
 #define TILE_ROWS 6
+#elif defined(__aarch64__)
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define ISA neonbf16
+#define BF16_DOTS 1
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define ISA neondot
+#else
+#define ISA neon
+#endif
+#define VECTOR_BYTES 16
+#define TILE_ROWS 12
 #else
 #define ISA generic
 #define VECTOR_BYTES 16
@@ -113,6 +126,8 @@ INLINE floats fused(floats a, floats b, floats sum) {
     return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
 #elif defined(__AVX2__)
     return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+    return (floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
 #else
     return sum + a * b;
 #endif
@@ -125,12 +140,23 @@ INLINE floats splat(float value) {
     return (floats)((int_lanes){0} + bits);
 }
 
+#if defined(__aarch64__)
+/* Four bytes that lie anywhere, in the lower half of the result. */
+INLINE uint32x2_t four_bytes(const void *bytes) {
+    uint32_t word;
+    memcpy(&word, bytes, sizeof word);
+    return vdup_n_u32(word);
+}
+#endif
+
 /* Turns bytes into floats. Compilers do this one byte at a time, although there is an instruction for all of them. */
 INLINE floats floats_from_int8(const int8_t *bytes) {
 #if defined(__AVX512F__)
     return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes)));
 #elif defined(__AVX2__)
     return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)bytes)));
+#elif defined(__aarch64__)
+    return (floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8((int8x8_t)four_bytes(bytes)))));
 #else
     return (floats){bytes[0], bytes[1], bytes[2], bytes[3]};
 #endif
@@ -147,6 +173,8 @@ INLINE floats floats_from_uint8(const uint8_t *bytes) {
     return (floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes)));
 #elif defined(__AVX2__)
     return (floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes)));
+#elif defined(__aarch64__)
+    return (floats)vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8((uint8x8_t)four_bytes(bytes)))));
 #else
     return (floats){bytes[0], bytes[1], bytes[2], bytes[3]};
 #endif
@@ -157,6 +185,8 @@ INLINE floats floats_from_bf16(const uint16_t *values) {
     return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)values)), 16);
 #elif defined(__AVX2__)
     return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)values)), 16);
+#elif defined(__aarch64__)
+    return (floats)vshll_n_u16(vld1_u16(values), 16);
 #else
     return (floats){float_from_bf16(values[0]), float_from_bf16(values[1]), float_from_bf16(values[2]),
                     float_from_bf16(values[3])};
@@ -186,26 +216,78 @@ INLINE floats floats_from_middle_nibbles(const void *words, const int which) {
 }
 
 #if BF16_DOTS
+typedef uint16_t half_lanes __attribute__((vector_size(VECTOR_BYTES), aligned(1), may_alias));
+
 /* Adds the products of pairs of bf16, whose other factors are the same pair for every lane. */
 INLINE floats add_pairs(floats sum, floats weights, float pair) {
     int32_t bits;
     memcpy(&bits, &pair, sizeof bits);
+#if defined(__AVX512F__)
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(bits));
+#else
+    const bfloat16x8_t factors = vreinterpretq_bf16_s32(vdupq_n_s32(bits));
+    return (floats)vbfdotq_f32((float32x4_t)sum, vreinterpretq_bf16_f32((float32x4_t)weights), factors);
+#endif
 }
 
-/* Rounds a vector of floats to bf16. */
-INLINE void bf16_from_floats(floats values, uint16_t *out) {
+/* Rounds a vector of floats to bf16, and returns what was rounded as floats. */
+INLINE floats bf16_from_floats(floats values, uint16_t *out) {
+#if defined(__AVX512F__)
     const __m256bh rounded = _mm512_cvtneps_pbh((__m512)values);
     memcpy(out, &rounded, sizeof rounded);
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)rounded), 16);
+#else
+    const uint16x4_t rounded = vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)values));
+    memcpy(out, &rounded, sizeof rounded);
+    return (floats)vshll_n_u16(rounded, 16);
+#endif
 }
 
-/* Turns 32 bytes into bf16, in their order. */
+/* Turns bytes for two vectors of floats into bf16, in their order. */
 INLINE floats bf16_from_int8(const int8_t *bytes) {
-    const floats first = floats_from_int8(bytes), second = floats_from_int8(bytes + 16);
+    const floats first = floats_from_int8(bytes), second = floats_from_int8(bytes + FLOAT_LANES);
+#if defined(__AVX512F__)
     const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     floats found;
     memcpy(&found, &both, sizeof found);
     return found;
+#else
+    return (floats)vuzp2q_u16((uint16x8_t)first, (uint16x8_t)second); /* Whole numbers of 8 bits are bf16 already. */
+#endif
+}
+
+/* Number i of the first vector and number i of the second in turn, i from 0 on in the lower half of both, or in the upper half. */
+INLINE floats pairs_in_turn(floats a, floats b, const int upper) {
+#if defined(__AVX512F__)
+    const __m512i lower = _mm512_set_epi32(0x2f000f, 0x2e000e, 0x2d000d, 0x2c000c, 0x2b000b, 0x2a000a, 0x290009, 0x280008,
+                                           0x270007, 0x260006, 0x250005, 0x240004, 0x230003, 0x220002, 0x210001, 0x200000);
+    const __m512i in_turn = upper ? _mm512_add_epi16(lower, _mm512_set1_epi16(16)) : lower;
+    return (floats)_mm512_permutex2var_epi16((__m512i)a, in_turn, (__m512i)b);
+#else
+    return (floats)(upper ? vzip2q_u16((uint16x8_t)a, (uint16x8_t)b) : vzip1q_u16((uint16x8_t)a, (uint16x8_t)b));
+#endif
+}
+
+/* What a table of 32 numbers of bf16 holds for the lower 5 bits of each code. */
+INLINE floats bf16_of_32(const uint16_t *table, half_lanes codes) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_permutexvar_epi16((__m512i)codes, _mm512_loadu_si512(table));
+#else
+    const uint16x8_t bytes = vmlaq_n_u16(vdupq_n_u16(0x100), (uint16x8_t)(codes & 31), 0x202); /* the two of each number */
+    return (floats)vqtbl4q_u8(vld1q_u8_x4((const uint8_t *)table), (uint8x16_t)bytes);
+#endif
+}
+
+/* The same for a table of 64 numbers and 6 bits. */
+INLINE floats bf16_of_64(const uint16_t *table, half_lanes codes) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_permutex2var_epi16(_mm512_loadu_si512(table), (__m512i)codes, _mm512_loadu_si512(table + 32));
+#else
+    const uint8x16_t bytes = (uint8x16_t)vmlaq_n_u16(vdupq_n_u16(0x100), (uint16x8_t)(codes & 63), 0x202);
+    const uint8x16_t first = vqtbl4q_u8(vld1q_u8_x4((const uint8_t *)table), bytes); /* It is zero behind the table, */
+    const uint8x16_t rest = vsubq_u8(bytes, vdupq_n_u8(64));
+    return (floats)vqtbx4q_u8(first, vld1q_u8_x4((const uint8_t *)(table + 32)), rest); /* and this stays as it is. */
+#endif
 }
 
 /* The nibble `which` of each 16 bits of `words` as bf16, less 8. */
@@ -213,8 +295,7 @@ INLINE floats bf16_from_nibbles(const void *words, const int which) {
     static const uint16_t table[32] __attribute__((aligned(64))) = { /* -8 to 7, and again: the fifth bit is another nibble's */
         0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
         0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-    const __m512i shifted = _mm512_srli_epi16(_mm512_loadu_si512(words), 4 * which);
-    return (floats)_mm512_permutexvar_epi16(shifted, _mm512_load_si512(table));
+    return bf16_of_32(table, *(const half_lanes *)words >> (4 * which));
 }
 
 /* The nibble `which` of each 16 bits of `words` as bf16, less a zero point of 0 to 15 for each lane. */
@@ -222,16 +303,14 @@ INLINE floats bf16_from_nibbles_less(const void *words, const int which, int_lan
     static const uint16_t table[32] __attribute__((aligned(64))) = { /* -16 to 15 */
         0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
         0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-    const __m512i shifted = _mm512_srli_epi16(_mm512_loadu_si512(words), 4 * which);
-    const __m512i nibbles = _mm512_and_si512(shifted, _mm512_set1_epi16(15));
-    const __m512i from = _mm512_sub_epi16(_mm512_set1_epi16(16), (__m512i)zeros); /* both halves of a lane hold its zero point */
-    return (floats)_mm512_permutexvar_epi16(_mm512_add_epi16(nibbles, from), _mm512_load_si512(table));
+    const half_lanes nibbles = *(const half_lanes *)words >> (4 * which) & 15;
+    return bf16_of_32(table, nibbles + (16 - (half_lanes)zeros)); /* both halves of a lane hold its zero point */
 }
 
-/* Zero points of 16 columns, each in both halves of its lane. */
+/* Zero points of the columns of a vector, each in both halves of its lane. */
 INLINE int_lanes zeros_of_pairs(const uint8_t *zeros) {
-    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)zeros));
-    return (int_lanes)_mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
+    const int_lanes wide = wide_bytes(zeros);
+    return wide | wide << 16;
 }
 #endif
 
@@ -263,6 +342,13 @@ INLINE int_lanes add_quads(int_lanes sum, int_lanes weights, const int is_signed
     __m256i size = (__m256i)weights, turned = quads;
     if (is_signed) size = _mm256_abs_epi8(size), turned = _mm256_sign_epi8(quads, (__m256i)weights);
     return sum + (int_lanes)_mm256_madd_epi16(_mm256_maddubs_epi16(size, turned), ones);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (int_lanes)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, (int8x16_t)vdupq_n_s32(values));
+#elif defined(__aarch64__)
+    /* Two products of at most 128 and 127 in size fit 16 bits, so weights of 4 bits may count as signed, too. */
+    const int8x16_t bytes = (int8x16_t)weights, quads = (int8x16_t)vdupq_n_s32(values);
+    const int16x8_t low = vmull_s8(vget_low_s8(bytes), vget_low_s8(quads)), high = vmull_high_s8(bytes, quads);
+    return (int_lanes)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
 #else
     for (int i = 0; i < 32; i += 8) {
         const int32_t value = (int32_t)((uint32_t)values << (24 - i)) >> 24;
@@ -303,6 +389,8 @@ INLINE int_lanes rounded(floats values) {
     return (int_lanes)_mm256_cvtps_epi32((__m256)values);
 #elif defined(__SSE2__)
     return (int_lanes)_mm_cvtps_epi32((__m128)values);
+#elif defined(__aarch64__)
+    return (int_lanes)vcvtnq_s32_f32((float32x4_t)values);
 #else
     int_lanes found;
     for (int i = 0; i < FLOAT_LANES; i++) found[i] = (int32_t)rintf(values[i]);
@@ -312,7 +400,7 @@ INLINE int_lanes rounded(floats values) {
 
 /* sum + a * b, rounded once on every processor. */
 INLINE floats fused_everywhere(floats a, floats b, floats sum) {
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__aarch64__)
     return fused(a, b, sum);
 #else
     floats found;

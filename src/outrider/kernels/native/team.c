@@ -52,6 +52,8 @@ void team_wait(team_barrier *barrier, int32_t *sense) {
         if (spins > 1000) sched_yield(); /* The thread that we wait for may need this core. */
 #if defined(__x86_64__)
         else __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        else __asm__ volatile("yield");
 #endif
     }
 }
