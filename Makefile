@@ -8,6 +8,7 @@
 # and two for those who have longer:
 #   make test-all    every test, also those marked slow. Tests beside other programs skip themselves unless these are there:
 #                    .venv/bin/python -m pip install -c constraints.txt -e '.[dev,peers,harness,clients]'
+#   make arm         the tests of the kernels once more, on 64-bit ARM as QEMU runs it; needs Debian's package qemu-user
 #   make soak        200 streaming clients on a real server for 5 minutes; a table and a plot go to results/soak/
 # None of them needs PIP_FLAGS. Where pip would take a PyTorch with CUDA, it may name another index for builds for CPUs:
 #   make demo PIP_FLAGS="--extra-index-url URL"     with the address that https://pytorch.org/get-started/locally/ shows
@@ -23,7 +24,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Installs a package of Debian; fails elsewhere, and for others than root.
 APT := test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq && apt-get install -qq -y --no-install-recommends
 
-.PHONY: install demo playground pages docs browser test test-all soak lint bench wheels clean
+.PHONY: install demo playground pages docs browser test test-all soak lint bench wheels arm clean
 
 install: $(STAMP)
 
@@ -85,6 +86,11 @@ $(STAMP): $(BUILT)
 # The source distribution and the wheels of a release, in dist/; docs/how-to/release.md says the rest.
 wheels: $(STAMP)
 	$(BIN)/python release/wheels.py
+
+# A Python for 64-bit ARM in .arm/, with which tests/release/test_arm.py runs the tests of the kernels.
+arm: $(STAMP)
+	$(BIN)/python release/arm.py -c "import outrider"
+	$(BIN)/python -m pytest tests/release/test_arm.py
 
 clean:
 	rm -rf $(VENV)

@@ -4,16 +4,19 @@
     python release/wheels.py                             everything
     python release/wheels.py manylinux_2_28_x86_64       one platform
 
-Zig's compiler builds for an old glibc on any machine, so that the wheels install where their tag says. `auditwheel` checks
-that the tag is true. Two builds of one commit are equal to the byte, because all files have the time of the commit.
+Zig's compiler builds for an old glibc on any machine, and for Macs, so that the wheels install where their tag says.
+`auditwheel` checks that the tag is true; for Macs, the library says itself what it needs. Two builds of one commit are
+equal to the byte, because all files have the time of the commit.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import struct
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -21,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 TARGETS = {
     "manylinux_2_28_x86_64": "x86_64-linux-gnu.2.28",
     "manylinux_2_28_aarch64": "aarch64-linux-gnu.2.28",
+    "macosx_11_0_arm64": "aarch64-macos.11.0",
 }
 
 
@@ -38,12 +42,34 @@ def build_wheel(platform: str, folder: Path) -> Path:
 
 def check_tag(wheel: Path, platform: str) -> None:
     """See that the wheel runs wherever its tag says; SystemExit tells what else it needs."""
+    if platform.startswith("macosx"):
+        with zipfile.ZipFile(wheel) as archive:
+            needs = needs_of_mac(archive.read("outrider/kernels/native/kernels.so"))
+        if needs != (platform, ["/usr/lib/libSystem.B.dylib"]):
+            sys.exit(f"{wheel.name} needs more than its tag says: {needs}")
+        return
     command = [sys.executable, "-m", "auditwheel", "show", str(wheel)]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     *_, machine = platform.partition("manylinux_2_28_")
     found = re.search(rf"manylinux_2_(\d+)_{machine}", shown)
     if found is None or int(found[1]) > 28:
         sys.exit(f"{wheel.name} needs more than its tag says:\n{shown}")
+
+
+def needs_of_mac(library: bytes) -> tuple[str, list[str]]:
+    """The tag of a library for Macs with ARM, read from its header, and the libraries that it loads."""
+    magic, processor, _, _, commands = struct.unpack_from("<5I", library)
+    if (magic, processor) != (0xFEEDFACF, 0x0100000C):  # of 64 bits, and for ARM
+        return f"magic {magic:#x}, processor {processor:#x}", []
+    system, loaded, at = "unknown", [], 32
+    for _ in range(commands):
+        command, size, first, second = struct.unpack_from("<4I", library, at)
+        if command == 0x32 and first == 1:  # which macOS it was built for, at least
+            system = f"macosx_{second >> 16}_{second >> 8 & 255}_arm64"
+        if command == 0xC:  # a library that is loaded, by the place of its name
+            loaded.append(library[at + first : at + size].rstrip(b"\0").decode())
+        at += size
+    return system, loaded
 
 
 def build_sdist(folder: Path) -> None:

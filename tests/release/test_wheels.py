@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from outrider.kernels.library import available_sets
+from outrider.kernels.library import FILE, available_sets
 
 #: A wheel is compiled for all instruction sets, which takes most of a minute.
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ PLATFORM = "manylinux_2_28_x86_64"
 WRITE = """
 import outrider
 from outrider import LLM, SamplingParams
-from outrider.kernels.library import available_sets
+from outrider.kernels.library import FILE, available_sets
 (output,) = LLM(speculation="suffix").generate("def add(a, b):", SamplingParams(max_tokens=8, temperature=0))
 print(outrider.__file__, len(output.outputs[0].token_ids), *available_sets())
 """
@@ -71,3 +71,22 @@ def test_two_builds_of_one_commit_are_equal(release: ModuleType, wheel: Path, tm
 def test_a_wheel_that_needs_a_newer_system_is_refused(release: ModuleType, wheel: Path) -> None:
     with pytest.raises(SystemExit, match="needs more than its tag says"):
         release.check_tag(wheel, "manylinux_2_28_aarch64")
+
+
+def test_a_library_for_macs_says_what_it_needs(release: ModuleType, tmp_path: Path) -> None:
+    """What the kernels ask macOS for is in these two files. The others are compiled as on Linux."""
+    built, target = tmp_path / "kernels.so", release.TARGETS["macosx_11_0_arm64"]
+    native = ROOT / "src" / "outrider" / "kernels" / "native"
+    zig = [sys.executable, "-m", "ziglang", "cc", "-target", target, "-std=gnu11"]
+    subprocess.run([*zig, "-shared", native / "dispatch.c", native / "team.c", "-lm", "-o", built], check=True)
+    assert release.needs_of_mac(built.read_bytes()) == ("macosx_11_0_arm64", ["/usr/lib/libSystem.B.dylib"])
+    kernels = [*zig, "-fsyntax-only", "-mcpu=generic+dotprod+bf16+i8mm", native / "kernels.c"]
+    subprocess.run(kernels, check=True)
+
+
+def test_a_wheel_for_macs_that_needs_more_is_refused(release: ModuleType, tmp_path: Path) -> None:
+    wheel = tmp_path / "outrider.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(FILE, "outrider/kernels/native/kernels.so")
+    with pytest.raises(SystemExit, match="needs more than its tag says"):
+        release.check_tag(wheel, "macosx_11_0_arm64")
