@@ -13,7 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 from outrider.govern.costs import CostTable, DraftWork, StepTimes, StepWork
-from outrider.govern.governor import Candidate, Decision, Governor, Running
+from outrider.govern.decision import Candidate, Decision, Running
+from outrider.govern.governor import Governor
 
 #: Chance that a draft token at a position of a text stands where the one before it stands, and chance that a method has
 #: anything to say there.

@@ -11,7 +11,8 @@ import pytest
 from outrider.govern.acceptance import Outlook
 from outrider.govern.composites import Composite, Differences, Together, forecast
 from outrider.govern.costs import CostTable
-from outrider.govern.governor import Candidate, Governor, MemberDraft, Running
+from outrider.govern.decision import Candidate, MemberDraft, Running
+from outrider.govern.governor import Governor
 
 LOOKUP = Outlook([0.9, 0.8, 0.7] + [0.7] * 9, [0.6, 0.6, 0.5, 0.3] + [0.0] * 8)
 MODEL = Outlook([0.7, 0.6, 0.5] + [0.5] * 9, [1.0] * 12)
@@ -122,11 +123,13 @@ def test_members_of_the_merge_that_drafts_are_not_idle() -> None:
     judged = governor()
     judged.begin(1)
     judged.decide(RUNNING)
-    judged._saved = dict.fromkeys(judged._saved, 10.0)
+    judged._shadows._saved = dict.fromkeys(judged._shadows._saved, 10.0)
     lagging = [Running(1, 10, 8, ("lookup", "model", "merge"), {"model": 40})]
     used = judged._plan.rows[1][0]
-    idle = {each.method for each in judged._idle(lagging)}
+    idle = {each.method for each in judged._shadows._idle(lagging, judged._plan.rows, judged._step, judged._here.costs)}
     assert idle == {"lookup", "model"} - set(judged.candidates[used].members)
     judged._plan.rows.clear()
     judged._step += 1
-    assert {each.method for each in judged._idle(lagging)} == {"lookup", "model"}, "and the merge has nothing of its own"
+    assert {
+        each.method for each in judged._shadows._idle(lagging, judged._plan.rows, judged._step, judged._here.costs)
+    } == {"lookup", "model"}, "and the merge has nothing of its own"

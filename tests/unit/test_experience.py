@@ -11,7 +11,8 @@ import pytest
 from outrider.govern import acceptance
 from outrider.govern.acceptance import KEPT, AcceptanceModel, Experience
 from outrider.govern.counts import POSITIONS, Counts, Shares
-from outrider.govern.governor import Candidate, Governor
+from outrider.govern.decision import Candidate
+from outrider.govern.governor import Governor
 from tests.unit.governor_world import FLAT, STEEP, Log, Method, World, always, run
 
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from outrider.govern import acceptance, governor, standing
+from outrider.govern import acceptance, governor, shadows, standing
 from outrider.govern.acceptance import AcceptanceModel, Counts
 from outrider.govern.choice import Chooser, Option, Plan, Text
 from outrider.govern.costs import CostModel, CostTable, Curve, DraftWork, StepTimes, StepWork
-from outrider.govern.governor import Candidate, Governor, Running
+from outrider.govern.decision import Candidate, Decision, Running
+from outrider.govern.governor import Governor
 from outrider.govern.standing import Standings
 from tests.unit.governor_world import FLAT, STEEP, Log, Method, World, always, best_fixed, governor_of, run
 
@@ -172,7 +173,7 @@ def test_texts_of_one_batch_are_treated_apart() -> None:
     chosen = governor_of(world)
     stock, drafting_for, reasons = chosen.decide, Counter[int](), set[str]()
 
-    def decide(running: Sequence[Running]) -> dict[int, governor.Decision]:
+    def decide(running: Sequence[Running]) -> dict[int, Decision]:
         decisions = stock(running)
         found = {text: each for text, each in decisions.items() if each.why == "pays"}
         drafting_for.update(list(found))
@@ -212,7 +213,7 @@ def test_a_request_that_may_not_draft_says_why() -> None:
     chosen = governor_of(World({"draft": drafting(always(0.9))}))
     chosen.begin(0)
     why = "its rows depend on the batch"
-    assert chosen.decide([Running(0, 5, 0, (), why_plain=why)])[0] == governor.Decision(None, 0, why, "fixed")
+    assert chosen.decide([Running(0, 5, 0, (), why_plain=why)])[0] == Decision(None, 0, why, "fixed")
     assert chosen.chosen == {("none", 0): 1}
 
 
@@ -267,13 +268,13 @@ def test_pauses_of_the_machine_while_methods_are_scored_are_not_paid() -> None:
     judged = Governor(candidates, CostTable({1: 0.05, 64: 0.2}, 0.0, {"draft": {1: 0.002, 128: 0.01}}))
     for method, usual in (("draft", 0.004), ("lookup", 0.0001)):
         judged.observe_shadow_seconds(method, 1, usual)
-        before = judged._purse.left
+        before = judged._account.left
         judged.observe_shadow_seconds(method, 1, 5.0)
-        assert 0.0 < before - judged._purse.left <= 0.061, method
-    before = judged._purse.left
+        assert 0.0 < before - judged._account.left <= 0.061, method
+    before = judged._account.left
     for _ in range(12):
         judged.observe_shadow_seconds("lookup", 1, 0.02)
-    assert before - judged._purse.left > 0.1, "what takes long again and again is no pause"
+    assert before - judged._account.left > 0.1, "what takes long again and again is no pause"
 
 
 def test_outlooks_are_computed_once_until_something_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,7 +457,7 @@ def _never_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_shadows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(governor, "_SHADOW_SHARE", 0.0)
+    patch.setattr(shadows, "_SHADOW_SHARE", 0.0)
 
 
 def _no_surprise(patch: pytest.MonkeyPatch) -> None:
@@ -473,8 +474,8 @@ def _always_the_longest(patch: pytest.MonkeyPatch) -> None:
 
 
 def _shadows_without_a_limit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(governor, "_SHADOW_SHARE", 0.2)
-    patch.setattr(governor, "SHADOW_TOKENS", 1)
+    patch.setattr(shadows, "_SHADOW_SHARE", 0.2)
+    patch.setattr(shadows, "SHADOW_TOKENS", 1)
 
 
 def _lengths_as_if_text_were_even(patch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from outrider.govern import costs, governor
+from outrider.govern import costs
 from outrider.govern.costs import Curve
 from outrider.govern.governor import Governor
+from outrider.govern.shadows import Idle, Shadow, Shadows
 from outrider.govern.standing import Standings
 from tests.unit.governor_world import ALWAYS, STEEP, Load, Method, Script, World, always, best_fixed, governor_of, run
 
@@ -152,11 +153,11 @@ def _trials_seem_dear(patch: pytest.MonkeyPatch) -> None:
 
 def _one_account(patch: pytest.MonkeyPatch) -> None:
     """Models are scored from what lookups leave."""
-    patch.setattr(Governor, "_affordable", _greedy)
+    patch.setattr(Shadows, "_affordable", _greedy)
 
 
-def _greedy(self: Governor, idle: list[governor._Idle], saved: float) -> list[governor.Shadow]:
-    return [] if any(not each.lookup for each in idle) else [governor.Shadow(each.request, each.method) for each in idle]
+def _greedy(self: Shadows, idle: list[Idle], saved: float) -> list[Shadow]:
+    return [] if any(not each.lookup for each in idle) else [Shadow(each.request, each.method) for each in idle]
 
 
 def _longer_at_any_price(patch: pytest.MonkeyPatch) -> None:

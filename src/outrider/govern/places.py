@@ -7,8 +7,12 @@ the texts that are left are written in steps that cost hardly less, and the batc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import log, sqrt
+
+from outrider.govern.choice import Plan
+from outrider.govern.costs import CostModel
+from outrider.govern.decision import Running
 
 #: Ends of texts that are remembered, and as how many ends it weighs that places are taken to stay empty at first.
 _MEMORY, _PRIOR_WEIGHT = 32.0, 2.0
@@ -60,6 +64,25 @@ class Places:
             self._vacant.popleft()
             self._count(empty=False)
         self._batch = now
+
+    def worths(self, running: Sequence[Running], costs: CostModel) -> dict[int, float]:
+        """What a token of each text is worth: the same, as far as others take the places of texts that end."""
+        bounds = [each.to_write for each in running if each.to_write is not None]
+        count, context = len(running), sum(each.context for each in running)
+        if len(bounds) < count or count == 1:
+            return {each.request: 1.0 for each in running}
+        found = worths(bounds, lambda texts: costs.step_seconds(texts, context * texts // count))
+        empty = self.stay_empty
+        return {each.request: empty * worth + 1.0 - empty for each, worth in zip(running, found, strict=True)}
+
+    def lateness(self, running: Sequence[Running], plan: Plan, worth: Mapping[int, float]) -> float:
+        """By which share the batch ends later than its texts do on average, as far as nobody takes their places."""
+        bounds = [each.to_write for each in running if each.request in plan.rows and each.to_write is not None]
+        if len(bounds) < 2:
+            return 0.0
+        tokens = 1.0 + (plan.tokens - len(running)) / len(plan.rows)
+        late = lateness([worth[request] for request in plan.rows], tokens, sum(bounds) / len(bounds))
+        return self.stay_empty * late
 
     def _count(self, *, empty: bool) -> None:
         keep = 1.0 - 1.0 / _MEMORY

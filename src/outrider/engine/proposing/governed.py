@@ -14,7 +14,8 @@ from outrider.errors import InputError, ModelError
 from outrider.govern.acceptance import Experience
 from outrider.govern.composites import Composite, Together
 from outrider.govern.costs import CostTable
-from outrider.govern.governor import HOLDS, Candidate, Decision, Governor
+from outrider.govern.decision import Candidate, Decision
+from outrider.govern.governor import HOLDS, Governor
 from outrider.propose.base import Proposer
 from outrider.propose.compositions import Composition, Merge, Then, named, parts_of
 from outrider.propose.method import Method, same_method

@@ -17,7 +17,9 @@ from outrider.engine.scheduling.row_shares import RowShares
 from outrider.engine.scheduling.scheduler import MOST_FORCED, ScheduledSequence, as_requested
 from outrider.engine.sequence import Sequence, Status
 from outrider.govern.costs import CostTable, DraftWork, StepTimes, StepWork
-from outrider.govern.governor import HOLDS, Decision, Running, Shadow
+from outrider.govern.decision import Decision, Running
+from outrider.govern.governor import HOLDS
+from outrider.govern.shadows import Shadow
 from outrider.propose.base import Proposer
 from outrider.propose.method import Method, same_method
 from outrider.propose.speculation import SpeculationConfig

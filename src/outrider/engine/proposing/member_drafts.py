@@ -8,7 +8,7 @@ from outrider.draft import Law
 from outrider.engine.proposing.drafting import DraftPart, StepDraft
 from outrider.engine.scheduling.scheduler import ScheduledSequence
 from outrider.engine.sequence import Status
-from outrider.govern.governor import MemberDraft
+from outrider.govern.decision import MemberDraft
 from outrider.verify.verifier import Verdict
 
 

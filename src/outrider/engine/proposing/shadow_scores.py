@@ -13,7 +13,8 @@ from time import thread_time
 
 from outrider.draft import Draft
 from outrider.engine.sequence import Sequence
-from outrider.govern.governor import Governor, Shadow
+from outrider.govern.governor import Governor
+from outrider.govern.shadows import Shadow
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.methods.draft_model import CATCH_UP_ROWS
 from outrider.verify.noise import NoiseSource
