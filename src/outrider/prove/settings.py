@@ -500,3 +500,20 @@ CROSSED_SETTINGS = (
     Setting("other vocabulary, by text", _CROSSED | {"match": "text"}),
     Setting("other vocabulary, by text, behind a lookup", turns=((LOOKUP, _CROSSED | {"match": "text"}),)),
 )
+
+#: Ways to draft for a target with a running state, by draft models with such states. Texts are so long that a pass goes on
+#: behind a draft of which a part stood.
+RUNNING_SETTINGS = (
+    Setting("running state, chain", _drafted("block"), _LONGER),
+    Setting("running state, token rule", _drafted("token"), _LONGER),
+    Setting("running state, tree, traversal", _drafted("block", tree=(2, 1)), _LONGER),
+    Setting("running state, tree, recursive rejection", _drafted("token", tree=(2, 1)), _LONGER),
+    Setting("running state, seeded", _drafted("auto"), {"seed": 5}),
+    Setting("running state, lookup", LOOKUP),
+    Setting("running state, early exit", _EXIT, _LONGER),
+    Setting("running state, early exit, tree", _exit_tree("block")),
+    Setting("running state, early exit, then the draft model", turns=((_EXIT_ONE, _drafted("block", num_draft_tokens=1)),)),
+    Setting("running state, merged", {"method": "merge", "methods": (_ONE, LOOKUP)}),
+    Setting("running state, staged", _staged(_OTHER, num_draft_tokens=2)),
+    Setting("running state, two samples", _ONE, {"n": 2, "max_tokens": 2}),
+)

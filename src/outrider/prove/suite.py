@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,13 +35,14 @@ from outrider.prove.settings import (
     HEADS_SETTINGS,
     PARAMETER_SETTINGS,
     QUICK_SETTINGS,
+    RUNNING_SETTINGS,
     SETTINGS,
     SHARED_TARGET_LAYERS,
     SHARED_TARGET_SETTINGS,
     STRUCTURE_SETTINGS,
     Setting,
 )
-from outrider.prove.tiny import CROSSED_PIECES, PIECES, save_tiny_llama
+from outrider.prove.tiny import CROSSED_PIECES, PIECES, save_tiny_hybrid, save_tiny_llama
 from outrider.prove.tiny_heads import save_tiny_heads
 from outrider.prove.tree_distribution import prove_tree_verifier
 from outrider.prove.tree_reference import TreeRule
@@ -164,6 +165,9 @@ def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: b
             yield f"joint distribution: {setting.name}", partial(deep.prove, setting, 3)
         for setting in CROSSED_SETTINGS:
             yield f"joint distribution: {setting.name}", partial(crossed.prove, setting, 3)
+        hybrid = _TinyHybrids(folder / "hybrid")
+        for setting in RUNNING_SETTINGS:
+            yield f"joint distribution: {setting.name}", partial(hybrid.prove, setting, 3)
     own, length = OwnModel(model, draft_model), 24 if quick else 48
     yield "greedy text is identical", partial(_on_own, own, length, seed=None)
     yield "seeded text is identical", partial(_on_own, own, length, seed=11)
@@ -225,4 +229,22 @@ class _TinyPair:
             ]
             heads = save_tiny_heads(self._folder, pair[0])
             self._proof = EngineProof(*pair, speaks=self._speaks, crossed=self._crossed, heads=heads)
+        return self._proof.prove(setting, length)
+
+
+class _TinyHybrids:
+    """Two random models over three tokens that keep a running state, made when they are first used.
+
+    Args:
+        folder: Where they are written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @cached_property
+    def _proof(self) -> EngineProof:
+        return EngineProof(*(save_tiny_hybrid(self._folder / part, seed) for part, seed in _SEEDS.items()))
+
+    def prove(self, setting: Setting, length: int) -> Finding:
         return self._proof.prove(setting, length)

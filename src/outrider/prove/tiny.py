@@ -57,16 +57,50 @@ def save_tiny_llama(
         eos_token_id=pieces.index(END) if speaks else None,
         pad_token_id=None,
     )
-    model = LlamaForCausalLM(config).double()
+    _save_random(LlamaForCausalLM(config), seed, folder)
+    if speaks:
+        _save_tokenizer(folder, pieces)
+    return str(folder)
+
+
+def save_tiny_hybrid(folder: Path, seed: int) -> str:
+    """Write an LFM2 over three tokens, a short convolution and a layer that attends; returns its path.
+
+    Stock transformers computes a convolution in float64, so that bounds are as tight as for a Llama. The states of other
+    layers are float32 there.
+
+    Args:
+        folder: The folder to write to.
+        seed: Fixes the weights, which are as wide as those of `save_tiny_llama`.
+    """
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    config = Lfm2Config(
+        vocab_size=3,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        layer_types=["conv", "full_attention"],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    _save_random(Lfm2ForCausalLM(config), seed, folder)
+    return str(folder)
+
+
+def _save_random(model: Any, seed: int, folder: Path) -> None:
+    """Write a model with random weights in float64."""
+    model.double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.7)
     with exclusive_transformers():
         model.save_pretrained(folder)
-    if speaks:
-        _save_tokenizer(folder, pieces)
-    return str(folder)
 
 
 def _save_tokenizer(folder: Path, pieces: tuple[str, ...]) -> None:
@@ -85,9 +119,10 @@ def raise_norms(model: Any) -> None:
 
     transformers normalises in float32, where a difference of 1e-16 between two batch shapes may become one of 1e-7. With
     float64 throughout, two passes over the same tokens agree to about 1e-15, and the bounds of the proofs can be tight.
+    Norms of another form than Llama's stay as they are.
     """
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             module.forward = _Norm(module)
 
 

@@ -1,0 +1,88 @@
+"""The joint distribution of texts of models with a running state, with controls that must turn red."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.cache.running import CellRecord
+from outrider.model.running.convolution import Convolution
+from outrider.model.running.function import StateRows
+from outrider.params import SamplingParams
+from outrider.prove.engine_distribution import BOUND, EngineProof
+from outrider.prove.forking import total_variation
+from outrider.prove.settings import RUNNING_SETTINGS, Setting
+from outrider.prove.tiny import save_tiny_hybrid
+
+BY_NAME = {setting.name: setting for setting in RUNNING_SETTINGS}
+CHAIN, TREE = BY_NAME["running state, chain"], BY_NAME["running state, tree, traversal"]
+#: What the states of the stock delta rule and the norms round to.
+FLOAT32_BOUND = 1e-6
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProof]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny tensors
+    folder = tmp_path_factory.mktemp("hybrid")
+    yield EngineProof(save_tiny_hybrid(folder / "target", 1), save_tiny_hybrid(folder / "draft", 2))
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_joint_distribution(proof: EngineProof, name: str) -> None:
+    proof.llm.stats.reset()
+    assert proof.prove(BY_NAME[name], 3).measured <= BOUND
+    stats = proof.llm.stats.finished
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_proposer_faults == 0
+
+
+def _rejected_rows_stay(record: CellRecord, position: int) -> Any:
+    return record.function.replay(record.anchors[0].state, record.tape) if position else record.anchors[0].state
+
+
+@pytest.mark.parametrize(
+    ("setting", "owner", "name", "bug"),
+    [
+        (CHAIN, CellRecord, "state_at", _rejected_rows_stay),
+        (CHAIN, Convolution, "replay", lambda _, state, tape: state),
+        (TREE, CellRecord, "lined_up", lambda record, *_: record),
+        (TREE, StateRows, "parent", lambda _, row: row - 1),
+    ],
+    ids=["rejected rows stay", "accepted rows are forgotten", "the path is not moved to the front", "siblings in a row"],
+)
+def test_control(
+    proof: EngineProof, setting: Any, owner: Any, name: str, bug: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, bug)
+    assert proof.prove(setting, 3).measured > 1e-4
+
+
+def test_a_delta_rule_has_the_law_of_plain_decoding(tmp_path: Path) -> None:
+    """Its stock states are float32, so drafts are held against plain decoding, and that against the stock model."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    for part, seed in (("target", 1), ("draft", 2)):
+        torch.manual_seed(seed)
+        config = Qwen3_5TextConfig(
+            vocab_size=3, hidden_size=8, intermediate_size=16, num_hidden_layers=2, head_dim=8, num_attention_heads=2,
+            num_key_value_heads=1, layer_types=["linear_attention", "full_attention"], linear_num_value_heads=2,
+            linear_num_key_heads=1, linear_key_head_dim=4, linear_value_head_dim=4, max_position_embeddings=64,
+            bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        )  # fmt: skip
+        model = Qwen3_5ForCausalLM(config).double()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.normal_(0.0, 0.7)
+        model.save_pretrained(tmp_path / part)
+    proof = EngineProof(str(tmp_path / "target"), str(tmp_path / "draft"))
+    params = SamplingParams(**{"max_tokens": 3, **CHAIN.params})
+    plain = proof.distribution(Setting("plain"), params)
+    found = proof.distribution(TREE, params)
+    assert total_variation(found.probs, plain.probs) + found.dropped <= BOUND
+    assert proof.prove(CHAIN, 3).measured <= FLOAT32_BOUND
