@@ -43,6 +43,7 @@ from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.params import SamplingParams, TokenOrigin
 from outrider.propose.base import Proposer
 from outrider.propose.compositions import parts_of
+from outrider.propose.method import Method
 from outrider.propose.methods.draft_model import DraftModelProposer
 from outrider.propose.speculation import SpeculationConfig
 from outrider.propose.trees.pace import Pace
@@ -150,12 +151,22 @@ class Engine:
         """
         first = request.sequences[0]
         self.load_method(request.speculation)
-        if not request.speculation.engine_chooses:
+        if request.speculation.engine_chooses:
+            for method in self._methods_with_layers(request.speculation):
+                self._drafters.of(first, method)
+        else:
             for part in parts_of(request.speculation):
                 self.builders.prepare(part.tree)
                 if part.method is not None:
                     self._drafters.of(first, part.method)
         self.scheduler.add(first)
+
+    def _methods_with_layers(self, speculation: SpeculationConfig) -> list[Method]:
+        """Those among the candidates that must see a text from its first row on, should the engine choose them later: what
+        their own layers would hold of earlier rows cannot be had any more."""
+        parts = [part.method for each in speculation.candidates for part in parts_of(each)]
+        needed = [(method, self.proposers.get(method).requires) for method in parts if method is not None]
+        return [method for method, requires in needed if requires is not None and requires.added_layers is not None]
 
     def load_method(self, speculation: SpeculationConfig) -> None:
         """Load what these settings draft with, and measure what it costs where the engine chooses; now and not in a step.
