@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from outrider.propose.methods.blockwise import Blockwise
     from outrider.propose.methods.cross_vocabulary import CrossVocabulary
     from outrider.propose.methods.draft_model import DraftModel
+    from outrider.propose.methods.eagle1 import Eagle1
     from outrider.propose.methods.eagle3 import Eagle3
     from outrider.propose.methods.early_exit import EarlyExit
     from outrider.propose.methods.exit_head import ExitHead
@@ -52,6 +53,7 @@ _HOMES = {
     "Blockwise": "outrider.propose.methods.blockwise",
     "CrossVocabulary": "outrider.propose.methods.cross_vocabulary",
     "DraftModel": "outrider.propose.methods.draft_model",
+    "Eagle1": "outrider.propose.methods.eagle1",
     "Eagle3": "outrider.propose.methods.eagle3",
     "EarlyExit": "outrider.propose.methods.early_exit",
     "ExitHead": "outrider.propose.methods.exit_head",
@@ -92,6 +94,7 @@ __all__ = [
     "CompletionOutput",
     "CrossVocabulary",
     "DraftModel",
+    "Eagle1",
     "Eagle3",
     "EarlyExit",
     "ExitHead",

@@ -1,4 +1,4 @@
-"""EAGLE-3 in plain PyTorch, read from the published files by their own names, without any code of the package."""
+"""EAGLE-1 and EAGLE-3 in plain PyTorch, read from the published files by their own names, with no code of the package."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 
-class Eagle3Reference:
-    """A head and the stock model that it belongs to; every text is computed as a whole, without a cache of keys.
+class EagleReference:
+    """A head of EAGLE-3 and the stock model that it belongs to; every text is computed as a whole, without a cache of keys.
 
     Args:
         folder: Of the head.
@@ -35,7 +35,7 @@ class Eagle3Reference:
     def logits(self, text: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
         """Logits [vocab_size] of the token behind a text that the target has computed but for its last token, and a path
         that was drafted behind it."""
-        own = self._norm(self._left(text, path)[-1], "norm.weight") @ self.weights["lm_head.weight"].T
+        own = self._logits(self._left(text, path)[-1])
         if "d2t" not in self.weights:
             return own
         wide = torch.full((self.layer["vocab_size"],), float("-inf"), dtype=torch.float64)
@@ -58,6 +58,9 @@ class Eagle3Reference:
         states = self.model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
         return self._fuse([states[layer][0].double() for layer in self.layers])
 
+    def _logits(self, left: Tensor) -> Tensor:
+        return self._norm(left, "norm.weight") @ self.weights["lm_head.weight"].T
+
     def _fuse(self, states: list[Tensor]) -> Tensor:
         if self.flags.get("fc_norm"):
             states = [self._norm(each, f"fc_norm.{i}.weight") for i, each in enumerate(states)]
@@ -67,12 +70,16 @@ class Eagle3Reference:
         return joined @ self.weights["fc.weight"].T
 
     def _run(self, tokens: Tensor, features: Tensor) -> Tensor:
-        table = self.weights.get("embed_tokens.weight")
-        table = self.model.get_input_embeddings().weight.double() if table is None else table
         normed = self._norm(features, f"{self.prefix}hidden_norm.weight")
         residual = normed if self.flags.get("norm_before_residual") else features
-        read = torch.cat([self._norm(table[tokens], f"{self.prefix}input_layernorm.weight"), normed], -1)
-        states = residual + self._attend(read)
+        read = torch.cat([self._norm(self._table()[tokens], f"{self.prefix}input_layernorm.weight"), normed], -1)
+        return self._finished(residual + self._attend(read))
+
+    def _table(self) -> Tensor:
+        own = self.weights.get("embed_tokens.weight")
+        return self.model.get_input_embeddings().weight.double() if own is None else own
+
+    def _finished(self, states: Tensor) -> Tensor:
         inner = self._norm(states, f"{self.prefix}post_attention_layernorm.weight")
         gate, up = self._product(inner, "mlp.gate_proj"), self._product(inner, "mlp.up_proj")
         return states + self._product(torch.nn.functional.silu(gate) * up, "mlp.down_proj")
@@ -99,8 +106,37 @@ class Eagle3Reference:
         return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
 
     def _product(self, rows: Tensor, name: str) -> Tensor:
-        return rows @ self.weights[f"{self.prefix}{name}.weight"].T
+        bias = self.weights.get(f"{self.prefix}{name}.bias")
+        out = rows @ self.weights[f"{self.prefix}{name}.weight"].T
+        return out if bias is None else out + bias
 
     def _norm(self, rows: Tensor, name: str) -> Tensor:
         scale = (rows.pow(2).mean(-1, keepdim=True) + self.layer["rms_norm_eps"]).rsqrt()
         return rows * scale * self.weights[name]
+
+
+class Eagle1Reference(EagleReference):
+    """A head of the first format.
+
+    Args:
+        folder: Of the head.
+        model: The stock model of transformers.
+    """
+
+    def __init__(self, folder: str, model: Any) -> None:
+        super().__init__(folder, model)
+        self.prefix = "layers.0."
+        self.layers = [-1]  # behind the final norm
+
+    def _fuse(self, states: list[Tensor]) -> Tensor:
+        return states[0]
+
+    def _run(self, tokens: Tensor, features: Tensor) -> Tensor:
+        read = torch.cat([self._table()[tokens], features], -1) @ self.weights["fc.weight"].T
+        if "fc.bias" in self.weights:
+            read = read + self.weights["fc.bias"]
+        return self._finished(read + self._attend(read))
+
+    def _logits(self, left: Tensor) -> Tensor:
+        head: Tensor = self.model.get_output_embeddings()(left)
+        return head

@@ -1,4 +1,4 @@
-"""Drafts of EAGLE-3 heads in both published layouts, in the whole engine, against a reference of their own."""
+"""Drafts of EAGLE heads in all published layouts, in the whole engine, against a reference of their own."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from outrider import LLM, Eagle3, Ngram, SamplingParams, SpeculationConfig
+from outrider import LLM, Eagle1, Eagle3, Ngram, SamplingParams, SpeculationConfig
 from outrider.engine.scheduling.scheduler import as_requested
 from outrider.params import RequestOutput
 from outrider.propose.methods import feature_drafts
 from outrider.propose.methods.feature_drafts import FeatureHeadProposer
 from outrider.prove.cache_truth import CacheAudit
-from outrider.prove.published_heads import save_random_eagle3
+from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.tiny import raise_engine_norms
 from tests.model import checkpoints
-from tests.model.eagle3_reference import Eagle3Reference
+from tests.model.eagle_reference import Eagle1Reference, EagleReference
 from tests.model.test_target import Oracle
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3, 9, 9, 4], [5, 6], [7, 7, 7, 7, 7, 8, 30]]
@@ -44,6 +44,8 @@ HEADS: dict[str, dict[str, Any]] = {
         "layout": "speculators", "sizes": {"model_type": "qwen3"}, "fc_norm": True,
         "eagle_aux_hidden_state_layer_ids": [1, 5],
     },
+    "eagle1": {"layout": "safeailab1"},
+    "eagle1, without a bias": {"layout": "safeailab1", "bias": False, "own_embedding": True, "sizes": {"qkv_bias": True}},
     "speculators, one norm": {"layout": "speculators", "norm_before_fc": True},
 }  # fmt: skip
 
@@ -57,17 +59,19 @@ class Made(NamedTuple):
 
     def way(self, name: str, **settings: Any) -> SpeculationConfig:
         settings = settings if "tree" in settings else {"num_draft_tokens": 3, **settings}
-        return SpeculationConfig(method=Eagle3(model=self.heads[name]), **settings)
+        method = Eagle1 if "eagle1" in name else Eagle3
+        return SpeculationConfig(method=method(model=self.heads[name]), **settings)
 
-    def reference(self, name: str) -> Eagle3Reference:
-        return Eagle3Reference(self.heads[name], self.oracle.model)
+    def reference(self, name: str) -> EagleReference:
+        kind = Eagle1Reference if "eagle1" in name else EagleReference
+        return kind(self.heads[name], self.oracle.model)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("eagle3")
     path = checkpoints.save("llama", folder / "target", seed=3, layers=LAYERS)
-    heads = {name: save_random_eagle3(folder / name, path, scale=0.1, **how) for name, how in HEADS.items()}
+    heads = {name: save_random_eagle(folder / name, path, scale=0.1, **how) for name, how in HEADS.items()}
     return Made(path, Oracle(path), heads)
 
 
@@ -93,7 +97,7 @@ class Watch:
         patch: Where the proposer is watched.
     """
 
-    def __init__(self, reference: Eagle3Reference, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, reference: EagleReference, patch: pytest.MonkeyPatch) -> None:
         self._reference = reference
         self.worst, self.num_rows, self.deepest = 0.0, 0, 0
         stock = feature_drafts.add_level
@@ -159,7 +163,7 @@ def test_logits_are_those_of_the_reference_over_ten_levels(
     assert watch.deepest == 10
 
 
-@pytest.mark.parametrize("name", ["safeailab", "speculators, normed residual"])
+@pytest.mark.parametrize("name", ["safeailab", "speculators, normed residual", "eagle1"])
 @pytest.mark.parametrize("shape", [{}, {"tree": (3, 2)}, {"tree": "best_first", "num_draft_tokens": 6}], ids=str)
 def test_every_draft_is_what_the_reference_says(
     crowded: LLM, made: Made, name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM, Eagle3, SamplingParams, SpeculationConfig
 from outrider.errors import HeadMismatchError, InvalidParameterError, ModelError, ModelLoadError
-from outrider.prove.published_heads import LAYOUTS, save_random_eagle3
+from outrider.prove.published_heads import save_random_eagle
 from tests.model import checkpoints
 
 LAYERS = 7
@@ -63,9 +63,9 @@ def _inner(**fields: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda mapping: mapping["transformer_layer_config"].update(fields)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["safeailab", "speculators"])
 def test_such_heads_draft_before_they_are_spoilt(llm: LLM, path: str, layout: str, tmp_path: Path) -> None:
-    config = SpeculationConfig(method=Eagle3(model=save_random_eagle3(tmp_path, path, layout, draft_tokens=DRAFTED)))
+    config = SpeculationConfig(method=Eagle3(model=save_random_eagle(tmp_path, path, layout, draft_tokens=DRAFTED)))
     (output,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=8), speculation=config)
     assert output.stats.num_draft_tokens > 0
     assert output.stats.num_proposer_faults == 0
@@ -91,13 +91,13 @@ def test_such_heads_draft_before_they_are_spoilt(llm: LLM, path: str, layout: st
         ("safeailab", _set(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}), "count from 0 or from 1"),
         ("safeailab", _set(draft_vocab_size=0), "draft_vocab_size=0: no size"),
         ("safeailab", _set(draft_vocab_size=10**6), "the target has"),
-        ("safeailab", lambda m: m.pop("draft_vocab_size"), "no head of a known format"),
+        ("safeailab", lambda m: [m.pop(name) for name in ("draft_vocab_size", "num_hidden_layers")], "no head of a known"),
     ],
 )
 def test_a_configuration_that_settles_nothing_is_refused(
     llm: LLM, path: str, layout: str, spoil: Callable[[dict[str, Any]], Any], told: str, tmp_path: Path
 ) -> None:
-    folder = save_random_eagle3(tmp_path, path, layout, draft_tokens=DRAFTED)
+    folder = save_random_eagle(tmp_path, path, layout, draft_tokens=DRAFTED)
     change(folder, spoil)
     error = refused(llm, folder)
     assert isinstance(error, ModelLoadError)
@@ -129,7 +129,7 @@ def test_a_tensor_that_does_not_fit_is_named(
     vocab = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
     drafted = tuple(range(0, len(DRAFTED) * 2, 2)) if told.startswith("t2d") and "other" in told else DRAFTED
     assert max(drafted) < vocab
-    folder = save_random_eagle3(tmp_path, path, "safeailab", draft_tokens=drafted)
+    folder = save_random_eagle(tmp_path, path, "safeailab", draft_tokens=drafted)
     exchange(folder, name, torch.tensor(drafted) if "other" in told else tensor)
     error = refused(llm, folder)
     assert isinstance(error, ModelLoadError)
@@ -137,7 +137,7 @@ def test_a_tensor_that_does_not_fit_is_named(
 
 
 def test_a_folder_must_hold_a_head_that_is_not_pickled(llm: LLM, path: str, tmp_path: Path) -> None:
-    folder = save_random_eagle3(tmp_path / "pickled", path, "safeailab")
+    folder = save_random_eagle(tmp_path / "pickled", path, "safeailab")
     weights = Path(folder) / "model.safetensors"
     torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
     weights.unlink()
@@ -155,7 +155,7 @@ def test_a_folder_must_hold_a_head_that_is_not_pickled(llm: LLM, path: str, tmp_
 
 
 def test_a_head_in_several_files_is_read(llm: LLM, path: str, tmp_path: Path) -> None:
-    folder = Path(save_random_eagle3(tmp_path, path, "safeailab"))
+    folder = Path(save_random_eagle(tmp_path, path, "safeailab"))
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     parts = {"a.safetensors": list(tensors)[::2], "b.safetensors": list(tensors)[1::2]}
@@ -184,7 +184,7 @@ def test_a_head_in_several_files_is_read(llm: LLM, path: str, tmp_path: Path) ->
 def test_a_head_for_another_target_is_refused(
     path: str, field: str, other: dict[str, Any], how: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = save_random_eagle3(tmp_path / "head", path, "speculators", **how)
+    folder = save_random_eagle(tmp_path / "head", path, "speculators", **how)
     change(folder, lambda m: m["speculators_config"]["verifier"].update(architectures=["LlamaForCausalLM"]))
     saved = {"family": "llama", "seed": 3, "layers": LAYERS, **other}
     target = checkpoints.save(saved.pop("family"), tmp_path / "target", **saved)
@@ -194,8 +194,17 @@ def test_a_head_for_another_target_is_refused(
     assert error.needed != error.found
 
 
+def test_a_head_of_another_method_or_kind_is_refused(llm: LLM, path: str, tmp_path: Path) -> None:
+    error = refused(llm, save_random_eagle(tmp_path / "first", path, "safeailab1"))
+    assert isinstance(error, HeadMismatchError)
+    assert (error.field, error.needed, error.found) == ("method", "eagle1", "eagle3")
+    assert "Use method='eagle1'" in error.remedy
+    folder = save_random_eagle(tmp_path / "normed", path, "safeailab1", add_para_norm=True)
+    assert "add_para_norm=True" in refused(llm, folder).problem
+
+
 def test_embeddings_that_were_trained_may_be_others(llm: LLM, path: str, tmp_path: Path) -> None:
-    folder = save_random_eagle3(tmp_path, path, "speculators", own_embedding=True, embed_requires_grad=True)
+    folder = save_random_eagle(tmp_path, path, "speculators", own_embedding=True, embed_requires_grad=True)
     table = load_file(Path(folder) / "model.safetensors")["embed_tokens.weight"]
     exchange(folder, "embed_tokens.weight", table.flip(0))
     config = SpeculationConfig(method=Eagle3(model=folder))

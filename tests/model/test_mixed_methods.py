@@ -10,7 +10,7 @@ import pytest
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.embedded import default_model
 from outrider.propose import registry
-from outrider.prove.published_heads import save_random_eagle3
+from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model.vocabularies import save_permuted_and_cut
 
@@ -41,6 +41,7 @@ WAYS: list[dict[str, Any]] = [
     {"method": "blockwise", "tree": "best_first"},
     {"method": "exit", "num_draft_tokens": 4},
     {"method": "exit", "tree": (2, 1)},
+    {"method": "eagle1", "tree": "best_first"},
     {"method": "eagle3", "num_draft_tokens": 4},
     {"method": "eagle3", "tree": "best_first"},
     {"method": "token_recycling", "num_draft_tokens": 9},
@@ -76,7 +77,8 @@ def test_a_batch_of_all_methods_writes_what_each_request_writes_alone(llm: LLM, 
     models = {"cross_vocabulary": {"model": save_permuted_and_cut(tmp_path / "cut", num_merges=1200)}}
     for method in ("medusa", "blockwise", "exit"):
         models[method] = {"model": save_random_heads(tmp_path / method, default_model("target"), method, scale=0.05)}
-    models["eagle3"] = {"model": save_random_eagle3(tmp_path / "eagle3", default_model("target"), "safeailab", scale=0.1)}
+    for method, layout in (("eagle1", "safeailab1"), ("eagle3", "safeailab")):
+        models[method] = {"model": save_random_eagle(tmp_path / method, default_model("target"), layout, scale=0.1)}
     requests = [
         (prompt, PARAMS[(place + turn) % len(PARAMS)], {**way, **models.get(way["method"], {})})
         for turn, prompt in enumerate(PROMPTS)

@@ -16,7 +16,7 @@ import pytest
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.embedded import default_model
 from outrider.propose.trees.pace import FixedPace
-from outrider.prove.published_heads import save_random_eagle3
+from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model.test_mixed_methods import PREDICTION, WAYS
 
@@ -43,7 +43,8 @@ def write(folder: Path) -> dict[str, list[Any]]:
     llm = LLM(dtype="float64", block_size=8, kv_cache_tokens=2000)
     llm.engine.builders.use_pace(FixedPace({1: 1.0, 2: 1.0, 3: 1.02, 4: 1.1, 8: 1.6}))  # trees that adapt follow no clock
     heads = {name: save_random_heads(folder / name, default_model("target"), name, scale=0.05) for name in _HEADS}
-    heads["eagle3"] = save_random_eagle3(folder / "eagle3", default_model("target"), "safeailab", scale=0.1)
+    for method, layout in (("eagle1", "safeailab1"), ("eagle3", "safeailab")):
+        heads[method] = save_random_eagle(folder / method, default_model("target"), layout, scale=0.1)
     found: dict[str, list[Any]] = {}
     for way in (*METHODS, *RULES):
         model = {"model": heads[way["method"]]} if way["method"] in heads else {}

@@ -20,7 +20,7 @@ from outrider.engine import engine
 from outrider.propose import registry
 from outrider.propose.trees import growth
 from outrider.propose.trees.pace import FixedPace
-from outrider.prove.published_heads import save_random_eagle3
+from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.tiny_heads import save_random_heads
 
 #: The chance that a proposer that draws right fails.
@@ -57,6 +57,7 @@ DRAWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "blockwise heads, Sequoia's tree": ({"method": "blockwise", "tree": "sequoia"}, {}),
     "a head to exit with": ({"method": "exit", "num_draft_tokens": 4}, {}),
     "a head to exit with, tree": ({"method": "exit", "tree": (2, 2)}, {"top_p": 0.95}),
+    "EAGLE-2": ({"method": "eagle1", "tree": "best_first"}, {}),
     "EAGLE-3": ({"method": "eagle3", "num_draft_tokens": 4}, {"temperature": 0.8}),
     "EAGLE-3, tree": ({"method": "eagle3", "tree": (3, 2, 1)}, {}),
     "EAGLE-3, best-first tree": ({"method": "eagle3", "tree": "best_first"}, {"top_p": 0.95}),
@@ -97,7 +98,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder: Path = tmp_path_factory.mktemp("models")
     heads = ("medusa", "blockwise", "exit")
     made = {name: save_random_heads(folder / name, default_model("target"), name, scale=0.3) for name in heads}
-    made["eagle3"] = save_random_eagle3(folder / "eagle3", default_model("target"), "safeailab", scale=0.1)
+    for method, layout in (("eagle1", "safeailab1"), ("eagle3", "safeailab")):
+        made[method] = save_random_eagle(folder / method, default_model("target"), layout, scale=0.1)
     return {"cross_vocabulary": save_permuted_and_cut(folder / "cut", num_merges=1200), **made}
 
 

@@ -20,12 +20,13 @@ class FeatureHeadConfig:
     """What a published head says of itself.
 
     Attributes:
+        method: Whose head it is: "eagle1" reads what the target's final norm leaves, "eagle3" what enters several layers.
         layer: transformers' configuration of its layer: sizes, activation, rotary factors.
         target_hidden_size: Width of the target's hidden states.
         vocab_size: Width of the target's logits.
         draft_vocab_size: Width of its own logits.
-        aux_layers: Layers of the target whose *inputs* it reads, low to high; None for the three that its format names by
-            the target's number of layers.
+        aux_layers: Layers of the target whose *inputs* it reads, low to high; None for those that its method names by the
+            target's number of layers.
         feature_norm: How these are normed before they are fused.
         norm_before_residual: Whether what its layer adds to is the normed feature, and not the feature itself.
         norm_output: Whether the next token reads what the layer left behind the norm of the output layer, and not before.
@@ -34,6 +35,7 @@ class FeatureHeadConfig:
         architectures: That model's classes in transformers.
     """
 
+    method: str
     layer: Any
     target_hidden_size: int
     vocab_size: int
@@ -54,7 +56,15 @@ class FeatureHeadConfig:
     @property
     def num_features(self) -> int:
         """Layers of the target that it reads."""
-        return 3 if self.aux_layers is None else len(self.aux_layers)
+        if self.aux_layers is not None:
+            return len(self.aux_layers)
+        return 1 if self.method == "eagle1" else 3
+
+    def layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """The hidden states that it reads of a target with so many layers, by transformers' index."""
+        if self.aux_layers is not None:
+            return self.aux_layers
+        return (num_layers,) if self.method == "eagle1" else (2, num_layers // 2, num_layers - 3)
 
     @property
     def kept_per_token(self) -> int:

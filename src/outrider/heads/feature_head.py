@@ -75,14 +75,14 @@ class FeatureHead:
             features: [n, hidden_size] of the tokens before them.
             positions: Of the tokens.
         """
-        rows = self._network.layer.enter(self._embed(token_ids), features.to(self.dtype)).rows
+        rows = self._network.enter(self._embed(token_ids), features.to(self.dtype)).rows
         kept = self._network.layer.self_attn.keys_and_values(rows, self._tables(positions))
         return kept[0].to(self._target.dtype), kept[1].to(self._target.dtype)
 
     @torch.inference_mode()
     def enter(self, token_ids: Sequence[int], features: Tensor, positions: Sequence[int]) -> HeadRows:
         """Rows that are to attend; the arguments are those of `keys_and_values`."""
-        read, tables = self._network.layer.enter(self._embed(token_ids), features.to(self.dtype)), self._tables(positions)
+        read, tables = self._network.enter(self._embed(token_ids), features.to(self.dtype)), self._tables(positions)
         attention = self._network.layer.self_attn
         return HeadRows(attention.queries(read.rows, tables), *attention.keys_and_values(read.rows, tables), read.residual)
 
@@ -110,7 +110,7 @@ class FeatureHead:
     @torch.inference_mode()
     def logits(self, left: Tensor) -> Tensor:
         """Logits [n, draft_vocab_size] of what the layer left, float32 at least."""
-        return upcast_logits(self._network.logits(left))
+        return upcast_logits(self._network.logits(left, self._target.head))
 
     def recompute(self, token_ids: Sequence[int], hidden: Mapping[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """What is kept of a whole text, for the proofs: see `AddedLayers`. The first token has no feature before it."""

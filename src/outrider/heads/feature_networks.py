@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.heads.feature_config import FeatureHeadConfig, FeatureNorm
+from outrider.heads.networks import TargetHead
 from outrider.model.lone_layer import activation
 
 
@@ -15,7 +16,7 @@ class LayerInput(NamedTuple):
     """What the layer of a head reads.
 
     Attributes:
-        rows: [n, 2 * hidden_size] normed, as its attention reads them.
+        rows: [n, width] as its attention reads them.
         residual: [n, hidden_size] what its attention adds to.
     """
 
@@ -23,73 +24,138 @@ class LayerInput(NamedTuple):
     residual: Tensor
 
 
-class Eagle3Network(nn.Module):
-    """The head of EAGLE-3 (Li et al. 2025): features of several layers are fused, and one layer reads [embedding, feature].
+class FeatureHeadNetwork(nn.Module):
+    """The layers of a head; a subclass for each method. Modules carry the names that such heads are published with.
 
-    Modules carry the names that such heads are published with.
-
-    Args:
+    Attributes:
         config: Its shape.
-        own_embedding: Whether it brings embeddings; else the target lends its own.
+        layer: Its layer.
+        embed_tokens: Embeddings of its own; None where the target lends its own.
     """
 
-    def __init__(self, config: FeatureHeadConfig, *, own_embedding: bool) -> None:
+    def __init__(self, config: FeatureHeadConfig, layer: HeadLayer, *, own_embedding: bool) -> None:
         super().__init__()
         self.config = config
-        hidden, eps = config.hidden_size, config.layer.rms_norm_eps
-        count, width = config.num_features, config.target_hidden_size
-        norm = config.feature_norm
-        self.input_norm = nn.RMSNorm(count * width, eps) if norm is FeatureNorm.ALL else None
-        self.fc_norm = nn.ModuleList(nn.RMSNorm(width, eps) for _ in range(count if norm is FeatureNorm.EACH else 0))
-        self.fc = nn.Linear(count * width, hidden, bias=False)
-        self.layer = Eagle3Layer(config)
-        self.norm = nn.RMSNorm(hidden, eps)
-        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
-        self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if own_embedding else None
+        self.layer = layer
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
 
     def fuse(self, hidden: list[Tensor]) -> Tensor:
         """Features [n, hidden_size] of the target's hidden states [n, target_hidden_size], low to high."""
+        raise NotImplementedError
+
+    def enter(self, embeddings: Tensor, features: Tensor) -> LayerInput:
+        """From embeddings of tokens and the features of the tokens before them, both [n, hidden_size]."""
+        raise NotImplementedError
+
+    def next_feature(self, left: Tensor) -> Tensor:
+        """What the next token reads [n, hidden_size], of what the layer left."""
+        return left
+
+    def logits(self, left: Tensor, target_head: TargetHead) -> Tensor:
+        """Logits [n, draft_vocab_size], of what the layer left [n, hidden_size].
+
+        Args:
+            left: What the layer left.
+            target_head: The target's output layer, for heads without one of their own.
+        """
+        raise NotImplementedError
+
+
+class Eagle1Network(FeatureHeadNetwork):
+    """The head of EAGLE (Li et al. 2024): one layer continues what the target's final norm leaves, and its head reads it.
+
+    Args:
+        config: Its shape.
+        own_embedding: Whether it brings embeddings.
+        bias: Whether the projection of [embedding, feature] has a bias.
+    """
+
+    def __init__(self, config: FeatureHeadConfig, *, own_embedding: bool, bias: bool) -> None:
+        hidden = config.hidden_size
+        super().__init__(config, HeadLayer(config.layer, hidden), own_embedding=own_embedding)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=bias)
+
+    def fuse(self, hidden: list[Tensor]) -> Tensor:
+        (feature,) = hidden
+        return feature
+
+    def enter(self, embeddings: Tensor, features: Tensor) -> LayerInput:
+        rows = self.fc(torch.cat([embeddings, features], -1))
+        return LayerInput(rows, rows)  # its layer has no norm before attention
+
+    def logits(self, left: Tensor, target_head: TargetHead) -> Tensor:
+        return target_head(left)
+
+
+class Eagle3Network(FeatureHeadNetwork):
+    """The head of EAGLE-3 (Li et al. 2025): features of several layers are fused, and one layer reads [embedding, feature].
+
+    Args:
+        config: Its shape.
+        own_embedding: Whether it brings embeddings.
+    """
+
+    layer: Eagle3Layer
+
+    def __init__(self, config: FeatureHeadConfig, *, own_embedding: bool) -> None:
+        hidden, eps = config.hidden_size, config.layer.rms_norm_eps
+        super().__init__(config, Eagle3Layer(config.layer), own_embedding=own_embedding)
+        count, width, norm = config.num_features, config.target_hidden_size, config.feature_norm
+        self.input_norm = nn.RMSNorm(count * width, eps) if norm is FeatureNorm.ALL else None
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(width, eps) for _ in range(count if norm is FeatureNorm.EACH else 0))
+        self.fc = nn.Linear(count * width, hidden, bias=False)
+        self.norm = nn.RMSNorm(hidden, eps)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+
+    def fuse(self, hidden: list[Tensor]) -> Tensor:
         if self.fc_norm:
             hidden = [norm(states) for norm, states in zip(self.fc_norm, hidden, strict=True)]
         joined = torch.cat(hidden, -1)
         fused: Tensor = self.fc(joined if self.input_norm is None else self.input_norm(joined))
         return fused
 
+    def enter(self, embeddings: Tensor, features: Tensor) -> LayerInput:
+        normed = self.layer.hidden_norm(features)
+        rows = torch.cat([self.layer.input_layernorm(embeddings), normed], -1)
+        return LayerInput(rows, normed if self.config.norm_before_residual else features)
+
     def next_feature(self, left: Tensor) -> Tensor:
-        """What the next token reads [n, hidden_size], of what the layer left."""
         feature: Tensor = self.norm(left) if self.config.norm_output else left
         return feature
 
-    def logits(self, left: Tensor) -> Tensor:
-        """Logits [n, draft_vocab_size], of what the layer left [n, hidden_size]."""
+    def logits(self, left: Tensor, target_head: TargetHead) -> Tensor:
         logits: Tensor = self.lm_head(self.norm(left))
         return logits
 
 
-class Eagle3Layer(nn.Module):
-    """A decoder layer whose attention reads [embedding, feature]."""
+class HeadLayer(nn.Module):
+    """A decoder layer behind its first norms, which differ by method.
 
-    def __init__(self, config: FeatureHeadConfig) -> None:
+    Args:
+        layer: transformers' configuration of the layer.
+        width: Of what its attention reads.
+    """
+
+    def __init__(self, layer: Any, width: int) -> None:
         super().__init__()
-        hidden, eps = config.hidden_size, config.layer.rms_norm_eps
-        self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = nn.RMSNorm(hidden, eps)
-        self.hidden_norm = nn.RMSNorm(hidden, eps)
-        self.self_attn = HeadAttention(config.layer, 2 * hidden)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
-        self.mlp = HeadMLP(config.layer)
-
-    def enter(self, embeddings: Tensor, features: Tensor) -> LayerInput:
-        """From embeddings of tokens and the features of the tokens before them, both [n, hidden_size]."""
-        normed = self.hidden_norm(features)
-        rows = torch.cat([self.input_layernorm(embeddings), normed], -1)
-        return LayerInput(rows, normed if self.norm_before_residual else features)
+        self.self_attn = HeadAttention(layer, width)
+        self.post_attention_layernorm = nn.RMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.mlp = HeadMLP(layer)
 
     def leave(self, residual: Tensor, attended: Tensor) -> Tensor:
         """What the layer leaves [n, hidden_size], from what attention found [n, num_heads, head_dim]."""
         states = residual + self.self_attn.o_proj(attended.flatten(1))
         left: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return left
+
+
+class Eagle3Layer(HeadLayer):
+    """The same, whose attention reads [embedding, feature] with a norm for each."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer, 2 * layer.hidden_size)
+        self.input_layernorm = nn.RMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(layer.hidden_size, layer.rms_norm_eps)
 
 
 class HeadAttention(nn.Module):
@@ -103,12 +169,13 @@ class HeadAttention(nn.Module):
     def __init__(self, layer: Any, width: int) -> None:
         super().__init__()
         heads, kv_heads = layer.num_attention_heads, layer.num_key_value_heads
-        dim, bias = layer.head_dim, layer.attention_bias
+        dim, out_bias = layer.head_dim, layer.attention_bias
+        bias = getattr(layer, "qkv_bias", out_bias)
         self.head_dim = dim
         self.q_proj = nn.Linear(width, heads * dim, bias=bias)
         self.k_proj = nn.Linear(width, kv_heads * dim, bias=bias)
         self.v_proj = nn.Linear(width, kv_heads * dim, bias=bias)
-        self.o_proj = nn.Linear(heads * dim, layer.hidden_size, bias=bias)
+        self.o_proj = nn.Linear(heads * dim, layer.hidden_size, bias=out_bias)
         normed = layer.model_type == "qwen3"
         self.q_norm = nn.RMSNorm(dim, layer.rms_norm_eps) if normed else nn.Identity()
         self.k_norm = nn.RMSNorm(dim, layer.rms_norm_eps) if normed else nn.Identity()

@@ -35,8 +35,8 @@ def paired_layers(folder: str, config: FeatureHeadConfig, target: Target) -> tup
             raise HeadMismatchError(folder, problem, _REMEDY, field, value, found)
     _check_architecture(folder, config, target)
     count = target.num_layers
-    layers = (2, count // 2, count - 3) if config.aux_layers is None else config.aux_layers
-    if list(layers) != sorted(set(layers)) or layers[-1] >= count:
+    layers = config.layers_of(count)
+    if list(layers) != sorted(set(layers)) or layers[-1] > _last_shown(config, count):
         problem = f"it reads what enters layers {', '.join(map(str, layers))}, and {target.name!r} has {count} layers"
         raise HeadMismatchError(folder, problem, _REMEDY, "num_layers", layers[-1] + 1, count)
     return layers
@@ -57,6 +57,12 @@ def check_embedding(folder: str, config: FeatureHeadConfig, own: nn.Embedding | 
     if not cosine >= LEAST_COSINE:
         problem = f"its embed_tokens.weight is no copy of the embeddings of {target.name!r} (mean cosine {cosine:.2f})"
         raise HeadMismatchError(folder, problem, _REMEDY, "embed_tokens.weight", LEAST_COSINE, cosine)
+
+
+def _last_shown(config: FeatureHeadConfig, count: int) -> int:
+    """The last index of hidden states that a head may read: what the last layer leaves is shown behind the final norm only,
+    which heads of eagle1 read and others do not mean."""
+    return count if config.method == "eagle1" else count - 1
 
 
 def _check_architecture(folder: str, config: FeatureHeadConfig, target: Target) -> None:

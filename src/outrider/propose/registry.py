@@ -20,6 +20,7 @@ _BUILT_IN = {
     "blockwise": "outrider.propose.methods.blockwise:Blockwise",
     "cross_vocabulary": "outrider.propose.methods.cross_vocabulary:CrossVocabulary",
     "draft_model": "outrider.propose.methods.draft_model:DraftModel",
+    "eagle1": "outrider.propose.methods.eagle1:Eagle1",
     "eagle3": "outrider.propose.methods.eagle3:Eagle3",
     "early_exit": "outrider.propose.methods.early_exit:EarlyExit",
     "exit": "outrider.propose.methods.exit_head:ExitHead",

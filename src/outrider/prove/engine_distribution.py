@@ -156,10 +156,13 @@ class EngineProof:
 
     def _cache_prompt(self, configs: Sequence[SpeculationConfig]) -> None:
         """Let the cached prompt hold the layers that proposers have added, too."""
-        for config in _members(configs):
-            proposer = None if config.method is None else self.llm.engine.proposers.get(config.method)
-            if proposer is not None and proposer.requires is not None and proposer.requires.added_layers is not None:
+        for config in configs:
+            if any(self._adds_layers(part) for part in _members([config])):
                 self.llm.generate(self.prompt, SamplingParams(max_tokens=1), speculation=config)
+
+    def _adds_layers(self, config: SpeculationConfig) -> bool:
+        requires = None if config.method is None else self.llm.engine.proposers.get(config.method).requires
+        return requires is not None and requires.added_layers is not None
 
     def filled(self, settings: Any) -> Any:
         """The settings with the path of a model or of heads in place of what stands for it, in nested settings too."""

@@ -50,12 +50,13 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
         Setting("penalties", base, {"frequency_penalty": -0.6, "repetition_penalty": 1.7}),
         Setting("stop tokens", base, {"stop_token_ids": (2,)}),
         Setting("two samples", {**method, "num_draft_tokens": _length(method, 1)}, _samples(method)),
-        Setting("behind a lookup", turns=(({**LOOKUP, "num_draft_tokens": 1}, base),)),
+        Setting("behind a lookup", base, turns=(({**LOOKUP, "num_draft_tokens": 1}, base),)),
         Setting(
             "a lookup behind it",
+            {**method, "num_draft_tokens": _length(method, 1)},
             turns=(({**method, "num_draft_tokens": _length(method, 1)}, {**LOOKUP, "num_draft_tokens": 1}),),
         ),
-        Setting("in turns with others", turns=((base,), (), (LOOKUP,))),
+        Setting("in turns with others", base, turns=((base,), (), (LOOKUP,))),
     ]
     if any(name in asked for name in _VARIED):
         found.insert(0, Setting("as it was asked for", {**asked, **method}))

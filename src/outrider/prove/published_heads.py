@@ -1,4 +1,4 @@
-"""Heads with random weights in the layouts in which EAGLE-3 heads are published, for proofs without a trained one."""
+"""Heads with random weights in the layouts in which EAGLE heads are published, for proofs without a trained one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Where the two layouts put the layer.
-LAYOUTS = {"safeailab": "midlayer.", "speculators": "layers.0."}
+#: Where each layout puts the layer. The first one is that of EAGLE-1.
+LAYOUTS = {"safeailab1": "layers.0.", "safeailab": "midlayer.", "speculators": "layers.0."}
 
 
-def save_random_eagle3(
+def save_random_eagle(
     folder: Path,
     target: str,
     layout: str,
@@ -48,9 +48,13 @@ def save_random_eagle3(
         "vocab_size": config.vocab_size, "rms_norm_eps": 1e-5, "hidden_act": "silu", **(sizes or {}),
     }  # fmt: skip
     chosen = torch.arange(config.vocab_size) if draft_tokens is None else torch.tensor(draft_tokens)
-    mapping = _mapping(layout, target, layer, {"draft_vocab_size": len(chosen), **fields})
+    mapping = _mapping(
+        layout, target, layer, fields if layout == "safeailab1" else {"draft_vocab_size": len(chosen), **fields}
+    )
     wide = int(mapping.get("target_hidden_size") or layer["hidden_size"])
-    tensors = _random(_shapes(layout, layer, mapping, wide, len(chosen)), seed, scale)
+    of_eagle1 = layout == "safeailab1"
+    shapes = _eagle1_shapes(layer, mapping) if of_eagle1 else _eagle3_shapes(layout, layer, mapping, wide, len(chosen))
+    tensors = _random(shapes, seed, scale)
     if draft_tokens is not None:
         tensors["d2t"] = chosen - torch.arange(len(chosen))
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, chosen, True)
@@ -66,7 +70,7 @@ def save_random_eagle3(
 
 def _mapping(layout: str, target: str, layer: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """The configuration as each of them writes it."""
-    if layout == "safeailab":
+    if layout != "speculators":
         return {"architectures": ["LlamaForCausalLM"], **layer, **fields}
     verifier = {"name_or_path": target, "architectures": []}
     return {
@@ -76,28 +80,44 @@ def _mapping(layout: str, target: str, layer: dict[str, Any], fields: dict[str, 
     }  # fmt: skip
 
 
-def _shapes(
-    layout: str, layer: dict[str, Any], mapping: dict[str, Any], wide: int, drafted: int
-) -> dict[str, tuple[int, ...]]:
-    """Of all tensors of floating point but the embeddings, by their published names."""
+def _layer_shapes(layer: dict[str, Any], read: int) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of a layer whose attention reads so many numbers."""
     hidden, inner, dim = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
     queries, kept = layer["num_attention_heads"] * dim, layer["num_key_value_heads"] * dim
-    count = len(mapping.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0))
-    of_layer: dict[str, tuple[int, ...]] = {
-        "hidden_norm": (hidden,), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (queries, 2 * hidden), "self_attn.k_proj": (kept, 2 * hidden),
-        "self_attn.v_proj": (kept, 2 * hidden), "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (hidden,)}
+    for name, size in (("q", queries), ("k", kept), ("v", kept)):
+        shapes[f"self_attn.{name}_proj.weight"] = (size, read)
+        if layer.get("qkv_bias"):
+            shapes[f"self_attn.{name}_proj.bias"] = (size,)
+    shapes |= {
+        "self_attn.o_proj.weight": (hidden, queries), "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden), "mlp.down_proj.weight": (hidden, inner),
     }  # fmt: skip
     if layer["model_type"] == "qwen3":
-        of_layer |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
+        shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    return shapes
+
+
+def _eagle1_shapes(layer: dict[str, Any], mapping: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of all tensors of an EAGLE-1 head but the embeddings."""
+    hidden = layer["hidden_size"]
+    shapes = {LAYOUTS["safeailab1"] + name: shape for name, shape in _layer_shapes(layer, hidden).items()}
+    return shapes | {"fc.weight": (hidden, 2 * hidden)} | ({"fc.bias": (hidden,)} if mapping.get("bias", True) else {})
+
+
+def _eagle3_shapes(
+    layout: str, layer: dict[str, Any], mapping: dict[str, Any], wide: int, drafted: int
+) -> dict[str, tuple[int, ...]]:
+    """Of all tensors of an EAGLE-3 head but the embeddings and the columns of tokens."""
+    hidden, count = layer["hidden_size"], len(mapping.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0))
+    of_layer = dict.fromkeys(("hidden_norm.weight", "input_layernorm.weight"), (hidden,)) | _layer_shapes(layer, 2 * hidden)
     shapes = {LAYOUTS[layout] + name: shape for name, shape in of_layer.items()}
-    shapes |= {"fc": (hidden, count * wide), "norm": (hidden,), "lm_head": (drafted, hidden)}
+    shapes |= {"fc.weight": (hidden, count * wide), "norm.weight": (hidden,), "lm_head.weight": (drafted, hidden)}
     if mapping.get("norm_before_fc"):
-        shapes["input_norm"] = (count * wide,)
+        shapes["input_norm.weight"] = (count * wide,)
     if mapping.get("fc_norm"):
-        shapes |= {f"fc_norm.{i}": (wide,) for i in range(count)}
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
+        shapes |= {f"fc_norm.{i}.weight": (wide,) for i in range(count)}
+    return shapes
 
 
 def _random(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[str, Tensor]:

@@ -301,6 +301,7 @@ _EXIT_HEAD = {"method": "exit", "model": HEADS, "num_draft_tokens": 2}
 _MEDUSA_ONE = _MEDUSA | {"num_draft_tokens": 1}
 _EAGLE3 = {"method": "eagle3", "model": HEADS, "num_draft_tokens": 2}
 _EAGLE3_ONE = _EAGLE3 | {"num_draft_tokens": 1}
+_EAGLE1 = {"method": "eagle1", "model": HEADS, "num_draft_tokens": 2}
 #: The row that heads read was computed for an earlier text here, so a text begins with a token that is decoded plainly.
 _FOUR, _PAIR = {"max_tokens": 4}, {"n": 2, "max_tokens": 3, "top_k": 2}
 
@@ -354,11 +355,29 @@ HEADS_SETTINGS = (
     Setting("EAGLE-3, tree, seeded", _EAGLE3 | {"tree": (2, 1)}, {"seed": 6}),
     Setting("EAGLE-3, best-first tree", _EAGLE3 | {"tree": "best_first", "num_draft_tokens": 4}),
     Setting("EAGLE-3, Sequoia's tree", _EAGLE3 | {"tree": "sequoia", "num_draft_tokens": 3}),
-    Setting("EAGLE-3 in turns with others", turns=((_EAGLE3,), (), (LOOKUP,), (_drafted("block"),)), params=_FOUR),
-    Setting("EAGLE-3 behind a lookup", turns=((LOOKUP | {"num_draft_tokens": 1}, _EAGLE3),)),
-    Setting("EAGLE-3 behind the draft model", turns=((_ONE, _EAGLE3_ONE),)),
-    Setting("the draft model behind EAGLE-3", turns=((_EAGLE3_ONE, _ONE),)),
-    Setting("EAGLE-3 behind Medusa", turns=((_MEDUSA_ONE, _EAGLE3_ONE),), params=_FOUR),
+    Setting("EAGLE-3 in turns with others", _EAGLE3, turns=((_EAGLE3,), (), (LOOKUP,), (_drafted("block"),)), params=_FOUR),
+    Setting("EAGLE-3 behind a lookup", _EAGLE3, turns=((LOOKUP | {"num_draft_tokens": 1}, _EAGLE3),)),
+    Setting("EAGLE-3 behind the draft model", _EAGLE3_ONE, turns=((_ONE, _EAGLE3_ONE),)),
+    Setting("the draft model behind EAGLE-3", _EAGLE3_ONE, turns=((_EAGLE3_ONE, _ONE),)),
+    Setting("EAGLE-3 behind Medusa", _EAGLE3_ONE, turns=((_MEDUSA_ONE, _EAGLE3_ONE),), params=_FOUR),
+    Setting("EAGLE-3, then the draft model", {"method": "then", "methods": (_EAGLE3_ONE, _ONE)}),
+    Setting("staged, EAGLE-3 drafts for the draft model", _staged(_EAGLE3_ONE)),
+    *(
+        Setting(f"merge of {name}, {rule}", {"method": "merge", "methods": members, "rule": rule})
+        for name, members in (
+            ("EAGLE-3 and the draft model", (_EAGLE3_ONE, _ONE)),
+            ("a tree of EAGLE-3 and EAGLE", (_EAGLE3_ONE | {"tree": (2,)}, _EAGLE1 | {"num_draft_tokens": 1})),
+        )
+        for rule in ("block", "token")
+    ),
+    Setting("the engine chooses, EAGLE-3", {"method": "auto", "methods": (_EAGLE3,)}, {"max_tokens": 5}),
+    Setting("EAGLE, block", _EAGLE1 | {"rule": "block"}),
+    Setting("EAGLE, token", _EAGLE1 | {"rule": "token"}),
+    Setting("EAGLE, seeded", _EAGLE1, {"seed": 5}),
+    Setting("EAGLE, two samples", _EAGLE1 | {"num_draft_tokens": 1}, {"n": 2, "max_tokens": 2}),
+    Setting("EAGLE, tree, traversal", _EAGLE1 | {"tree": (2, 1), "rule": "block"}),
+    Setting("EAGLE-2: the likeliest tokens first", _EAGLE1 | {"tree": "best_first", "num_draft_tokens": 4}),
+    Setting("EAGLE-3 behind EAGLE", {"method": "then", "methods": (_EAGLE1 | {"num_draft_tokens": 1}, _EAGLE3_ONE)}),
 )
 
 

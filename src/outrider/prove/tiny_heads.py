@@ -12,13 +12,13 @@ from outrider.heads.config import BlockwiseConfig, ExitConfig, HeadsConfig, Head
 from outrider.heads.networks import build_network, randomise
 from outrider.heads.pairing import describe_target, take_witness
 from outrider.model.loading.exclusive import exclusive_transformers
-from outrider.prove.published_heads import save_random_eagle3
+from outrider.prove.published_heads import save_random_eagle
 
 #: Methods that draft with heads, and a spread of random weights for a tiny target, so that they guess unevenly and are not
 #: sure of anything.
 HEAD_METHODS = {"medusa": 0.7, "blockwise": 0.25, "exit": 0.7}
 #: Methods whose heads keep keys and values of the text.
-FEATURE_METHODS = frozenset({"eagle3"})
+FEATURE_METHODS = frozenset({"eagle1", "eagle3"})
 
 
 def random_config(method: str, target: HeadTarget) -> HeadsConfig:
@@ -46,7 +46,7 @@ def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
         target: Folder of the target.
     """
     found = {name: save_random_heads(folder / name, target, name, scale=scale) for name, scale in HEAD_METHODS.items()}
-    eagle3 = save_random_eagle3(
+    eagle3 = save_random_eagle(
         folder / "eagle3",
         target,
         "speculators",
@@ -54,7 +54,8 @@ def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
         scale=0.7,
         eagle_aux_hidden_state_layer_ids=[0, 1, 2],
     )
-    return found | {"eagle3": eagle3}
+    eagle1 = save_random_eagle(folder / "eagle1", target, "safeailab1", scale=0.7)
+    return found | {"eagle1": eagle1, "eagle3": eagle3}
 
 
 def save_random_heads(folder: Path, target: str, method: str, seed: int = 1, *, scale: float = 0.3, **changes: Any) -> str:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from outrider.errors import ModelLoadError
 from outrider.heads.feature_config import FeatureHeadConfig
-from outrider.heads.feature_networks import Eagle3Network
-from outrider.heads.formats import safeailab, speculators
+from outrider.heads.feature_networks import Eagle1Network, Eagle3Network, FeatureHeadNetwork
+from outrider.heads.formats import safeailab, safeailab1, speculators
 from outrider.heads.formats.folder import CONFIG, HeadTensor, read_config, read_tensors
 from outrider.heads.formats.layer import refused
 
-_FORMATS: tuple[Any, ...] = (safeailab, speculators)
+_FORMATS: tuple[Any, ...] = (safeailab, speculators, safeailab1)
 _EMBEDDING = "embed_tokens.weight"
 #: Copies of the target's own weights, which a target lends anyway.
 _COPIES = ("verifier_norm.", "verifier_lm_head.")
@@ -33,7 +33,7 @@ class PublishedHead(NamedTuple):
 
     folder: str
     config: FeatureHeadConfig
-    network: Eagle3Network
+    network: FeatureHeadNetwork
     tokens: Tensor | None
 
 
@@ -60,7 +60,7 @@ def read_head(folder: str) -> PublishedHead:
     tensors = {name: found for name, found in tensors.items() if not name.startswith(_COPIES)}
     tokens = _tokens(folder, config, tensors.pop("d2t", None), tensors.pop("t2d", None))
     with torch.device("meta"):
-        network = Eagle3Network(config, own_embedding=_EMBEDDING in tensors)
+        network = _network(config, tensors)
     _check_shapes(folder, {name: list(w.shape) for name, w in network.state_dict().items()}, tensors, form.PREFIXES)
     network.load_state_dict({name: found.tensor for name, found in tensors.items()}, assign=True)
     return PublishedHead(folder, config, network.eval().requires_grad_(False), tokens)
@@ -83,6 +83,14 @@ def _read_config(folder: str) -> tuple[FeatureHeadConfig, Any]:
         problem = f"the target has {config.vocab_size} tokens"
         raise refused(folder, "draft_vocab_size", config.draft_vocab_size, problem, _OTHER)
     return config, form
+
+
+def _network(config: FeatureHeadConfig, tensors: dict[str, HeadTensor]) -> FeatureHeadNetwork:
+    """The layers, without their weights."""
+    own = _EMBEDDING in tensors
+    if config.method == "eagle1":
+        return Eagle1Network(config, own_embedding=own, bias="fc.bias" in tensors)
+    return Eagle3Network(config, own_embedding=own)
 
 
 def _renamed(name: str, prefixes: dict[str, str]) -> str:

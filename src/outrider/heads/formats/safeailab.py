@@ -45,6 +45,7 @@ def read(folder: str, mapping: Mapping[str, Any]) -> FeatureHeadConfig:
         raise refused(folder, f"eagle_config.{_IDS}", nested[_IDS], problem, remedy)
     ids = mapping.get(_IDS)
     return FeatureHeadConfig(
+        method="eagle3",
         layer=layer,
         target_hidden_size=mapping.get("target_hidden_size") or layer.hidden_size,
         vocab_size=layer.vocab_size,

@@ -1,0 +1,40 @@
+"""Settings that all methods with published heads share."""
+
+from __future__ import annotations
+
+from outrider.errors import HeadMismatchError
+from outrider.heads.feature_config import FeatureHeadConfig
+from outrider.heads.feature_head import FeatureHead
+from outrider.heads.formats.published import read_head, read_head_config
+from outrider.model.loading.loaded_model import LoadedModel
+from outrider.propose.base import Proposer
+from outrider.propose.bridge import Bridge, ChosenTokens, SameVocabulary
+from outrider.propose.method import ProposerContext
+from outrider.propose.methods.feature_drafts import FeatureHeadProposer
+from outrider.propose.methods.head_method import FolderMethod
+
+
+class FeatureMethod(FolderMethod):
+    """A published head drafts from the target's features."""
+
+    def added_token_bytes(self, target: LoadedModel) -> int:
+        return read_head_config(self.folder()).kept_per_token * target.dtype.itemsize
+
+    def build(self, context: ProposerContext) -> Proposer:
+        """The proposer with these settings.
+
+        Raises:
+            InvalidParameterError: No folder is named, or there is no such folder.
+            ModelLoadError: It holds no head of a known format.
+            HeadMismatchError: The head is for another method, or was made for another target.
+        """
+        head, size = read_head(self.folder()), context.target.vocab_size
+        self._check_method(head.config)
+        bridge: Bridge = SameVocabulary(size) if head.tokens is None else ChosenTokens(size, head.tokens)
+        return FeatureHeadProposer(FeatureHead(head, context.target), context.target, bridge, self.min_confidence)
+
+    def _check_method(self, config: FeatureHeadConfig) -> None:
+        if config.method != self.name:
+            problem = f"its head is for method={config.method!r}, and method={self.name!r} was asked for"
+            remedy = f"Use method={config.method!r}."
+            raise HeadMismatchError(self.folder(), problem, remedy, "method", config.method, self.name)
