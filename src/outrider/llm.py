@@ -151,8 +151,8 @@ class LLM:
             embedded=model is None,
         )
         if not isinstance(draft_model, torch.nn.Module):
-            standing = self._plan.defaults.draft
-            check_sources(draft_model=None if standing is None else standing.model)
+            for field, source in self._plan.defaults.sources:
+                check_sources(**{field: source})
         self._thread = EngineThread()
         self._thread.load(partial(self._build, model, tokenizer, draft_model, consume=consume))
 

@@ -197,7 +197,7 @@ def test_what_cannot_be_used_is_named_by_its_place(pair: tuple[str, str]) -> Non
     with LLM(pair[0], dtype="float64", speculation="none") as llm:
         with pytest.raises(InputError) as raised:
             llm.load_method({"method": "auto", "methods": ["ngram", merge("ngram", other)]})
-        assert raised.value.field == "methods.1.methods.1.draft_model"
+        assert raised.value.field == "methods.1.methods.1.model"
         with pytest.raises(InputError) as alone:
             llm.load_method({"method": "auto", "methods": ["ngram", {**other, "method": "staged", "drafter": "suffix"}]})
-        assert alone.value.field == "methods.1.draft_model"
+        assert alone.value.field == "methods.1.model"

@@ -229,6 +229,21 @@ def test_a_seed_and_a_rule_that_breaks_its_promise(llm: LLM) -> None:
     assert caught.value.field == "seed"
 
 
+@pytest.mark.parametrize(
+    ("asked", "place"),
+    [
+        ({"method": "auto", "methods": ["suffix", {"method": "draft_model", "rule": "token"}]}, "methods.1.rule"),
+        ({"method": "staged", "drafter": {"method": "ngram", "rule": "block"}}, "drafter.rule"),
+    ],
+    ids=["what the engine may choose", "a drafter"],
+)
+def test_a_seed_and_a_rule_inside_that_breaks_its_promise(llm: LLM, asked: dict[str, object], place: str) -> None:
+    with pytest.raises(ContradictionError, match=place) as caught:
+        llm.generate("x", SamplingParams(seed=1, max_tokens=2), speculation=asked)
+    assert caught.value.field == "seed"
+    assert llm.generate("x", SamplingParams(max_tokens=2), speculation=asked)[0].error is None
+
+
 def test_unknown_methods(llm: LLM) -> None:
     with pytest.raises(InvalidParameterError, match="ngram") as caught:
         llm.generate("x", speculation="psychic")

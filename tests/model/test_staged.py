@@ -153,7 +153,7 @@ def test_a_drafter_that_cannot_be_built_is_named_by_its_place(llm: LLM, tmp_path
     asked = {"method": "then", "methods": ["ngram", staged({"method": "draft_model", "model": "/no/such/folder"})]}
     with pytest.raises(InputError) as raised:
         llm.load_method(asked)
-    assert raised.value.field == "methods.1.drafter.draft_model"
+    assert raised.value.field == "methods.1.drafter.model"
     other = save_tiny_llama(tmp_path / "other", 1)
     for place, asked in (
         ("methods.1.drafter.model", {"method": "merge", "methods": ["ngram", staged({**ALONE, "model": other})]}),

@@ -27,7 +27,7 @@ from outrider.cli.main import main
 from outrider.cli.options import speculation, structure
 from outrider.cli.render import Wrapped, write
 from outrider.embedded import default_model
-from outrider.errors import InvalidParameterError
+from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.llm import LLM
 from outrider.params import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs, TokenOrigin
 from outrider.propose.speculation import SpeculationConfig
@@ -130,6 +130,16 @@ def test_vocabulary_of_what_is_not_there(field: str, arguments: tuple[str, ...])
     error = invoked("vocabulary", default_model("target"), *arguments).exception
     assert isinstance(error, InvalidParameterError)
     assert error.field == field
+
+
+def test_a_draft_model_goes_into_methods_that_are_made_of_others() -> None:
+    merged = speculation("merge", "DRAFT", None, None)
+    assert [member.name for member in merged.method.methods] == ["suffix", "draft_model"]
+    assert merged.method.methods[1].method.model == "DRAFT"
+    stage = speculation('{"method": "staged", "drafter": "suffix"}', "DRAFT", 3, None)
+    assert (stage.method.model, stage.num_draft_tokens) == ("DRAFT", 3)
+    with pytest.raises(ContradictionError):
+        speculation('{"method": "merge", "methods": ["suffix", "ngram"]}', "DRAFT", None, None)
 
 
 def test_a_draft_model_may_have_another_vocabulary() -> None:

@@ -133,7 +133,7 @@ def test_members_are_completed_as_settings_at_the_top_are() -> None:
     assert [turn.config.method for turn in turns_of([config])][-1] == DraftModel(model="m")
     with pytest.raises(InvalidParameterError) as raised:
         SpeculationDefaults().complete(merge("ngram", then("suffix", "draft_model")))
-    assert raised.value.field == "methods.1.methods.1.draft_model"
+    assert raised.value.field == "methods.1.methods.1.model"
     asked = SpeculationDefaults.of(merge("ngram", "draft_model"), "given", None)
     assert asked.draft == DraftModel(model="given")
 
@@ -147,7 +147,7 @@ def test_a_drafter_is_completed_as_settings_at_the_top_are() -> None:
         assert stage.config.method.drafter.method == DraftModel(model="m")
         with pytest.raises(InvalidParameterError) as raised:
             SpeculationDefaults().complete(around)
-        assert raised.value.field == f"{place}.draft_model"
+        assert raised.value.field == f"{place}.model"
     own = defaults.complete({"method": "staged", "drafter": "ngram"}).method
     assert isinstance(own, Staged)
     assert own.model == "m"
@@ -176,7 +176,27 @@ def test_what_the_engine_chooses_from_is_completed_wherever_it_stands() -> None:
     assert [part.config.method for part in turns_of([completed.candidates[1]])][1] == DraftModel(model="m")
     with pytest.raises(InvalidParameterError) as raised:
         SpeculationDefaults().complete(asked)
-    assert raised.value.field == "methods.1.methods.1.draft_model"
+    assert raised.value.field == "methods.1.methods.1.model"
+
+
+@pytest.mark.parametrize("name", ["merge", "then"])
+def test_a_draft_model_given_beside_a_composition_without_members_is_one_of_them(name: str) -> None:
+    defaults = SpeculationDefaults.of(name, "given", None)
+    assert [turn.config.name for turn in turns_of([defaults.config])] == ["suffix", "draft_model"]
+    assert defaults.draft == DraftModel(model="given")
+    assert defaults.sources == [("methods.1.model", "given")]
+
+
+def test_every_draft_model_has_the_place_of_its_setting() -> None:
+    inner = {**DRAFT, "model": "n"}
+    asked = auto(DRAFT, merge("suffix", staged(inner)), staged(inner))
+    assert SpeculationDefaults.of(asked, None, None).sources == [
+        ("draft_model", "m"),
+        ("methods.1.methods.1.model", "m"),
+        ("methods.1.methods.1.drafter.model", "n"),
+        ("draft_model", "m"),
+        ("methods.2.drafter.model", "n"),
+    ]
 
 
 def test_models_are_shared_where_all_of_their_settings_are_equal() -> None:

@@ -78,7 +78,7 @@ def speculation(
     draft were given, these, for the draft model of the embedded pair; None where nothing was."""
     with light_imports():
         from outrider.propose.auto import Auto
-        from outrider.propose.defaults import usual_methods
+        from outrider.propose.defaults import usual_methods, with_draft_model
         from outrider.propose.methods.draft_model import DraftModel as Draft
         from outrider.propose.speculation import SpeculationConfig
 
@@ -88,12 +88,10 @@ def speculation(
     settings = {} if method is None else method_settings(method)
     if draft_model is not None and method is None and not changes:
         return SpeculationConfig(method=Auto(methods=usual_methods(Draft(model=draft_model))))
+    if draft_model is not None and settings.get("method", "draft_model") not in ("draft_model", "cross_vocabulary"):
+        return with_draft_model(SpeculationConfig.of({**settings, **changes}), draft_model)
     if draft_model is not None:
-        settings = {"method": "draft_model", **settings}
-        if settings["method"] not in ("draft_model", "cross_vocabulary"):
-            problem = f"method {settings['method']!r} has no use for it"
-            raise ContradictionError("draft_model", draft_model, problem, "Leave one of them out.")
-        settings["model"] = draft_model
+        settings = {"method": "draft_model", **settings, "model": draft_model}
     if not settings and not changes:
         return None
     config = SpeculationConfig.of({"method": "draft_model", **settings, **changes})  # what does not fit is refused now

@@ -32,17 +32,23 @@ def check_request(
     _check_prompt(tokens, loaded)
     if params.n > config.max_num_seqs:
         raise InvalidParameterError("n", params.n, f"more samples than max_num_seqs={config.max_num_seqs}", "Lower it.")
-    if params.seed is not None and speculation.rule in ("token", "block"):
-        raise ContradictionError(
-            "seed",
-            params.seed,
-            f"rule={speculation.rule!r} makes the text depend on the drafts, and a seed promises that it does not",
-            "Use rule='auto', or leave the seed out.",
-        )
+    if params.seed is not None:
+        _check_coupled(params.seed, speculation)
     _check_tree(speculation, loaded.max_model_len, config.max_num_batched_tokens)
     _check_ends(params, loaded)
     _check_token_ids(params, loaded)
     _check_memory(len(tokens), params, loaded.max_model_len, blocks)
+
+
+def _check_coupled(seed: int, speculation: SpeculationConfig, place: str = "") -> None:
+    """Raise ContradictionError where settings, or some inside them, ask for a ratio test for a seeded text."""
+    if speculation.rule in ("token", "block"):
+        rule = f"{place}rule={speculation.rule!r}"
+        problem = f"{rule} makes the text depend on the drafts, and a seed promises that it does not"
+        raise ContradictionError("seed", seed, problem, "Use rule='auto', or leave the seed out.")
+    if speculation.method is not None:
+        for own, inner in speculation.method.nested.items():
+            _check_coupled(seed, inner, f"{place}{own}.")
 
 
 def check_prompt_ids(tokens: tuple[int, ...], vocab_size: int) -> None:

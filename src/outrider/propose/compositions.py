@@ -27,10 +27,12 @@ MAX_MEMBERS = 8
 
 
 def named(place: str, error: InputError | ModelError) -> InputError | ModelError:
-    """The same error with the place in the nesting before the name of its setting."""
+    """The same error with the place in the nesting before the name of its setting. What is `draft_model` beside a method is
+    `model` inside it."""
     if isinstance(error, ModelError):
         return error.at(place)
-    return type(error)(f"{place}.{error.field}", error.value, error.problem, error.remedy)
+    field = "model" if error.field == "draft_model" else error.field
+    return type(error)(f"{place}.{field}", error.value, error.problem, error.remedy)
 
 
 def as_members(values: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, Self
@@ -38,7 +39,7 @@ class SpeculationDefaults:
         Raises:
             InputError: They do not fit together.
         """
-        asked = _asked(Auto.name if speculation is None else speculation, draft_model)
+        asked = with_draft_model(Auto.name if speculation is None else speculation, draft_model)
         return cls(cls(embedded_draft=embedded_draft).complete(asked), embedded_draft)
 
     @property
@@ -52,6 +53,15 @@ class SpeculationDefaults:
         """The method whose models stay loaded: where the engine chooses, its draft model."""
         several = self.config.engine_chooses or isinstance(self.config.method, Composition)
         return self.draft if several else self.config.method
+
+    @property
+    def sources(self) -> list[tuple[str, str]]:
+        """The draft models that the settings name, each with the name of its setting."""
+        found = []
+        for place, candidate in enumerate(self.config.candidates):
+            around = f"methods.{place}." if self.config.engine_chooses else ""
+            found += [(around + own if "." in own else "draft_model", model) for own, model in _sources(candidate, "")]
+        return found
 
     def complete(self, speculation: Any) -> SpeculationConfig:
         """Settings of a call with what they leave open: the draft model, or the methods to choose from.
@@ -115,6 +125,16 @@ def usual_methods(draft: DraftModel | None, longest: int = Auto.default_num_draf
     return tuple(SpeculationConfig.of(method).replace(num_draft_tokens=longest) for method in methods)
 
 
+def _sources(config: SpeculationConfig, place: str) -> Iterator[tuple[str, str]]:
+    """The draft models of settings and of those inside them, each with the place of its setting."""
+    if config.method is None:
+        return
+    if isinstance(config.method, DraftModel) and config.method.model is not None:
+        yield f"{place}model", config.method.model
+    for own, inner in config.method.nested.items():
+        yield from _sources(inner, f"{place}{own}.")
+
+
 def _with_draft(config: SpeculationConfig, draft_model: str) -> SpeculationConfig:
     """The settings with this draft model in the members that name none."""
     method = config.method
@@ -126,8 +146,12 @@ def _with_draft(config: SpeculationConfig, draft_model: str) -> SpeculationConfi
     return config.replace(method=method)
 
 
-def _asked(speculation: Any, draft_model: str | PathLike[str] | None) -> Any:
-    """The settings with a draft model that was given beside them."""
+def with_draft_model(speculation: Any, draft_model: str | PathLike[str] | None) -> Any:
+    """The settings with a draft model that was given beside them.
+
+    Raises:
+        InputError: They are malformed, or nothing in them has use for a draft model.
+    """
     if draft_model is None:
         return speculation
     if not isinstance(draft_model, str | PathLike) or not fspath(draft_model):
@@ -135,10 +159,10 @@ def _asked(speculation: Any, draft_model: str | PathLike[str] | None) -> Any:
         raise InvalidParameterError("draft_model", draft_model, "neither a path nor a loaded model", remedy)
     draft_model, config = fspath(draft_model), SpeculationConfig.of(speculation)
     method = config.method
-    if isinstance(method, Auto) and not method.methods:
-        return config.replace(
-            method=method.replace(methods=usual_methods(DraftModel(model=draft_model), config.num_draft_tokens))
-        )
+    if isinstance(method, Auto | Composition) and not method.methods:
+        usual = usual_methods(DraftModel(model=draft_model), config.num_draft_tokens)
+        in_order = usual if isinstance(method, Auto) else usual[::-1]  # a lookup comes first
+        return config.replace(method=method.replace(methods=in_order))
     if isinstance(method, DraftModel) and not method.nested:
         return config.replace(method=method.replace(model=draft_model))
     whole = _with_draft(config, draft_model)
