@@ -15,11 +15,14 @@ from tokenizers import pre_tokenizers
 
 from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
+from outrider.convert.gguf import write_gguf
+from outrider.convert.gguf_vocabulary import own_vocabulary
 from outrider.model.loading.tokenizers import read_tokenizer
 from tests.model import checkpoints
 from tests.model.gguf_files import Written
 from tests.model.test_gguf_models import EXPERTS, GEMMA, SEVEN, SHAPE, YARN
 from tests.model.test_gguf_tokenizers import CORPUS, byte_level, sentence_piece, vocabulary
+from tests.model.test_gguf_vocabularies import CASES, TEXTS, saved
 
 native = pytest.importorskip("xllamacpp")
 #: The last token is a letter, so that the next one is whole Unicode even where embeddings are tied.
@@ -114,3 +117,17 @@ def test_ids_are_those_of_llama_cpp(tmp_path: Path, pre: str) -> None:
             told = send("/tokenize", {"content": composed, "add_special": True, "parse_special": True})["tokens"]
             if text:  # of nothing, SentencePiece makes a space here and nothing there
                 assert ours.encode(text) == told, text
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ids_of_a_converted_checkpoint_are_those_of_llama_cpp(tmp_path: Path, case: str) -> None:
+    """llama.cpp ends a token at a zero, and cuts letters that are not ASCII in its own way for gpt-4o."""
+    family, make = CASES[case]
+    theirs = make()
+    checkpoint = saved(tmp_path / "source", family, theirs)
+    file = write_gguf(checkpoint, tmp_path / "m.gguf", "float32", own_vocabulary(checkpoint))
+    with server(Path(file)) as send:
+        for text in (text for text in TEXTS if text.strip() and "\0" not in text and (case != "gpt-4o" or text.isascii())):
+            composed = normalize("NFC", text) if case == "qwen2" else text
+            told = send("/tokenize", {"content": composed, "add_special": True, "parse_special": True})["tokens"]
+            assert theirs.encode(text) == told, text

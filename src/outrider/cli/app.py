@@ -10,6 +10,7 @@ import typer
 from outrider import __version__
 from outrider.cli.bench import bench
 from outrider.cli.chat import chat
+from outrider.cli.convert import convert
 from outrider.cli.doctor import doctor
 from outrider.cli.generate import generate
 from outrider.cli.plan import plan
@@ -35,6 +36,7 @@ app.command()(prove)
 app.command()(bench)
 app.command()(vocabulary)
 app.command()(quantize)
+app.command()(convert)
 app.add_typer(train, name="train")
 app.command()(plan)
 app.command()(doctor)

@@ -1,9 +1,4 @@
-"""Writes a checkpoint as a GGUF file, for engines that read no other format.
-
-The file has the same weights, but its vocabulary consists of placeholders. Prompts are given as token ids, and a
-pre-tokenizer that llama.cpp does not know by name could not be written anyway. So the strings that such an engine returns
-mean nothing.
-"""
+"""Writes a checkpoint as a GGUF file, for engines that read no other format."""
 
 from __future__ import annotations
 
@@ -16,14 +11,15 @@ import numpy as np
 
 from outrider.convert.gguf_description import check_describable, describe, frequency_factors
 from outrider.convert.gguf_layout import FAMILIES, file_tensors, is_matrix
-from outrider.errors import InvalidParameterError, UnsupportedModelError
+from outrider.convert.gguf_vocabulary import WriteVocabulary, placeholders
+from outrider.errors import InvalidParameterError, StorageError, UnsupportedModelError
 from outrider.model.loading.exclusive import exclusive_transformers
 
 #: The types in which weights may be stored, with their names in the gguf package.
 STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
 
 
-def write_gguf(checkpoint: str, path: Path, dtype: str = "float32", *, eos_token_id: int | None = None) -> str:
+def write_gguf(checkpoint: str, path: Path, dtype: str = "float32", vocabulary: WriteVocabulary | None = None) -> str:
     """Write a checkpoint to `path`, and return the path. This needs memory for several copies of the weights.
 
     Args:
@@ -31,10 +27,11 @@ def write_gguf(checkpoint: str, path: Path, dtype: str = "float32", *, eos_token
         path: The file. It appears when it is complete.
         dtype: The type of the matrices: "float32", "bfloat16", "float16", "int8" (Q8_0) or "int4" (Q4_0). The last
             two have a scale for 32 weights. Vectors stay float32.
-        eos_token_id: The token that ends a text. With None no token ends a text.
+        vocabulary: Writes the vocabulary. None for placeholders, of which none ends a text.
 
     Raises:
         InvalidParameterError: The dtype is unknown.
+        StorageError: The file cannot be written.
         UnsupportedModelError: GGUF cannot describe what this model computes.
     """
     import gguf
@@ -49,27 +46,19 @@ def write_gguf(checkpoint: str, path: Path, dtype: str = "float32", *, eos_token
     writer = gguf.GGUFWriter(unfinished, FAMILIES[model.config.model_type].architecture)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "float32" else f"MOSTLY_{STORED_AS[dtype]}"])
     describe(writer, model.config)
-    _write_vocabulary(writer, model.config.vocab_size, eos_token_id)
+    (vocabulary or placeholders())(writer, model.config.vocab_size)
     _write_tensors(writer, model, _storing(checkpoint, dtype))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    unfinished.replace(path)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        unfinished.replace(path)
+    except OSError as error:
+        raise StorageError(str(path), str(error), "Free the space, or give another folder.") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
     return str(path)
-
-
-def _write_vocabulary(writer: Any, size: int, eos_token_id: int | None) -> None:
-    import gguf
-
-    # This is the only kind of vocabulary without special tokens. With the others, token 2 or 11 would end every text.
-    writer.add_tokenizer_model("rwkv")
-    writer.add_vocab_size(size)
-    writer.add_token_list([f"<{token}>" for token in range(size)])
-    writer.add_token_types([gguf.TokenType.NORMAL] * size)
-    writer.add_add_bos_token(False)
-    if eos_token_id is not None:
-        writer.add_eos_token_id(eos_token_id)
 
 
 def _write_tensors(writer: Any, model: Any, store: Callable[[Any], tuple[Any, Any]]) -> None:

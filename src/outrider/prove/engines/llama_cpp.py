@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.convert.gguf import write_gguf
+from outrider.convert.gguf_vocabulary import placeholders
 from outrider.errors import MissingExtraError
 from outrider.prove.engines.completions import CompletionsClient
 from outrider.prove.engines.openai_server import ReferenceModel, ServerProof
@@ -73,7 +74,7 @@ class LlamaCpp:
 
     @staticmethod
     def _converted(checkpoint: str) -> str:
-        return write_gguf(checkpoint, Path(f"{checkpoint}.gguf"), eos_token_id=_EOS_TOKEN_ID)
+        return write_gguf(checkpoint, Path(f"{checkpoint}.gguf"), vocabulary=placeholders(_EOS_TOKEN_ID))
 
     def proofs(self, *, quick: bool) -> Sequence[Proof]:
         """See OtherEngine."""

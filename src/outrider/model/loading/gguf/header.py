@@ -191,13 +191,14 @@ class _Reader:
 
     def __init__(self, data: np.ndarray) -> None:
         self.data, self.at = data, 0
+        self._bytes: memoryview = data.data
 
     def take(self, count: int) -> bytes:
         """The next bytes."""
-        if count > len(self.data) - self.at:
+        if count > len(self._bytes) - self.at:
             raise _MalformedError(f"it ends at byte {len(self.data):,}, within its header")
         self.at += count
-        return self.data[self.at - count : self.at].tobytes()
+        return bytes(self._bytes[self.at - count : self.at])
 
     def numbers(self, kinds: str) -> tuple[Any, ...]:
         """The next numbers, of these kinds."""

@@ -1,13 +1,14 @@
 """The tokenizer of a GGUF file, from its vocabulary, its merges or scores, and the name of its pre-tokenizer.
 
-Byte-level BPE is known with the pre-tokenizers named below, and the BPE of SentencePiece with byte fallback as Llama has
-it. Other vocabularies are refused by name: a text that is cut in another way than the model has learnt would be read
-wrongly.
+Byte-level BPE is known with the pre-tokenizers named below, and the BPE of SentencePiece with byte fallback as Llama and
+Gemma have it. Other vocabularies are refused by name: a text that is cut in another way than the model has learnt would be
+read wrongly.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
@@ -16,7 +17,7 @@ from outrider.model.loading.gguf.header import GgufFile
 _AGAIN = "Download the file again."
 _UNKNOWN = 'Pass tokenizer="FOLDER or hub id" of the original checkpoint.'
 _CONTROL, _USER_DEFINED = 3, 4
-_SPACE = "\u2581"
+SPACE = "\u2581"
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,16 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA_3 = Splitting(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}", whole_pieces=True)
 _QWEN_2 = Splitting(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}", composes=True)
+_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_GPT_4O = Splitting(
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    whole_pieces=True,
+)
 #: The pre-tokenizers of byte-level BPE by their names in files.
 SPLITTINGS = {
+    "gpt-4o": _GPT_4O,
     "gpt-2": Splitting(None),
     "llama3": _LLAMA_3,
     "llama-v3": _LLAMA_3,
@@ -65,11 +74,13 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
         return None
     if kind == "gpt2":
         backend = _byte_level(vocabulary)
-    elif kind == "llama" and file.metadata.get("general.architecture") == "llama":
+    elif kind == "llama" and file.metadata.get("general.architecture") in _WITH_PIECES:
         backend = _sentence_piece(vocabulary)
     else:
         architecture = file.metadata.get("general.architecture")
-        problem = f"its vocabulary is {kind!r} of {architecture}, and gpt2, and llama of llama, are known"
+        problem = (
+            f"its vocabulary is {kind!r} of {architecture}, and gpt2, and llama of {', '.join(_WITH_PIECES)}, are known"
+        )
         raise UnsupportedModelError(file.path, problem, _UNKNOWN)
     backend.add_special_tokens(vocabulary.added(special=True))
     backend.add_tokens(vocabulary.added(special=False))
@@ -97,6 +108,8 @@ def end_tokens(file: GgufFile) -> list[int]:
     return sorted({number for number in found if number is not None})
 
 
+#: The architectures whose vocabulary of SentencePiece is known.
+_WITH_PIECES = ("llama", "gemma2", "gemma3")
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
@@ -118,17 +131,30 @@ class _Vocabulary:
             raise self.wrong(name, "is no list of texts")
         return found
 
+    @cached_property
+    def names(self) -> list[str]:
+        """The tokens. In those of SentencePiece that users define, llama.cpp's converter writes spaces for the signs of
+        spaces."""
+        names = self.texts("tokens")
+        if self.get("model") != "llama":
+            return names
+        found = self.get("token_type")
+        kinds = found if isinstance(found, list) and len(found) == len(names) else [1] * len(names)
+        turned = {name: name.replace(" ", SPACE) for name, kind in zip(names, kinds, strict=True) if kind == _USER_DEFINED}
+        known = set(names)
+        return [turned[name] if name in turned and turned[name] not in known else name for name in names]
+
     def tokens(self) -> dict[str, int]:
         """Their numbers."""
         tokens: dict[str, int] = {}
-        for number, token in enumerate(self.texts("tokens")):
+        for number, token in enumerate(self.names):
             if token in tokens:
                 raise self.wrong("tokens", f"holds {token!r} twice")
             tokens[token] = number
         return tokens
 
     def types(self) -> list[int]:
-        found, count = self.get("token_type"), len(self.texts("tokens"))
+        found, count = self.get("token_type"), len(self.names)
         if found is None:
             return [1] * count
         if not isinstance(found, list) or len(found) != count or not all(isinstance(each, int) for each in found):
@@ -136,7 +162,7 @@ class _Vocabulary:
         return found
 
     def scores(self) -> list[float]:
-        found, count = self.get("scores"), len(self.texts("tokens"))
+        found, count = self.get("scores"), len(self.names)
         if not isinstance(found, list) or len(found) != count or not all(isinstance(each, float) for each in found):
             raise self.wrong("scores", f"is no list of {count} numbers")
         return found
@@ -155,20 +181,20 @@ class _Vocabulary:
         from tokenizers import AddedToken
 
         wanted = _CONTROL if special else _USER_DEFINED
-        pairs = zip(self.texts("tokens"), self.types(), strict=True)
+        pairs = zip(self.names, self.types(), strict=True)
         return [AddedToken(token, normalized=False, special=special) for token, kind in pairs if kind == wanted and token]
 
     def number(self, name: str) -> int | None:
         found = self.get(name)
         if found is None:
             return None
-        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(self.texts("tokens")):
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(self.names):
             raise self.wrong(name, f"is {found!r}, and no token")
         return found
 
     def named(self, name: str) -> str | None:
         number = self.number(name)
-        return None if number is None else self.texts("tokens")[number]
+        return None if number is None else self.names[number]
 
     def flag(self, name: str, *, default: bool) -> bool:
         found = self.get(name)
@@ -206,27 +232,45 @@ def _sentence_piece(vocabulary: _Vocabulary) -> Any:
     """The BPE of SentencePiece: of two neighbours the pair whose whole has the highest score is merged first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens, scores = vocabulary.tokens(), vocabulary.scores()
-    merges = []
-    for token, number in tokens.items():
-        parts = [(token[:i], token[i:]) for i in range(1, len(token))]
-        splits = [pair for pair in parts if pair[0] in tokens and pair[1] in tokens]
-        merges += [(-scores[number], number, tokens[a], tokens[b], a, b) for a, b in splits]
-    merges.sort()
+    tokens = vocabulary.tokens()
     model = models.BPE(
         vocab=tokens,
-        merges=[(a, b) for *_, a, b in merges],
+        merges=_merges_by_score(vocabulary, tokens),
         byte_fallback=True,
         fuse_unk=True,
         unk_token=vocabulary.named("unknown_token_id"),
     )
     tokenizer = Tokenizer(model)
     prefix = vocabulary.flag("add_space_prefix", default=True)
-    steps: list[Any] = [normalizers.Prepend(_SPACE)] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     ends: list[Any] = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
     return tokenizer
+
+
+def _merges_by_score(vocabulary: _Vocabulary, tokens: dict[str, int]) -> list[tuple[str, str]]:
+    """All ways to make a token of two, the best one first.
+
+    Tokens that users define are whole before anything is merged, as runs of spaces are in Gemma, whatever their scores.
+    Among the ways to make one token, Gemma's tokenizer tries the longest first part first, and Llama's the first one in
+    the vocabulary.
+    """
+    scores, types = vocabulary.scores(), vocabulary.types()
+    by_length = vocabulary.file.metadata.get("general.architecture") != "llama"
+    merges: list[tuple[tuple[float, ...], str, str]] = []
+    for token, number in tokens.items():
+        parts = [(token[:i], token[i:]) for i in range(1, len(token))]
+        for first, second in parts:
+            if first in tokens and second in tokens:
+                key: tuple[float, ...] = (-scores[number], number, tokens[first], tokens[second])
+                if by_length:
+                    key = (-scores[number], number, -len(first))
+                if types[number] == _USER_DEFINED:
+                    key = (-float("inf"), -len(first), -len(second), number)
+                merges.append((key, first, second))
+    merges.sort()
+    return [(first, second) for _, first, second in merges]
 
 
 def _put_first(tokenizer: Any, vocabulary: _Vocabulary, name: str) -> None:
