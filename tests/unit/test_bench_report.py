@@ -263,12 +263,26 @@ def test_pages_say_everything() -> None:
         "multiplies two matrices of 2048 x 2048 at 20 GFLOP/s in bfloat16 and 10 GFLOP/s in float32",
     ):
         assert said in page
-    console = Console(width=120, record=True, file=io.StringIO())
-    for view in report.tables(found, list(found.cells.values())):
-        console.print(view)
-    text = console.export_text()
+    text = printed(found, 120)
     assert "30% loops" in text
     assert "50/-" in text
+
+
+def printed(found: Results, width: int) -> str:
+    """The tables of a terminal."""
+    console = Console(width=width, record=True, file=io.StringIO())
+    for view in report.tables(found, list(found.cells.values()), width):
+        console.print(view)
+    return console.export_text()
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_a_narrow_terminal_cuts_no_number_off(width: int) -> None:
+    whole, narrow = printed(results(), 200), printed(results(), width)
+    assert "\u2026" not in narrow
+    assert max(map(len, narrow.splitlines())) <= width
+    assert set(whole.split()) <= set(narrow.split())
+    assert len(narrow.splitlines()) > len(whole.splitlines()), "some columns went below"
 
 
 def test_the_first_token_and_the_whole_request_stand_beside_the_speed_of_decoding() -> None:

@@ -17,6 +17,8 @@ HEADING = "What pays here"
 SPEED = ("way", "tokens/s", "speedup", "first ms", "whole tokens/s", "whole", "gaps ms", "GiB", "8-grams")
 PREFILL = ("model", "position", "rows", "ms", "tokens/s", "GFLOP/s", "of the peak")
 DRAFTS = ("way", "tau", "expected", "a pass", "accepted %", "eta", "1/C", "time %")
+#: Blanks between two columns.
+_GAP = 2
 #: What the columns of a table mean, by its columns.
 LEGENDS = {
     SPEED: (
@@ -40,20 +42,38 @@ LEGENDS = {
 }
 
 
-def tables(results: Results, cells: Sequence[CellResult]) -> list[Table]:
-    """Tables for the terminal: what a pass costs, and then the speed and the drafts of each cell."""
+def tables(results: Results, cells: Sequence[CellResult], width: int) -> list[Table]:
+    """Tables for the terminal: what a pass costs, and then the speed and the drafts of each cell.
+
+    Args:
+        results: The results.
+        cells: The cells whose speed is shown.
+        width: Characters of a line. Columns that have no room go into a further table below.
+    """
     from rich.table import Table
 
     views = []
     for title, columns, rows in _sections(results, cells):
-        look: Any = {"title_justify": "left", "title_style": "bold", "header_style": "dim"}
-        view = Table(title=title, box=None, pad_edge=False, padding=(0, 2, 0, 0), **look)
-        for number, column in enumerate(columns):
-            view.add_column(column, justify="left" if number == 0 else "right", no_wrap=number < 3)
-        for row in rows:
-            view.add_row(*row)
-        views.append(view)
+        for part in _parts(columns, rows, width):
+            look: Any = {"title_justify": "left", "title_style": "bold", "header_style": "dim"}
+            view = Table(title=title if part[1] == 1 else None, box=None, pad_edge=False, padding=(0, _GAP, 0, 0), **look)
+            for number in part:
+                view.add_column(columns[number], justify="right" if number else "left", no_wrap=True)
+            for row in rows:
+                view.add_row(*(row[number] for number in part))
+            views.append(view)
     return views
+
+
+def _parts(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
+    """Columns that stand beside each other, the first one in every part: no number is cut off."""
+    wide = [max(map(len, (name, *(row[number] for row in rows)))) + _GAP for number, name in enumerate(columns)]
+    parts = [[0]]
+    for number in range(1, len(columns)):
+        if len(parts[-1]) > 1 and sum(wide[each] for each in (*parts[-1], number)) - _GAP > width:
+            parts.append([0])
+        parts[-1].append(number)
+    return parts
 
 
 def legends(results: Results, cells: Sequence[CellResult]) -> list[str]:

@@ -137,7 +137,7 @@ def _show(session: Session, results: Results, paper: Any) -> None:
 
     shown = _this_run(session, results)
     paper.print(report.machine_line(shown), style="dim", markup=False)
-    for view in report.tables(shown, session.measured):
+    for view in report.tables(shown, session.measured, paper.width):
         paper.print()
         paper.print(view)
     paper.print()
