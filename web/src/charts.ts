@@ -71,7 +71,7 @@ export interface Measured {
  */
 export function curve(gain: (length: number) => number, measured: Measured[], given: { longest?: number; here?: number } = {}): HTMLElement {
   const { longest = 12, here } = given;
-  const [width, height, left, bottom] = [360, 200, 38, 34];
+  const [width, height, left, bottom] = [360, 204, 38, 38];
   const top = Math.max(1.5, ...measured.map((each) => each.high ?? each.gain), ...lengths(longest).map(gain)) * 1.1;
   const x = (k: number) => left + (k / longest) * (width - left - 12);
   const y = (value: number) => height - bottom - (value / top) * (height - bottom - 10);
@@ -94,13 +94,13 @@ export function curve(gain: (length: number) => number, measured: Measured[], gi
       ...ticks.map((value) => s(value === 1 ? "line.grid.one" : "line.grid", { x1: left, x2: width - 12, y1: y(value), y2: y(value) })),
       ...ticks.map((value) => s("text.tick", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, `${value}×`)),
       ...lengths(longest).filter((k) => k % 2 === 0).map((k) => s("text.tick", { x: x(k), y: height - bottom + 17, "text-anchor": "middle" }, String(k))),
-      s("text.tick", { x: width - 12, y: height - 2, "text-anchor": "end" }, "guesses a round"),
+      s("text.tick", { x: width - 12, y: height - 4, "text-anchor": "end" }, "guesses a round"),
       s("polyline.line", { points: path.join(" ") }),
       s("circle.best", { cx: x(best), cy: y(gain(best)), r: 6.5 }),
       here === undefined ? null : s("path.here", { d: `M${x(here)} ${y(0)}V${y(gain(here))}` }),
       ...points,
     ),
-    h("figcaption", {}, h("span.key-ring", { "aria-hidden": "true" }), "the best point of the formula", ...(measured.length ? [h("span.key-dot", { "aria-hidden": "true" }), "measured, with its interval where it is known"] : [])),
+    h("figcaption", {}, h("span.key-ring", { "aria-hidden": "true" }), h("span", {}, "the best point of the formula"), ...(measured.length ? [h("span.key-dot", { "aria-hidden": "true" }), h("span", {}, "measured, with its interval where it is known")] : [])),
   );
 }
 

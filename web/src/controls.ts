@@ -1,6 +1,6 @@
 /** The sliders and choices of the playground. */
 
-import type { Facts, MethodFacts } from "./api";
+import type { Asked, Facts, MethodFacts } from "./api";
 import { fill, h } from "./dom";
 import { named } from "./names";
 
@@ -13,6 +13,14 @@ export interface Choice {
   maxTokens: number;
   temperature: number;
   sameDice: boolean;
+}
+
+/** The settings that a text was asked for with, as `Controls` takes them. */
+export function settingsOf({ speculation, max_tokens, temperature, seed }: Asked): [string, string][] {
+  const { method, tree, num_draft_tokens } = typeof speculation === "string" ? { method: speculation } : speculation;
+  const shape: [string, string][] = [["shape", tree === undefined ? "chain" : String(tree)]];
+  const length: [string, string][] = num_draft_tokens === undefined ? [] : [["length", String(num_draft_tokens)]];
+  return [["method", String(method)], ...shape, ...length, ["tokens", String(max_tokens)], ["temperature", String(temperature)], ["dice", String(seed !== undefined)]];
 }
 
 export class Controls {

@@ -147,7 +147,7 @@ export function bars(caption: string, kind: string, rows: { name: string; value:
     const bar = h(`span.fill.${kind}`);
     bar.style.width = `${(row.value / most) * 100}%`;
     const cell = h("td.bars", {}, h("span.rail", {}, bar));
-    return h("tr", {}, h("th", { scope: "row" }, row.name), cell, h("td.number", { "data-value": row.value }, row.text));
+    return h("tr", {}, h("th", { scope: "row" }, h("span.bar-name", {}, row.name)), cell, h("td.number", { "data-value": row.value }, row.text));
   });
   return h("table.chart", {}, h("caption", {}, caption), h("tbody", {}, ...body));
 }

@@ -10,6 +10,7 @@ const WORDS: Record<string, string> = {
   layer_skip: "the target with layers left out",
   medusa: "trained heads, one for each place ahead",
   blockwise: "trained heads that share the target's output layer",
+  eagle1: "a trained layer that foresees the target's states",
   eagle3: "a trained layer that reads the target's states",
   ngram: "what followed these words before",
   suffix: "the longest text that came before",

@@ -1,7 +1,7 @@
 /** The playground: one prompt, written plainly and with speculation, replayed and looked into. */
 
 import { type Asked, type Facts, type Hearing, Stopped, type Written, facts, write } from "./api";
-import { Controls } from "./controls";
+import { Controls, settingsOf } from "./controls";
 import { byId, fill, h } from "./dom";
 import { bytes } from "./format";
 import { isKnown } from "./interval";
@@ -59,6 +59,16 @@ function open(session: Session): void {
   prompt.value = session.asked.prompt;
   results.show(session);
   status.say(`A run of ${new Date(session.made).toLocaleString()} on ${session.facts.model}. ${headline(session)}.`);
+}
+
+/** Open a run of a file: its settings come with it, and it is kept as one that was measured here. */
+function openFile(session: Session): void {
+  if (controls) {
+    controls.settings = settingsOf(session.asked);
+    toAddress(session.asked.prompt, controls.settings);
+  }
+  keep(session);
+  open(session);
 }
 
 async function run(): Promise<void> {
@@ -129,7 +139,7 @@ function begun(running: boolean): void {
 
 byId("main").append(results.note.element);
 byId("status").append(status.element, status.problem);
-byId("status").after(opener(open, (error) => status.fail(error)));
+byId("status").after(opener(openFile, (error) => status.fail(error)));
 fill(
   byId("examples"),
   ...EXAMPLES.map(([name, text]) => h("button.quiet", { type: "button", click: () => (prompt.value = text) }, name)),

@@ -7,6 +7,7 @@ import { duration, percent } from "./format";
 import type { Live } from "./live";
 import { Race } from "./race";
 import { Rounds } from "./rounds";
+import type { Run } from "./run";
 import type { Session } from "./session";
 import { sharing } from "./share";
 import { speedup } from "./speedup";
@@ -96,7 +97,7 @@ function numbers({ plain, fast }: Session): HTMLElement {
 function figures(session: Session): HTMLElement[] {
   const { plain, fast, gain } = session;
   const length = fast.draftLength;
-  const cost = length ? Math.max(0, (fast.secondsPerRound / plain.secondsPerRound - 1) / length) : 0;
+  const cost = fast.costBeside(plain.secondsPerRound);
   const chosen = choices(fast);
   const more = fast.branches ? "one more level of guesses" : "one more guess";
   const stands = fast.branches ? "At each place some guess stands" : "Each guess stands";
@@ -106,7 +107,7 @@ function figures(session: Session): HTMLElement[] {
     figure(
       "What was to be expected?",
       curve((each) => speedup(fast.chance, each, cost), length ? [{ length, gain: gain.middle, low: gain.low, high: gain.high }] : []),
-      `${stands} with a chance of ${percent(fast.chance)} when those before did, and ${more} costs ${costing(cost)}, drafting and checking together.`,
+      `${stands} with a chance of ${percent(fast.chance)} when those before did, and ${more} costs ${costing(cost)}, drafting and checking together.${idle(fast)}`,
     ),
     ...(chosen ? [figure("What did the engine choose, and why?", chosen)] : []),
   ];
@@ -114,6 +115,12 @@ function figures(session: Session): HTMLElement[] {
 
 function costing(cost: number): string {
   return cost ? `${percent(cost)} of a plain step` : "so little that this run does not show it";
+}
+
+/** Rounds without a guess are measured with the others, and the curve knows nothing of them. */
+function idle({ later, drafted }: Run): string {
+  const none = later.length - drafted.length;
+  return none ? ` That is of the rounds with guesses: in ${none} of ${later.length} nothing was guessed, and what was measured holds these too.` : "";
 }
 
 function figure(title: string, body: HTMLElement, text?: string): HTMLElement {

@@ -80,9 +80,20 @@ export class Run {
     return { draft, pass, check, rest: Math.max(0, this.secondsPerRound - draft - pass - check) };
   }
 
+  /** Rounds in which anything was drafted. */
+  get drafted(): Round[] {
+    return this.later.filter((round) => round.token_ids.length);
+  }
+
   /** Draft tokens of a round in which anything was drafted, on the longest path. */
   get draftLength(): number {
-    return mean(this.later.filter((round) => round.token_ids.length).map(depth));
+    return mean(this.drafted.map(depth));
+  }
+
+  /** By how much one guess makes a round longer, in steps of plain decoding; 0 where no round with a draft was longer. */
+  costBeside(step: number): number {
+    const taken = mean(this.drafted.map((round) => round.at - this.rounds[this.rounds.indexOf(round) - 1].at));
+    return this.drafted.length ? Math.max(0, (taken / step - 1) / this.draftLength) : 0;
   }
 
   /** Whether some guesses shared a place, so that not all of them could stand. */
@@ -98,9 +109,8 @@ export class Run {
 
   /** Chance that the next draft token stands when all before it did: accepted among those whose fate was decided. */
   get chance(): number {
-    const drafted = this.later.filter((round) => round.token_ids.length);
-    const accepted = drafted.reduce((sum, round) => sum + round.accepted.length, 0);
-    const refused = drafted.filter((round) => round.token_id !== null && hasChild(round, lastNode(round))).length;
+    const accepted = this.drafted.reduce((sum, round) => sum + round.accepted.length, 0);
+    const refused = this.drafted.filter((round) => round.token_id !== null && hasChild(round, lastNode(round))).length;
     return accepted + refused ? accepted / (accepted + refused) : 0;
   }
 }

@@ -13,7 +13,7 @@ import pytest
 #: Names of the browser, Debian's first. Playwright's own is not needed.
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 #: Widths of windows at which pages are audited: a small phone, a phone, a tablet and a desk.
-WIDTHS = (320, 390, 820, 1280)
+WIDTHS = (320, 390, 768, 1440)
 CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), None)
 
 

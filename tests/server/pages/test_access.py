@@ -181,3 +181,43 @@ def test_forced_colours_still_tell_the_origins_apart(page: Any, server: Server) 
     bars = {page.locator(f".fill.{part} >> nth=0").evaluate(back) for part in ("pass", "draft", "check", "rest")}
     assert len(bars) == 4, "the parts of a bar can be told apart"
     assert page.locator(".chart:has(.rail.wide)").evaluate(back) not in bars
+    for part in ("pass", "draft", "check", "rest"):
+        assert page.locator(f".fill.{part} >> nth=0").evaluate(back) == page.locator(f".key.{part} >> nth=0").evaluate(back)
+
+
+@pytest.mark.parametrize("path", ["/", "/learn"])
+def test_forced_colours_are_the_only_ones(page: Any, server: Server, path: str) -> None:
+    page.emulate_media(forced_colors="active", reduced_motion="reduce")
+    if path == "/":
+        open_playground(page, server)
+        page.select_option("#method", "draft_model")
+        set_slider(page, "tokens", 24)
+        run(page)
+        page.locator(".stage").last.click()
+    else:
+        page.goto(server.url + path)
+        page.wait_for_selector("#lab-7 .experiment")
+    assert page.evaluate(NOT_FORCED) == []
+
+
+#: What is drawn in another colour than those of the system.
+NOT_FORCED = """() => {
+  const probe = document.body.appendChild(document.createElement("i"));
+  probe.style.forcedColorAdjust = "none";
+  const system = ["Canvas", "CanvasText", "Highlight", "GrayText", "LinkText", "ButtonText"].map(name => {
+    probe.style.color = name;
+    return getComputedStyle(probe).color;
+  });
+  probe.remove();
+  const seen = new Set(["none", "rgba(0, 0, 0, 0)", ...system]), found = new Set();
+  const note = (e, name) => {
+    const colour = getComputedStyle(e)[name];
+    if (!seen.has(colour)) found.add(`${e.tagName}.${e.getAttribute("class")} ${name}: ${colour}`);
+  };
+  for (const e of document.querySelectorAll("main svg *:not(title):not(g)")) {
+    note(e, "fill");
+    note(e, "stroke");
+  }
+  for (const e of document.querySelectorAll(".fill, .key, .bar, .track, .wanted, .key-dot")) note(e, "backgroundColor");
+  return [...found];
+}"""

@@ -60,7 +60,13 @@ def test_a_run_is_saved_and_opened_and_its_commands_work(page: Any, server: Serv
     assert page.locator("#results:visible").count() == 0
     page.set_input_files("#file", tmp_path / "run.json")
     page.wait_for_selector("#results:visible")
-    assert page.locator(".lane:nth-child(2) .token").count() == 16
+    for again in (lambda: None, page.reload):
+        again()
+        page.wait_for_selector("#results:visible")
+        assert page.locator(".lane:nth-child(2) .token").count() == 16
+        assert page.input_value("#prompt") == 'it\'s = "\\n"\n'
+        assert page.input_value("#method") == "draft_model", "the settings come with the file"
+        assert page.input_value("#tokens") == "16"
     (tmp_path / "other.json").write_text("[]")
     page.set_input_files("#file", tmp_path / "other.json")
     page.wait_for_selector(".problem:visible")

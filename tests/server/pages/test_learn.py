@@ -228,6 +228,13 @@ def test_trees_are_measured_beside_chains(page: Any) -> None:
     for chance, word in ((0.1, "tree"), (0.95, "chain")):
         page.locator("#tree-chance").evaluate("(e, v) => { e.value = v; e.dispatchEvent(new Event('input')) }", str(chance))
         assert f"The {word} brings more" in page.inner_text("#lab-5 .toy")
+        chain, tree = page.locator("#lab-5 .shape").evaluate_all(
+            "all => all.map(e => [...e.querySelectorAll('.share')].map(t => Number(t.dataset.value)))"
+        )
+        assert chain == pytest.approx([chance**place for place in range(1, 7)])
+        assert len(tree) == 6
+        assert told(page, "shape") == pytest.approx(sum(chain) - sum(tree))
+        assert tree[3:] == pytest.approx([stands * chance for stands in tree[:3]])
     guess(page, "guess-shape", 2)
     answers = [answer for answer in measure(page, 5) if answer["asked"]["max_tokens"] > 2]
     brought: dict[str, list[float]] = {"chain": [], "tree": []}

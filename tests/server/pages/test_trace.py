@@ -6,7 +6,9 @@ shown, and any speeds.
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Iterator
 from math import exp, log, sqrt
 from statistics import fmean, stdev
@@ -262,6 +264,27 @@ def test_no_gain_is_told_where_no_pass_was_saved(page: Any, run: dict[str, Any])
     show(page, {**same, "speeds": speeds(1.17, 1.17, 1.18)})
     assert page.inner_text("#verdict .big") == "No difference seen"
     assert "No guess stood" in page.inner_text("#verdict")
+
+
+def test_a_guess_costs_what_rounds_with_guesses_took(page: Any, server: Server) -> None:
+    found = saved(server, {"method": "ngram"}, DRAWS["seeded"], 48)
+    plain, rounds = found["plain"]["rounds"], found["fast"]["rounds"]
+    took = [(each, each["at"] - before["at"]) for before, each in itertools.pairwise(rounds)]
+    drafted = [(each, seconds) for each, seconds in took if each["token_ids"]]
+    assert 0 < len(drafted) < len(took), "some rounds have guesses, and some have none"
+    # A machine with other work may have rounds with guesses that were no longer, so these are made longer.
+    for each, _ in drafted:
+        for later in rounds[rounds.index(each) :]:
+            later["at"] += 0.05
+    step = (plain[-1]["at"] - plain[0]["at"]) / (len(plain) - 1)
+    length = fmean(len(each["token_ids"]) for each, _ in drafted)
+    cost = (fmean(seconds + 0.05 for _, seconds in drafted) / step - 1) / length
+    show(page, found)
+    said = page.inner_text("#figures")
+    shown = re.search(r"one more guess costs ([0-9.]+)% of a plain step", said)
+    assert shown
+    assert float(shown[1]) / 100 == pytest.approx(cost, rel=0.01, abs=0.001)
+    assert f"in {len(took) - len(drafted)} of {len(took)} nothing was guessed" in said
 
 
 def test_other_texts_in_flight_are_warned_of(page: Any, run: dict[str, Any]) -> None:

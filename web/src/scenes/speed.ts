@@ -87,10 +87,9 @@ export function speed(lab: Lab | null): HTMLElement {
 
 /** What the runs tell of chance, cost and length. */
 function fit({ plain, fast, gain }: Compared): Fitted {
-  const drafted = fast.filter((run) => run.draftLength > 0);
+  const drafted = fast.filter((run) => run.drafted.length);
   if (!drafted.length) throw new Error("Nothing was guessed in these texts. Measure again.");
   const step = median(plain.map((run) => run.secondsPerRound));
   const length = mean(drafted.map((run) => run.draftLength));
-  const cost = Math.max(0, mean(drafted.map((run) => (run.secondsPerRound / step - 1) / run.draftLength)));
-  return { gain, chance: mean(drafted.map((run) => run.chance)), cost, length };
+  return { gain, chance: mean(drafted.map((run) => run.chance)), cost: mean(drafted.map((run) => run.costBeside(step))), length };
 }

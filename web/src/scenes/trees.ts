@@ -1,6 +1,6 @@
 /** Scene 5: a chain or a tree, with the same number of guesses. */
 
-import { fill, h } from "../dom";
+import { fill, h, s } from "../dom";
 import { factor, mean, percent } from "../format";
 import type { Gain } from "../interval";
 import { type Compared, type Lab, bars, experiment, figure, finding, told } from "../lab";
@@ -8,14 +8,47 @@ import { FACTOR, Prediction } from "../predict";
 
 /** Guesses of both shapes. */
 const SIZE = 6;
-/** Chances that the second and third guess at a place stand, where those before fell, beside that of the first. */
+/** Chances that the guesses for one place stand, where those before fell, beside that of the first. */
 const LATER = [1, 0.45, 0.25];
 
 /** Tokens that a round brings, by the chance that the first guess at a place stands. */
 export function tokensOfShapes(chance: number): { chain: number; tree: number } {
-  const chain = Array.from({ length: SIZE }, (_, depth) => chance ** (depth + 1)).reduce((sum, each) => sum + each, 1);
-  const some = (width: number) => 1 - LATER.slice(0, width).reduce((none, part) => none * (1 - chance * part), 1);
-  return { chain, tree: 1 + some(3) + some(3) * chance };  // three at the first place, one behind each
+  const tokens = (places: number[][]) => places.flat().reduce((sum, each) => sum + each, 1);
+  return { chain: tokens(chainOf(chance)), tree: tokens(treeOf(chance)) };
+}
+
+/** By place, with what chance each guess of a chain stands. */
+function chainOf(chance: number): number[][] {
+  return Array.from({ length: SIZE }, (_, depth) => [chance ** (depth + 1)]);
+}
+
+/** The same of a tree: three at the first place, and one behind each. */
+function treeOf(chance: number): number[][] {
+  let left = 1;
+  const first = LATER.map((part) => {
+    const stands = left * chance * part;
+    left -= stands;
+    return stands;
+  });
+  return [first, first.map((each) => each * chance)];
+}
+
+/** A shape: a box for each guess, filled as far as it stands. */
+function drawn(name: string, places: number[][]): HTMLElement {
+  const [width, height, gap, line] = [44, 26, 14, 34];
+  const lines = Math.max(...places.map((place) => place.length));
+  const x = (depth: number) => 22 + depth * (width + gap);
+  const boxes = places.flatMap((place, depth) => place.map((stands, row) => ({ stands, depth, y: 2 + row * line })));
+  const middle = height / 2;
+  const edges = boxes.map(({ depth, y }) => s("path.road", { d: depth ? `M${x(depth) - gap} ${y + middle}h${gap}` : `M10 ${2 + middle}C18 ${2 + middle} 14 ${y + middle} ${x(0)} ${y + middle}` }));
+  const rects = boxes.flatMap(({ stands, depth, y }) => [
+    s("rect.guessing", { x: x(depth), y, width, height, rx: 6 }),
+    s("rect.standing", { x: x(depth), y, width: width * stands, height, rx: 6 }),
+    s("text.share", { x: x(depth) + width / 2, y: y + 18, "text-anchor": "middle", "data-value": stands }, percent(stands)),
+  ]);
+  const said = `${name}. By place its guesses stand with ${places.map((place) => place.map(percent).join(", ")).join("; then ")}.`;
+  const size = { viewBox: `0 0 ${x(SIZE)} ${lines * line}` };
+  return h("div.shape", {}, h("p.fine", {}, name), s("svg", { ...size, role: "img", "aria-label": said }, ...edges, s("circle.weight", { cx: 6, cy: 2 + middle, r: 5 }), ...rects));
 }
 
 export function trees(lab: Lab | null): HTMLElement {
@@ -31,6 +64,8 @@ export function trees(lab: Lab | null): HTMLElement {
     fill(
       found,
       finding(figure("shape", chain - tree, better), `: ${why}`),
+      drawn("A chain of six guesses: how often each stands", chainOf(chance)),
+      drawn("A tree of six: three for one place, and one behind each", treeOf(chance)),
       bars("Tokens that a round brings, the target's own included", "accepted", [
         { name: "a chain of 6", value: chain, text: factor(chain) },
         { name: "3, and 1 behind each", value: tree, text: factor(tree) },
