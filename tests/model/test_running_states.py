@@ -15,6 +15,7 @@ from outrider.cache.running import CellRecord, RunningText
 from outrider.cache.state import SequenceState
 from outrider.errors import UnsupportedModelError
 from outrider.model.batch import Segment
+from outrider.model.pass_timer import PassTimer
 from outrider.model.running.convolution import Convolution
 from outrider.model.running.delta_rule import DeltaRule
 from outrider.model.running.function import StateRows
@@ -195,3 +196,9 @@ def test_a_pass_that_fails_leaves_the_states_as_they_were(tmp_path: Path, monkey
         runner.forward([Segment.of(state, PROMPT[14:], 9, certain=18)])
     monkeypatch.undo()
     assert torch.equal(runner.forward([Segment.of(state, PROMPT[9:14], 9)]).logits, want)
+
+
+def test_passes_are_timed_at_any_place(tmp_path: Path) -> None:
+    timer = PassTimer(load(saved("qwen3_next", tmp_path)).engine.runner, 30)
+    timer.compute(20)
+    assert all(timer.seconds(start, 3, logits=True) > 0 for start in (20, 4, 11))
