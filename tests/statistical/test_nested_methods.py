@@ -182,8 +182,11 @@ NESTED: dict[str, Any] = {
 }
 
 
-def test_any_nesting_has_settings_to_prove(proof: EngineProof) -> None:
-    settings = {setting.name: setting for setting in method_settings(NESTED)}
+@pytest.mark.parametrize(
+    "asked", [NESTED, {"method": "auto", "methods": [NESTED]}], ids=["itself", "as the engine's choice"]
+)
+def test_any_nesting_has_settings_to_prove(proof: EngineProof, asked: dict[str, Any]) -> None:
+    settings = {setting.name: setting for setting in method_settings(asked)}
     before = proof.llm.stats.finished.num_accepted_tokens
     for name in ("as it is", "token rule"):
         finding = proof.prove(settings[name], 3)

@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.params import SamplingParams
 from outrider.propose import registry
+from outrider.propose.auto import Auto
 from outrider.propose.compositions import Composition
 from outrider.propose.speculation import SpeculationConfig
 from outrider.prove.findings import Finding
@@ -67,6 +68,8 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
         if kind.grows_from_probabilities:
             found.append(Setting("best-first tree", {**method, "tree": "best_first", "num_draft_tokens": 3}))
             found.append(Setting("Sequoia's tree", {**method, "tree": "sequoia", "num_draft_tokens": 3}))
+    if kind is not None and kind.candidates is not None:
+        found = [setting for setting in found if not setting.turns]  # a planner names who drafts, and never the engine
     return [replace(setting, prediction=PREDICTION) for setting in found]
 
 
@@ -84,7 +87,7 @@ def _with_models(asked: Mapping[str, Any] | str, stage: int = 0) -> dict[str, An
         filled["drafter"] = _with_models(method["drafter"], stage + 1)
     if method["method"] in FEATURE_METHODS or method["method"] in HEAD_METHODS:
         filled["model"] = HEADS
-    if issubclass(registry.find(method["method"]), Composition):
+    if issubclass(registry.find(method["method"]), Composition | Auto):
         members = method.get("methods") or ("suffix", "draft_model")
         filled["methods"] = [_with_models(each, stage) for each in members]
     return filled
@@ -109,7 +112,8 @@ def method_proofs(
     yield "greedy text is identical", partial(own.text_is_identical, SamplingParams(temperature=0, max_tokens=length))
     yield "seeded text is identical", partial(own.text_is_identical, SamplingParams(seed=11, max_tokens=length))
     yield "KV memory is true", partial(own.cache_is_true, length // 2)
-    yield "it drafts", partial(own.drafts, length)
+    if not SpeculationConfig.of(asked).engine_chooses:  # what it chooses follows from times
+        yield "it drafts", partial(own.drafts, length)
 
 
 def _samples(method: Mapping[str, Any]) -> dict[str, Any]:
