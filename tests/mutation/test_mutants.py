@@ -14,6 +14,7 @@ from _pytest.mark import ParameterSet
 
 from tests.mutation.boundary_mutants import BOUNDARY_MUTANTS
 from tests.mutation.deep_mutants import DEEP_MUTANTS
+from tests.mutation.feature_mutants import FEATURE_MUTANTS
 from tests.mutation.judge import CHECKS, CLAIM, judge
 from tests.mutation.mutants import MUTANTS, PROBE_DIFFERS, Mutant
 from tests.mutation.native_mutants import NATIVE_MUTANTS
@@ -21,7 +22,7 @@ from tests.mutation.warm import WarmProcess
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "outrider"
-PLANTED = (*MUTANTS, *BOUNDARY_MUTANTS, *DEEP_MUTANTS)
+PLANTED = (*MUTANTS, *BOUNDARY_MUTANTS, *FEATURE_MUTANTS, *DEEP_MUTANTS)
 KILLED = [m for m in PLANTED if m.killer]
 #: A line to break.
 _FALLBACK = next(m.old for m in MUTANTS if m.killer == "empty_residual")

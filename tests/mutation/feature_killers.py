@@ -1,0 +1,53 @@
+"""Checks that a bug in heads with attention of their own must turn red."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.prove.published_heads import save_random_eagle
+from tests.model import checkpoints, test_feature_heads
+
+_NAMES = ("safeailab", "speculators, normed residual", "eagle1")
+
+
+def features_make_the_drafts() -> None:
+    """Every row of every draft, in chains and trees, of several samples and behind a prefix, is what the reference says."""
+    params = SamplingParams(temperature=0, max_tokens=12)
+    for name in _NAMES:
+        for shape in ({}, {"tree": (3, 2)}):
+            _compared(name, shape, [params, params.replace(n=2), params])
+
+
+def features_of_samples() -> None:
+    """Samples part inside a block, and go on with the feature that their prompt ends with."""
+    _compared("safeailab", {}, [SamplingParams(temperature=0, max_tokens=6, n=3)])
+
+
+@cache
+def _made() -> test_feature_heads.Made:
+    folder = Path(tempfile.mkdtemp())
+    path = checkpoints.save("llama", folder / "target", seed=3, layers=test_feature_heads.LAYERS)
+    heads = {name: save_random_eagle(folder / name, path, scale=0.1, **test_feature_heads.HEADS[name]) for name in _NAMES}
+    return test_feature_heads.Made(path, test_feature_heads.Oracle(path), heads)
+
+
+@cache
+def _llm() -> LLM:
+    return test_feature_heads.load(_made())
+
+
+def _compared(name: str, shape: dict[str, Any], params: list[SamplingParams]) -> None:
+    made = _made()
+    with pytest.MonkeyPatch.context() as patch:
+        watch = test_feature_heads.Watch(made.reference(name), patch)
+        prompts = test_feature_heads.PROMPTS[: len(params)]
+        outputs = _llm().generate(prompts, params, speculation=made.way(name, **shape))
+    assert test_feature_heads.faults(outputs) == 0
+    assert watch.num_rows > 5
+    assert watch.worst <= test_feature_heads.BOUND

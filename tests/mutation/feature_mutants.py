@@ -1,0 +1,68 @@
+"""Bugs planted in heads with attention of their own: which feature, which rows, which norm."""
+
+from __future__ import annotations
+
+from tests.mutation.mutants import Mutant
+
+
+def _mutant(name: str, path: str, old: str, new: str, killer: str = "features_make_the_drafts") -> Mutant:
+    return Mutant(name, 0, path, old, new, killer)
+
+
+_DRAFTS, _NETWORKS = "propose/methods/feature_drafts.py", "heads/feature_networks.py"
+FEATURE_MUTANTS = (
+    _mutant("a token is read beside its own feature", _DRAFTS, "own[:-1]])", "own[1:]])"),
+    _mutant("the feature of the first token read is kept", _DRAFTS, "own[-1].clone()", "own[0].clone()"),
+    _mutant(
+        "every token of a draft reads the target's feature",
+        _DRAFTS,
+        "each.features[row] = feature",
+        "each.features[row] = each.features[-1]",
+    ),
+    _mutant("rows of a tree see their siblings", _DRAFTS, "return mask if (mask < 0.0).any() else None", "return None"),
+    _mutant("rows of a draft stand at one position", _DRAFTS, "return self.held + depth", "return self.held"),
+    _mutant("the first token has a row", _DRAFTS, "_with_room(rows[1:], room,", "_with_room(rows[:-1], room,"),
+    _mutant(
+        "samples forget the feature that their prompt ends with",
+        _DRAFTS,
+        "self._features[child.seq_id] = self._features[parent.seq_id]",
+        "self._features[child.seq_id] = 2 * self._features[parent.seq_id]",
+        "features_of_samples",
+    ),
+    _mutant(
+        "features are joined from high to low",
+        "heads/feature_head.py",
+        "for layer in self.aux_layers]",
+        "for layer in reversed(self.aux_layers)]",
+    ),
+    _mutant(
+        "the residual is never normed",
+        _NETWORKS,
+        "normed if self.config.norm_before_residual else features",
+        "features",
+    ),
+    _mutant(
+        "the next token reads what lies before the norm",
+        _NETWORKS,
+        "self.norm(left) if self.config.norm_output",
+        "left if 1",
+    ),
+    _mutant(
+        "the feature comes before the embedding",
+        _NETWORKS,
+        "torch.cat([embeddings, features], -1)",
+        "torch.cat([features, embeddings], -1)",
+    ),
+    _mutant(
+        "dimensions turn with their neighbours",
+        _NETWORKS,
+        "first, second = rows.chunk(2, -1)",
+        "second, first = rows.chunk(2, -1)",
+    ),
+    _mutant(
+        "tokens that may be drafted are counted from the first one",
+        "propose/bridge.py",
+        "wide.index_copy_(1, self._tokens.to(logits.device), logits)",
+        "wide.index_copy_(1, torch.arange(logits.shape[1]), logits)",
+    ),
+)
