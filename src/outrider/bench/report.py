@@ -17,17 +17,16 @@ HEADING = "What pays here"
 SPEED = ("way", "tokens/s", "speedup", "first ms", "whole tokens/s", "whole", "gaps ms", "GiB", "8-grams")
 PREFILL = ("model", "position", "rows", "ms", "tokens/s", "GFLOP/s", "of the peak")
 DRAFTS = ("way", "tau", "expected", "a pass", "accepted %", "eta", "1/C", "time %")
+#: A table of a report: its title, its columns and its rows.
+Section = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 #: Blanks between two columns.
 _GAP = 2
 #: What the columns of a table mean, by its columns.
 LEGENDS = {
     SPEED: (
-        "Medians over interleaved rounds, with the range where there are several. tokens/s and speedup: decoding, over our "
-        "own plain decoding in the same round. first: time to the first token. whole: the same two for the whole request, "
-        "prompt included. gaps: median and 99th percentile between arrivals within a text. GiB: peak of memory. 8-grams: "
-        f"share repeated; 'loops' is greedy text with more than {LOOPS_ABOVE:.0%}, which flatters every proposer and is no "
-        "headline. 'replay': recorded text, forced as the target's choice at full target cost. 'disturbed': seemed faster "
-        "than its tokens per pass allow, also when measured again."
+        "Medians over interleaved rounds, with their range. tokens/s, speedup: decoding, over our own plain decoding in "
+        "the same round. first: to the first token. whole: with the prompt. gaps: between arrivals, median and 99th "
+        "percentile. GiB: peak of memory. 8-grams: share repeated."
     ),
     DRAFTS: (
         "tau: mean acceptance length. expected: (1 - a^(K+1)) / (1 - a) of conditional acceptance a and draft length K. "
@@ -40,10 +39,18 @@ LEGENDS = {
         "is more."
     ),
 }
+#: What marks in the columns of SPEED mean; told where they stand.
+MARKS = {
+    "disturbed": "disturbed: seemed faster than its tokens per pass allow, also when measured again.",
+    "loops": f"loops: greedy text that repeats more than {LOOPS_ABOVE:.0%}, which flatters every proposer: no headline.",
+    "replay": "replay: recorded text, forced as the target's choice at full target cost.",
+}
 
 
 def tables(results: Results, cells: Sequence[CellResult], width: int) -> list[Table]:
     """Tables for the terminal: what a pass costs, and then the speed and the drafts of each cell.
+
+    The first table of a kind says below what its columns mean.
 
     Args:
         results: The results.
@@ -53,15 +60,19 @@ def tables(results: Results, cells: Sequence[CellResult], width: int) -> list[Ta
     from rich.table import Table
 
     views = []
-    for title, columns, rows in _sections(results, cells):
+    sections = list(_sections(results, cells))
+    legends = _legends(sections)
+    for title, columns, rows in sections:
         for part in _parts(columns, rows, width):
             look: Any = {"title_justify": "left", "title_style": "bold", "header_style": "dim"}
+            look |= {"caption_justify": "left", "caption_style": "dim"}
             view = Table(title=title if part[1] == 1 else None, box=None, pad_edge=False, padding=(0, _GAP, 0, 0), **look)
             for number in part:
                 view.add_column(columns[number], justify="right" if number else "left", no_wrap=True)
             for row in rows:
                 view.add_row(*(row[number] for number in part))
             views.append(view)
+        views[-1].caption = legends.pop(columns, None)
     return views
 
 
@@ -76,10 +87,16 @@ def _parts(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
     return parts
 
 
-def legends(results: Results, cells: Sequence[CellResult]) -> list[str]:
-    """What the columns of these tables mean: a text for each kind of table."""
-    kinds = dict.fromkeys(columns for _, columns, _ in _sections(results, cells))
-    return [LEGENDS[columns] for columns in kinds if columns in LEGENDS]
+def _legends(sections: Iterable[Section]) -> dict[tuple[str, ...], str]:
+    """What the columns of each kind of table mean, and the marks that stand in it."""
+    cells: dict[tuple[str, ...], list[str]] = {}
+    for _, columns, rows in sections:
+        cells.setdefault(columns, []).extend(cell for row in rows for cell in row)
+    found = {}
+    for columns in [each for each in LEGENDS if each in cells]:
+        marks = [text for mark, text in MARKS.items() if columns == SPEED and any(mark in cell for cell in cells[columns])]
+        found[columns] = " ".join([LEGENDS[columns], *marks])
+    return found
 
 
 def conclusion(advice: Iterable[Advice]) -> Text:
@@ -116,12 +133,11 @@ def markdown(results: Results, cells: Sequence[CellResult], command: str, plots:
     for said in results.advice:
         lines += ["", f"**{said.group}**: {said.text}"]
         lines += ["", *(f"    {line}" for line in pasted(said))] if pasted(said) else []
-    told: set[tuple[str, ...]] = set()
-    for title, columns, rows in _sections(results, cells):
+    sections = list(_sections(results, cells))
+    legends = _legends(sections)
+    for title, columns, rows in sections:
         lines += ["", f"## {title}"]
-        if columns in LEGENDS and columns not in told:
-            lines += ["", LEGENDS[columns]]
-        told.add(columns)
+        lines += ["", legends.pop(columns)] if columns in legends else []
         lines += ["", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     lines += [part for name in plots for part in ("", f"![{name}]({name})")]
@@ -144,10 +160,8 @@ def machine_line(results: Results) -> str:
     )
 
 
-def _sections(
-    results: Results, cells: Sequence[CellResult]
-) -> Iterable[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-    """The tables of a report: (title, columns, rows)."""
+def _sections(results: Results, cells: Sequence[CellResult]) -> Iterable[Section]:
+    """The tables of a report."""
     yield from _costs(results)
     for found in cells:
         yield _title(found), SPEED, [speed_row(found, way) for way in found.shown]
@@ -162,7 +176,7 @@ def _title(found: CellResult) -> str:
     return found.cell.load + ("" if share is None else f" (plain decoding reads weights at {share:.0%} of the bandwidth)")
 
 
-def _costs(results: Results) -> Iterable[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+def _costs(results: Results) -> Iterable[Section]:
     """The tables of what passes cost: ratios, milliseconds, and parts of a prompt."""
     places = [(name, model, context) for name, model in results.models.items() for context in model.pass_seconds]
     counts = sorted({n for _, model, context in places for n in model.pass_seconds[context]})

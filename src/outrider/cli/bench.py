@@ -143,7 +143,6 @@ def _show(session: Session, results: Results, paper: Any) -> None:
     paper.print()
     for note in shown.remarks:
         paper.print(f"note: {note}", style="bold", markup=False)
-    for legend in report.legends(shown, session.measured):
-        paper.print(legend, style="dim", markup=False)
-    paper.print()
+    if shown.remarks:
+        paper.print()
     paper.print(report.conclusion(shown.advice), soft_wrap=True)  # lines to paste are whole
