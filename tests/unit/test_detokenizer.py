@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from outrider.embedded import default_model
 from outrider.engine.detokenizer import TextStream
@@ -69,6 +70,17 @@ def single(tokenizer: Any, text: str) -> list[int]:
     return tokens
 
 
+@pytest.fixture(scope="module")
+def bytes_too() -> Any:
+    """A tokenizer whose vocabulary has a token for each byte, as SentencePiece's have; token i is byte i."""
+    words = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581a", "b", "\u2581", "</s>"]
+    model = models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[], byte_fallback=True)
+    backend = Tokenizer(model)
+    first = decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), first])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
 # -- characters --------------------------------------------------------------------------------------------------------
 
 
@@ -120,6 +132,40 @@ def test_what_is_shown_adds_up_to_the_decoded_text(tokenizer: Any, tokens: list[
     stream.finish()
     assert stream.shown == stream.text.text == tokenizer.decode(tokens, skip_special_tokens=True)
     assert all(text for text, _ in stream.spans), "no empty spans"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shown"),
+    [
+        ([0xC3, 0x80, 257], "\u00c0b"),
+        ([256, 0xE2, 0x82, 0xAC, 256], "a\u20ac a"),
+        ([0xC3, 0x80, 0x82, 257, 257], "\u00c0\ufffdbb"),  # the third byte makes the first two no character any more
+        ([0xC3, 0x80, 0x82, 0xC3, 256], "\u00c0\ufffd\ufffd a"),
+        ([257, 0xC3, 0x80, 0x82], "b\u00c0\ufffd"),
+    ],
+)
+def test_bytes_that_are_no_text_end_nothing(bytes_too: Any, tokens: list[int], shown: str) -> None:
+    stream = Stream(bytes_too)
+    for token in tokens:
+        stream.push(token)
+    stream.finish()
+    assert stream.shown == stream.text.text == shown
+
+
+@EASY
+@given(tokens=st.lists(st.sampled_from([0xE2, 0x82, 0xAC, 0xC3, 0xA9, 0x41, 256, 257, 258, 259]), max_size=24))
+def test_bytes_are_shown_as_decoded_where_they_are_text(bytes_too: Any, tokens: list[int]) -> None:
+    stream = Stream(bytes_too)
+    for token in tokens:
+        stream.push(token)
+    stream.finish()
+    whole = bytes_too.decode(tokens, skip_special_tokens=True)
+    assert stream.shown == stream.text.text
+    assert len(stream.text.texts()) == len(tokens)
+    if "\ufffd" not in whole:
+        assert stream.shown == whole
+    kept = [letter for letter in stream.shown if letter in "ab "]
+    assert kept == [letter for letter in whole if letter in "ab "], "no token of text is lost"
 
 
 def test_without_a_tokenizer_the_text_stays_empty() -> None:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 from outrider.engine.stop_strings import stop_strings
+from outrider.engine.text_pieces import TextPieces
 
 #: What is kept beside a token, such as where it came from.
 Source = TypeVar("Source")
@@ -20,10 +21,10 @@ class TextStream(Generic[Source]):
     """
 
     def __init__(self, tokenizer: Any | None, stop: tuple[str, ...]) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer: Any = tokenizer
         self._stop = stop_strings(stop)
         self._node = 0  # the automaton's, of the text so far
-        self._decoder = _decoder(tokenizer)
+        self._pieces = None if tokenizer is None else TextPieces(tokenizer)
         self._token_ids: list[int] = []
         self._marks: list[tuple[int, Source]] = []  # (end of text, source) of each token
         self._released = 0  # characters handed out
@@ -40,7 +41,8 @@ class TextStream(Generic[Source]):
             source: Where it came from.
             watch: Whether stop strings count yet.
         """
-        before, piece, found = len(self.text), self._decoder(token_id), None
+        before, found = len(self.text), None
+        piece = "" if self._pieces is None else self._pieces.add(token_id)
         self._token_ids.append(token_id)
         self.text += piece
         # Only what this piece completes: a string that stood there before, unwatched, no longer counts.
@@ -54,11 +56,10 @@ class TextStream(Generic[Source]):
 
     def finish(self) -> None:
         """No more tokens: what was held back is text now; a character that never became whole shows as U+FFFD."""
-        if self._tokenizer is not None and not self._finished and self._marks and not self._was_cut:
+        if self._pieces is not None and not self._finished and self._marks and not self._was_cut:
             whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
-            if whole.startswith(self.text):
-                self.text = whole
-                self._marks[-1] = (len(whole), self._marks[-1][1])
+            self.text = whole if whole.startswith(self.text) else self.text + self._pieces.rest()
+            self._marks[-1] = (len(self.text), self._marks[-1][1])
         self._finished = True
 
     def texts(self) -> list[str]:
@@ -79,13 +80,3 @@ class TextStream(Generic[Source]):
             if mark <= self._released:
                 self._open_mark += 1
         return spans
-
-
-def _decoder(tokenizer: Any | None) -> Any:
-    """A function from the next token to the text it adds, "" while a character is incomplete."""
-    if tokenizer is None:
-        return lambda token_id: ""
-    from tokenizers.decoders import DecodeStream
-
-    stream, backend = DecodeStream(skip_special_tokens=True), tokenizer.backend_tokenizer
-    return lambda token_id: stream.step(backend, token_id) or ""
