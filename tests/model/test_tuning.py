@@ -13,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider.cache.memory import StateMemory
+from outrider.cache.state import SequenceState
 from outrider.cli.app import app
 from outrider.doctor.measure import PassTimes
 from outrider.embedded import default_model
@@ -21,7 +23,7 @@ from outrider.measure import contestants, plausible
 from outrider.measure.decoding_config import DecodingConfig, parse_ways
 from outrider.measure.run import EncodedTask, Run, write
 from outrider.propose.speculation import PLAIN
-from outrider.prove.tiny import save_tiny_llama
+from outrider.prove.tiny import save_tiny_hybrid, save_tiny_llama
 from outrider.tuning.shadow import Shadow, ShadowScorer, score_text
 from outrider.tuning.tuner import Tuner
 
@@ -114,6 +116,26 @@ def test_what_a_text_says_does_not_depend_on_where_it_is_cut(llm: LLM, monkeypat
     assert len(whole.probs) == len(RECORDED)
     assert cut.probs == pytest.approx(whole.probs)
     assert cut.ranks == whole.ranks
+
+
+def test_what_is_kept_of_a_text_with_running_states_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, room_for = list[SequenceState](), StateMemory.room_for
+
+    def noted(memory: StateMemory, num_tokens: int) -> SequenceState:
+        states.append(room_for(memory, num_tokens))
+        return states[-1]
+
+    monkeypatch.setattr(StateMemory, "room_for", noted)
+    text = EncodedTask("t", PROMPT, len(RECORDED), RECORDED)
+    with LLM(save_tiny_hybrid(tmp_path / "hybrid", 5), speculation="none", dtype="float64") as hybrid:
+        whole = score_text(hybrid.engine.runner, text, SamplingParams())
+        states.clear()
+        monkeypatch.setattr("outrider.tuning.shadow._CHUNK", 3)
+        cut = score_text(hybrid.engine.runner, text, SamplingParams())
+    assert cut.probs == pytest.approx(whole.probs)
+    (state,) = states
+    assert state.num_computed == len(PROMPT) + len(RECORDED) - 1
+    assert [len(record.tape[0]) for record in state.running.records.values()] == [0]
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,8 @@ def score_text(runner: ModelRunner, text: EncodedTask, params: SamplingParams) -
     for start in range(0, len(tokens) - 1, _CHUNK):
         rows = tokens[start : min(start + _CHUNK, len(tokens) - 1)]
         skipped = min(max(first - start, 0), len(rows))
-        logits = apart.forward([Segment.of(state, rows, start, logits_from=skipped)]).logits
+        logits = apart.forward([Segment.of(state, rows, start, logits_from=skipped, certain=start + len(rows))]).logits
+        state.commit(start, range(len(rows)))
         if skipped < len(rows):
             wanted = torch.tensor(tokens[start + skipped + 1 : start + len(rows) + 1], device=logits.device)
             found = target_probs(logits, [params] * len(wanted))
