@@ -30,6 +30,11 @@ class RequestStats:
         drafted_by_method: Draft tokens by the name of the method that proposed them; where two methods propose the same
             token, both have proposed it. What the structure of the output forces stands under "forced".
         accepted_by_method: Of these, the tokens that entered the text.
+        passes_by_stage: Passes in which the model of a stage (method `staged`) went on with its draft, whether or not its
+            drafter had a guess to verify. A stage is named by the methods from the outermost to its drafter, such as
+            "staged.suffix", or "staged.staged.ngram" for a stage inside a stage.
+        drafted_by_stage: Tokens that the drafter of a stage guessed for these passes.
+        accepted_by_stage: Of these, the tokens that entered the draft of the stage.
         num_proposer_faults: Rounds in which a proposer misbehaved and its draft was cut or dropped.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
         num_preemptions: How often a sequence lost its KV and was recomputed.
@@ -47,6 +52,9 @@ class RequestStats:
     accepted_per_rank: list[int] = field(default_factory=list)
     drafted_by_method: dict[str, int] = field(default_factory=dict)
     accepted_by_method: dict[str, int] = field(default_factory=dict)
+    passes_by_stage: dict[str, int] = field(default_factory=dict)
+    drafted_by_stage: dict[str, int] = field(default_factory=dict)
+    accepted_by_stage: dict[str, int] = field(default_factory=dict)
     num_proposer_faults: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -99,8 +107,14 @@ class RequestStats:
 
     def observe_method(self, name: str, num_drafted: int, num_accepted: int) -> None:
         """Count the tokens that one method proposed in one draft."""
-        self.drafted_by_method[name] = self.drafted_by_method.get(name, 0) + num_drafted
-        self.accepted_by_method[name] = self.accepted_by_method.get(name, 0) + num_accepted
+        _add(self.drafted_by_method, name, num_drafted)
+        _add(self.accepted_by_method, name, num_accepted)
+
+    def observe_stage(self, name: str, num_drafted: int, num_accepted: int) -> None:
+        """Count one pass of the model of a stage, and the tokens that its drafter guessed for it."""
+        _add(self.passes_by_stage, name, 1)
+        _add(self.drafted_by_stage, name, num_drafted)
+        _add(self.accepted_by_stage, name, num_accepted)
 
     def add(self, other: RequestStats) -> None:
         """Fold another's counts into these."""
@@ -122,6 +136,10 @@ def _both(mine: Any, theirs: Any) -> Any:
     if isinstance(mine, dict):
         return {name: mine.get(name, 0) + theirs.get(name, 0) for name in (*mine, *(n for n in theirs if n not in mine))}
     return [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)] if isinstance(mine, list) else mine + theirs
+
+
+def _add(counts: dict[str, int], name: str, count: int) -> None:
+    counts[name] = counts.get(name, 0) + count
 
 
 def _count(positions: list[int], length: int) -> None:

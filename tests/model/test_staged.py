@@ -9,6 +9,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.draft import EMPTY, Draft, Law
+from outrider.engine.hosting.thread import Health
 from outrider.errors import InputError, VocabularyMismatchError
 from outrider.govern.costs import CostTable
 from outrider.propose import registry
@@ -18,6 +19,8 @@ from outrider.propose.methods.draft_model import DraftModelProposer
 from outrider.propose.methods.staged import StagedProposer
 from outrider.prove.engine_distribution import ScriptedClock
 from outrider.prove.tiny import save_tiny_llama
+from outrider.server.metrics import EngineState, ServerMetrics
+from outrider.stats import RequestStats
 
 PROMPTS = ["def main(", "x = [1, 2, 3, 1, 2, 3,", "class Reader:\n    def __init__(self, path):\n"]
 ALONE = {"method": "draft_model", "num_draft_tokens": 6}
@@ -163,3 +166,81 @@ def test_a_drafter_that_cannot_be_built_is_named_by_its_place(llm: LLM, tmp_path
         with pytest.raises(VocabularyMismatchError) as mismatch:
             llm.load_method(asked)
         assert str(mismatch.value).startswith(f"{place}: ")
+
+
+def hand_count(text: list[int], draft: tuple[int, ...]) -> tuple[int, int, int]:
+    """Passes, guessed and kept tokens of a stage behind a lookup of the last token, where the stage drafts `draft` behind
+    `text`: each pass keeps what agrees, and brings the token behind it."""
+    passes = guessed = kept = place = 0
+    while place < len(draft):
+        last = draft[place - 1] if place else text[-1]
+        found = [end for end, token in enumerate(text[:-1]) if token == last]
+        first = found[-1] + 1 if found else len(text)
+        guess = text[first : first + min(4, len(draft) - place - 1)]
+        stood = 0
+        while stood < len(guess) and guess[stood] == draft[place + stood]:
+            stood += 1
+        passes, guessed, kept, place = passes + 1, guessed + len(guess), kept + stood, place + stood + 1
+    return passes, guessed, kept
+
+
+def stage_counts(stats: RequestStats) -> dict[str, tuple[int, int, int]]:
+    """By stage: passes of its model, and tokens that its drafter guessed and its model kept."""
+    assert stats.passes_by_stage.keys() == stats.drafted_by_stage.keys() == stats.accepted_by_stage.keys()
+    return {
+        stage: (passes, stats.drafted_by_stage[stage], stats.accepted_by_stage[stage])
+        for stage, passes in stats.passes_by_stage.items()
+    }
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 3}], ids=["greedy", "seeded"])
+def test_the_counts_of_a_stage_are_those_of_a_hand_count(llm: LLM, params: dict[str, Any]) -> None:
+    lookup = {"method": "ngram", "max_match": 1, "min_match": 1, "num_draft_tokens": 4}
+    sampling = SamplingParams(max_tokens=40, **params)
+    kept = guessed = 0
+    for output in llm.generate(PROMPTS, sampling, speculation=staged(lookup), trace=True):
+        (text,), length = output.outputs, len(output.prompt_token_ids)
+        whole, rounds, counts = [*output.prompt_token_ids, *text.token_ids], text.rounds or (), list[tuple[int, int, int]]()
+        for found in rounds:
+            counts.append(hand_count(whole[:length], found.token_ids))
+            length += len(found.accepted) + (found.token_id is not None)
+        assert length == len(whole)
+        passes, drafted, accepted = (sum(column) for column in zip(*counts, strict=True))
+        assert stage_counts(output.stats) == {"staged.ngram": (passes, drafted, accepted)}
+        guessed, kept = guessed + drafted, kept + accepted
+    assert 0 < kept < guessed, "some guesses stand, and some do not"
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
+def test_each_pass_of_a_stage_adds_what_it_keeps_and_one_token(llm: LLM, drafter: Any) -> None:
+    """So passes and kept tokens add up to what the stage drafts, for the target or for the stage around it."""
+    name = drafter if isinstance(drafter, str) else drafter["method"]
+    for params in ({"temperature": 0}, {}):
+        for output in llm.generate(PROMPTS, SamplingParams(max_tokens=24, **params), speculation=staged(drafter)):
+            found = stage_counts(output.stats)
+            passes, drafted, accepted = found.pop(f"staged.{name}")
+            assert passes + accepted == output.stats.num_draft_tokens
+            assert 0 <= accepted <= drafted
+            for inner, (inner_passes, inner_drafted, inner_accepted) in found.items():
+                assert (name, inner) == ("staged", "staged.staged.ngram")
+                assert inner_passes + inner_accepted == drafted
+                assert 0 <= inner_accepted <= inner_drafted
+            assert len(found) == (name == "staged")
+
+
+def test_no_token_counts_as_kept_behind_the_end_of_an_unsure_draft(llm: LLM) -> None:
+    asked = staged(TWIN, min_confidence=0.5)
+    for output in llm.generate(PROMPTS, SamplingParams(max_tokens=24, temperature=0), speculation=asked):
+        ((_, (passes, drafted, accepted)),) = stage_counts(output.stats).items()
+        assert output.stats.num_draft_tokens - passes <= accepted <= output.stats.num_draft_tokens < drafted
+
+
+def test_the_server_tells_the_counts_of_stages_by_method(llm: LLM) -> None:
+    asked = {"method": "then", "methods": ["ngram", staged("suffix")]}
+    llm.stats.reset()
+    stats = llm.generate(PROMPTS[0], SamplingParams(max_tokens=24), speculation=asked)[0].stats
+    told = ServerMetrics("m").text(EngineState.of(llm.engine, Health()), {}).decode()
+    counts = stage_counts(stats)["staged.suffix"]
+    assert counts[0] > 0
+    for name, count in zip(("passes", "draft_tokens", "accepted_tokens"), counts, strict=True):
+        assert f'outrider:stage_{name}_total{{method="then",model_name="m",stage="staged.suffix"}} {count}.0' in told

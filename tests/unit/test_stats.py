@@ -94,6 +94,18 @@ def test_adding_sums_every_plain_count() -> None:
     assert [getattr(other, name) for name in names] == [10, 20, 30, 40]
 
 
+def test_adding_sums_the_counts_of_each_stage() -> None:
+    one, other = RequestStats(), RequestStats()
+    one.observe_stage("staged.suffix", 4, 3)
+    one.observe_stage("staged.suffix", 0, 0)
+    other.observe_stage("staged.suffix", 2, 1)
+    other.observe_stage("staged.staged.ngram", 5, 0)
+    one.add(other)
+    assert one.passes_by_stage == {"staged.suffix": 3, "staged.staged.ngram": 1}
+    assert one.drafted_by_stage == {"staged.suffix": 6, "staged.staged.ngram": 5}
+    assert one.accepted_by_stage == {"staged.suffix": 4, "staged.staged.ngram": 0}
+
+
 def test_a_text_that_ended_inside_a_draft_decided_no_further_position() -> None:
     stats = RequestStats()
     stats.observe_draft(3, 3, 1, rejected=False)

@@ -71,6 +71,10 @@ def _unheard(problem: str) -> None:
     """Nobody counts faults here."""
 
 
+def _uncounted(stage: str, num_drafted: int, num_accepted: int) -> None:
+    """Nobody counts the passes of stages here."""
+
+
 @dataclass(frozen=True)
 class ProposeRequest:
     """One sequence that wants a draft.
@@ -86,6 +90,8 @@ class ProposeRequest:
         drafter: Whose draws these are; part of their keys.
         report: Counts a fault of a proposer that drafts for the one that is asked, and logs what happened. It costs the
             one that is asked nothing.
+        count_stage: Counts one pass of a stage inside the one that is asked: the name of the drafter there, how many tokens
+            it guessed, and how many of them entered the stage's draft.
     """
 
     sequence: ProposerSequence
@@ -97,6 +103,7 @@ class ProposeRequest:
     coupled: bool = False
     drafter: int = 0
     report: Callable[[str], None] = field(default=_unheard, compare=False)
+    count_stage: Callable[[str, int, int], None] = field(default=_uncounted, compare=False)
 
     @property
     def length(self) -> int:

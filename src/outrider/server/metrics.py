@@ -256,21 +256,46 @@ class _EngineCollector(Collector):
             "Draft tokens that entered the text, by `method` and `position`.",
         )
         yield self._total(name, text, places, "method", "position")
-        members = {
+        yield from self._by_part(by_method)
+        yield self._lengths(by_method)
+
+    def _by_part(self, by_method: dict[str, RequestStats]) -> Iterator[Metric]:
+        """Of members, and of the stages inside methods."""
+        parts = {
             "outrider:member_draft_tokens": (
+                "member",
                 "drafted_by_method",
                 "Draft tokens, by `method` and by its `member`: a method, or `forced` for what a structure forces.",
             ),
-            "outrider:member_accepted_tokens": ("accepted_by_method", "Of these, the tokens that entered the text."),
+            "outrider:member_accepted_tokens": (
+                "member",
+                "accepted_by_method",
+                "Of these, the tokens that entered the text.",
+            ),
+            "outrider:stage_passes": (
+                "stage",
+                "passes_by_stage",
+                "Passes of the models of stages, counted for each text, by `method` and by `stage`: the methods from the "
+                "outermost to the drafter of the stage, such as `staged.suffix`.",
+            ),
+            "outrider:stage_draft_tokens": (
+                "stage",
+                "drafted_by_stage",
+                "Tokens that the drafters of stages guessed for these passes, by `method` and `stage`.",
+            ),
+            "outrider:stage_accepted_tokens": (
+                "stage",
+                "accepted_by_stage",
+                "Of these, the tokens that entered the draft of the stage.",
+            ),
         }
-        for name, (field, text) in members.items():
-            counts_of: dict[Any, float] = {
-                (method, member): count
+        for name, (label, field, text) in parts.items():
+            found: dict[Any, float] = {
+                (method, part): count
                 for method, stats in by_method.items()
-                for member, count in getattr(stats, field).items()
+                for part, count in getattr(stats, field).items()
             }
-            yield self._total(name, text, counts_of, "method", "member")
-        yield self._lengths(by_method)
+            yield self._total(name, text, found, "method", label)
 
     def _choices(self, state: EngineState) -> Iterator[Metric]:
         """Of the engine, in rounds whose requests left it the choice."""

@@ -236,6 +236,7 @@ class _Asked:
             self.item.coupled,
             self.drafter.index,
             self.report_inner,
+            self.count_stage,
         )
 
     def report(self, problem: str, *, useless: bool = True) -> None:
@@ -246,6 +247,10 @@ class _Asked:
         """Count a fault of a proposer inside this one, which cost the inner one's guesses alone."""
         self.drafter.report_inner_fault(self.seq.request.request_id, problem)
         self.seq.stats.num_proposer_faults += 1
+
+    def count_stage(self, stage: str, num_drafted: int, num_accepted: int) -> None:
+        """Count one pass of a stage of this proposer for the text."""
+        self.seq.stats.observe_stage(f"{self.drafter.method.name}.{stage}", num_drafted, num_accepted)
 
 
 def _asked(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.draft import EMPTY, Draft
@@ -135,7 +135,12 @@ class StageDrafter:
             path=asked.path + guess.path,
             builder=StaticTree.of_widths(shape) if shape else CHAIN,
             greedy=asked.greedy or config.draft_sampling == "greedy",
+            count_stage=self._count_inner(asked),
         )
+
+    def _count_inner(self, asked: ProposeRequest) -> Callable[[str, int, int], None]:
+        """Counts passes of a stage inside the drafter, under its place in this one."""
+        return lambda stage, drafted, accepted: asked.count_stage(f"{self.config.name}.{stage}", drafted, accepted)
 
     def _checked(self, request: ProposeRequest, answer: Draft) -> Draft:
         try:

@@ -268,7 +268,7 @@ class StagedProposer(DraftModelProposer):
         return Candidate(each.guess, each.rows, sequence.sampling if growth.draws else _LIKELIEST, keys, rule)
 
     def _extend(self, each: _Round, verdict: Verdict, rows: Tensor) -> None:
-        """Add what stands of a guess, and the token behind it, to the draft.
+        """Add what stands of a guess, and the token behind it, to the draft; counts the pass.
 
         Args:
             each: The round.
@@ -281,7 +281,10 @@ class StagedProposer(DraftModelProposer):
         text.loose = (*text.loose, *stood, verdict.token_id)
         behind = rows[[0, *(1 + node for node in verdict.path)]]
         laws = target_probs(behind, [growth.request.sequence.sampling] * len(behind)) if growth.draws else behind
+        before = len(growth.nodes)
         growth.follow((*stood, verdict.token_id), laws)
+        num_kept = min(len(stood), len(growth.nodes) - before)
+        growth.request.count_stage(self.stage.config.name, len(guess), num_kept)
 
 
 def _processed(each: _Round, rows: Tensor) -> Tensor:
