@@ -28,7 +28,7 @@ HEADS, DIM = 2, 4
 
 
 class FeatureHead(Method):
-    """One layer of attention over what the target felt, and the target's own head."""
+    """One layer of attention over the features of the target, and the target's own head."""
 
     name: ClassVar[str] = "feature_head"
     takes_tree: ClassVar[bool] = False
