@@ -352,6 +352,24 @@ def test_bars_have_their_values_and_the_colours_of_the_pages() -> None:
     assert len(lines.axes[0].collections) == 2, "a band for the range of each line"
 
 
+def test_every_line_has_values_and_a_colour_of_the_pages() -> None:
+    told = {
+        plots.row_costs: {"1.20", "2.00", "4.00"},
+        plots.prefill: {"200"},
+        plots.acceptance: {"0.50"},
+        plots.throughput: {"10", "15"},
+    }
+    for plot, values in told.items():
+        figure = plot(results())
+        assert figure is not None
+        assert {text.get_text() for panel in figure.axes for text in panel.texts} == values, plot.__name__
+        drawn = [line for panel in figure.axes for line in panel.lines if line.get_marker() != "None"]
+        assert drawn
+        assert {to_rgb(line.get_color()) for line in drawn} <= set(map(to_rgb, (*plots.PALETTE, plots._PLAIN))), (
+            plot.__name__
+        )
+
+
 def test_plots_are_drawn_for_what_there_is(tmp_path: Path) -> None:
     names = plots.draw(results(), tmp_path)
     assert names == ["speedup.png", "row_costs.png", "prefill.png", "acceptance.png", "throughput.png"]

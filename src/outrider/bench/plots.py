@@ -136,8 +136,10 @@ def row_costs(results: Results) -> Any | None:
     if not lines:
         return None
     figure, (panel,) = _panels(1, 4.5)
+    colours = _colours(lines)
     for name, costs in lines.items():
-        panel.plot(list(costs), list(costs.values()), marker="o", label=name)
+        panel.plot(list(costs), list(costs.values()), marker="o", color=colours[name], label=name)
+        _tell(panel, {n: cost for n, cost in costs.items() if n > 1}, "{:.2f}")
     panel.axhline(1, color="grey", lw=0.8)
     _count_axis(panel, {n for costs in lines.values() for n in costs if n & (n - 1) == 0})
     panel.set(xlabel="rows in a pass", ylabel="C(n) = T(n) / T(1)", title="What checking n rows costs", ylim=(0, None))
@@ -163,6 +165,7 @@ def prefill(results: Results) -> Any | None:
         counted = {n: part.operations_per_second for n, part in parts.items()}
         look = {"marker": "o", "color": colours[line], "label": line}
         speed.plot(list(parts), [part.tokens_per_second for part in parts.values()], **look)
+        _tell(speed, {n: part.tokens_per_second for n, part in list(parts.items())[-1:]}, "{:.0f}")
         work.plot([n for n, done in counted.items() if done], [done / 1e9 for done in counted.values() if done], **look)
     for peak in dict.fromkeys(peaks.values()):
         work.axhline(peak / 1e9, color="black", lw=0.8, ls="--")
@@ -171,6 +174,12 @@ def prefill(results: Results) -> Any | None:
         panel.set(xlabel="rows in a pass", ylabel=label, ylim=(0, None))
         panel.legend(frameon=False, fontsize=8)
     return figure
+
+
+def _tell(panel: Any, points: dict[int, float], form: str) -> None:
+    """Write values above points."""
+    for place, value in points.items():
+        panel.annotate(form.format(value), (place, value), (0, 5), textcoords="offset points", ha="center", fontsize=7)
 
 
 def _count_axis(panel: Any, ticks: Iterable[int]) -> None:
@@ -191,6 +200,7 @@ def acceptance(results: Results) -> Any | None:
     for panel, result in zip(panels, cells, strict=True):
         for name, curve in _curves(result).items():
             panel.plot(range(1, len(curve) + 1), curve, marker=".", color=colours[name], label=name)
+            _tell(panel, {len(curve): curve[-1]}, "{:.2f}")
         panel.set(ylabel="accepted", xlabel="position", ylim=(0, 1.03))
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.set_title(_load(result.cell), fontsize=9)
@@ -236,8 +246,7 @@ def throughput(results: Results) -> Any | None:
                 alpha=0.18,
                 lw=0,
             )
-            last = (batches[-1], points[batches[-1]].median)
-            panel.annotate(f"{last[1]:.0f}", last, (4, 0), textcoords="offset points", va="center", fontsize=7)
+            _tell(panel, {batches[-1]: points[batches[-1]].median}, "{:.0f}")
         _count_axis(panel, ways["plain"])
         panel.set(xlabel="texts at a time", ylabel="tokens/s", ylim=(0, None))
         panel.set_title(title, fontsize=9)
