@@ -76,6 +76,17 @@ def test_keys_and_values_that_are_asked_for_count(path: str, monkeypatch: pytest
     LLM(path, dtype="float32", kv_cache_tokens=96)
 
 
+def test_only_layers_that_keep_keys_and_values_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of four layers attends."""
+    path = checkpoints.save("qwen3_next", tmp_path)
+    size, per_token = stored_bytes(path), 2 * 1 * 2 * 8 * 4
+    limit(monkeypatch, size + 100 * per_token)
+    with pytest.raises(ModelTooLargeError, match="kv_cache_tokens=100 or less") as caught:
+        load_model(ModelConfig(model=path, dtype="float32"), kv_tokens=112)
+    assert caught.value.kv_bytes == 112 * per_token
+    load_model(ModelConfig(model=path, dtype="float32"), kv_tokens=96)
+
+
 def test_a_checkpoint_far_too_large_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"vocab_size": 128_000, "hidden_size": 16_384, "num_hidden_layers": 1, "num_attention_heads": 128}
     name = sparse(tmp_path, {"model.embed_tokens.weight": (128_000, 16_384), "lm_head.weight": (2**27, 16_384)}, **shape)

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from outrider.cache.layer_spec import StateKind
 from outrider.config import ModelConfig
 from outrider.errors import ModelTooLargeError
 from outrider.kernels.formats.format import WeightFormat
 from outrider.kernels.formats.registry import FORMATS
+from outrider.model import hf
 from outrider.model.loading.available import available_bytes
 from outrider.model.loading.files import WHOLE, indexed_files
 
@@ -172,12 +174,14 @@ def _weight_bytes(
 
 
 def _kv_bytes_per_token(hf_config: Any, dtype: torch.dtype) -> int:
-    """Keys and values of a token in all layers, as usual attention keeps them; 0 where the configuration does not say."""
+    """Keys and values of a token in all layers that keep them, as usual attention does; 0 where the configuration does not
+    say."""
     text = hf_config.get_text_config(decoder=True)
     try:
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return int(2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize)
+        layers = sum(StateKind.KEYS_AND_VALUES in layer.keeps for layer in hf.layer_specs(hf_config))
+        return int(2 * layers * heads * head_dim * dtype.itemsize)
     except (AttributeError, TypeError):
         return 0
 

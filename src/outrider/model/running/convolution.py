@@ -32,7 +32,7 @@ class Convolution(StateFunction):
 
     def replay(self, state: Tensor, tape: Sequence[Tensor]) -> Tensor:
         (inputs,) = tape
-        return torch.cat([state, inputs])[len(inputs) :]
+        return torch.cat([state, inputs])[len(inputs) :].clone()  # a view would keep the inputs before the window
 
     def run(self, state: Tensor, rows: StateRows, wanted: Collection[int]) -> tuple[Tensor, dict[int, Tensor]]:
         (inputs,) = rows.tape
