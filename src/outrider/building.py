@@ -100,13 +100,13 @@ class EnginePlan:
         Raises:
             InputError, ModelError: A setting or a checkpoint cannot be used.
         """
-        config, most = self.model, self.scheduling.max_num_seqs
+        config = self.model
         loaded = self._load(model, tokenizer, consume=consume)
         runner = make_runner(
             loaded,
             config.attention_backend,
             self.cache,
-            most,
+            self.scheduling,
             batch_invariant=config.batch_invariant,
             added_token_bytes=self._added_token_bytes(loaded),
         )
@@ -114,7 +114,7 @@ class EnginePlan:
         prompts = PromptEncoder(loaded.tokenizer, None if self.embedded else config.model, loaded.max_model_len)
         default_params = checkpoint_params(loaded)
         given = {draft_name(draft_model): draft_model} if isinstance(draft_model, torch.nn.Module) else {}
-        load_runner = DraftLoader(runner, config, self.cache, most, given)
+        load_runner = DraftLoader(runner, config, self.cache, self.scheduling, given)
         proposers = ProposerSet(Target(runner), self.scheduling.max_num_batched_tokens, load_runner, defaults.kept)
         engine = Engine(runner, self.scheduling, proposers)
         engine.load_method(defaults.config)  # what cannot be used is better known now than at the first prompt

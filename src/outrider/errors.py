@@ -145,6 +145,7 @@ class ModelTooLargeError(ModelError):
         weight_bytes: What its weights would take.
         kv_bytes: What the keys and values that were asked for would take.
         available_bytes: What there is.
+        state_bytes: What the running states of the texts that may run at a time would take.
     """
 
     def __init__(
@@ -155,10 +156,12 @@ class ModelTooLargeError(ModelError):
         weight_bytes: int = 0,
         kv_bytes: int = 0,
         available_bytes: int = 0,
+        state_bytes: int = 0,
     ) -> None:
         self.weight_bytes = weight_bytes
         self.kv_bytes = kv_bytes
         self.available_bytes = available_bytes
+        self.state_bytes = state_bytes
         super().__init__(model, problem, remedy)
 
 

@@ -12,7 +12,7 @@ import torch
 from outrider import LLM, SamplingParams, SpeculationConfig, Suffix
 from outrider.cache.blocks import BlockManager
 from outrider.cache.memory import StateMemory
-from outrider.config import CacheConfig, ModelConfig
+from outrider.config import CacheConfig, ModelConfig, SchedulerConfig
 from outrider.embedded import default_model
 from outrider.errors import ContradictionError, UnsupportedModelError
 from outrider.kernels.library import available_sets
@@ -151,4 +151,4 @@ def test_the_kernels_may_be_asked_for_beside_it(paths: dict[str, str]) -> None:
 def test_bits_are_probed_in_a_backend_asked_for_too() -> None:
     loaded = load_model(ModelConfig(model=default_model("target"), dtype="float32"))
     with pytest.raises(UnsupportedModelError, match="bits depend on the batch"):
-        make_runner(loaded, "gather", CacheConfig(), 4, batch_invariant=True)
+        make_runner(loaded, "gather", CacheConfig(), SchedulerConfig(max_num_seqs=4), batch_invariant=True)

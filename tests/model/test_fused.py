@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from outrider import LLM, SamplingParams
 from outrider.cache.blocks import BlockManager
 from outrider.cache.memory import StateMemory
-from outrider.config import CacheConfig, ModelConfig
+from outrider.config import CacheConfig, ModelConfig, SchedulerConfig
 from outrider.errors import UnsupportedModelError
 from outrider.kernels.library import available_sets
 from outrider.model import hf
@@ -45,7 +45,8 @@ def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 
 def runner_of(path: str, dtype: str, backend: str = "fused") -> ModelRunner:
-    return make_runner(load_model(ModelConfig(model=path, dtype=dtype)), backend, CacheConfig(block_size=4), 4)
+    loaded = load_model(ModelConfig(model=path, dtype=dtype))
+    return make_runner(loaded, backend, CacheConfig(block_size=4), SchedulerConfig(max_num_seqs=4))
 
 
 @torch.inference_mode()
@@ -166,7 +167,7 @@ def test_a_model_that_only_looks_alike_is_left_to_others(paths: dict[str, str], 
     layer.mlp.forward = lambda x: forward(x) * 1.5  # what the kernels know nothing of
     want = reference(loaded).logits[0]
     assert not torch.allclose(before, want, rtol=1e-2)
-    runner = make_runner(loaded, "auto", CacheConfig(), 2)
+    runner = make_runner(loaded, "auto", CacheConfig(), SchedulerConfig(max_num_seqs=2))
     assert runner.backend.name == "paged"
     table = runner.blocks.allocate(1)
     tokens = [(7 * i + 3) % checkpoints.VOCAB_SIZE for i in range(12)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.config import CacheConfig, ModelConfig
+from outrider.config import CacheConfig, ModelConfig, SchedulerConfig
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.kernels.library import available_sets
 from outrider.model import hf
@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16")
 
 def runner_of(path: Path, dtype: Any, backend: str, quantization: Any = None) -> ModelRunner:
     loaded = load_model(ModelConfig(model=str(path), dtype=dtype, quantization=quantization))
-    return make_runner(loaded, backend, CacheConfig(block_size=4), 4)
+    return make_runner(loaded, backend, CacheConfig(block_size=4), SchedulerConfig(max_num_seqs=4))
 
 
 def saved(folder: Path, family: str, layers: int | None = None) -> Path:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 #: Which running state: the index of a layer, and which of the functions with a state that the layer calls in turn.
 Cell = tuple[int, int]
+#: Most states that a cell keeps of a text: where the tape begins, behind what is certain, and behind the last row.
+MOST_STATES = 3
 
 
 class Advance(Protocol):
@@ -51,6 +54,16 @@ class CellRecord:
     anchors: tuple[Anchor, ...]
     tape_start: int
     tape: tuple[Tensor, ...]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state."""
+        return self.anchors[0].state.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of the tape."""
+        return sum(prod(kept.shape[1:]) * kept.element_size() for kept in self.tape)
 
     def state_at(self, position: int) -> Tensor:
         """The state behind so many tokens.

@@ -179,6 +179,8 @@ def _facts(what: str, facts: ModelFacts) -> RenderableType:
         ("KV memory", f"{facts.kv_tokens:,} tokens{free}"),
         ("requests that fit", fit),
     ]
+    if facts.text_bytes:
+        rows.append(("running states", f"{facts.text_bytes / 1e6:,.2f} MB a text at most, beside the KV memory"))
     if what == "target":
         rows.append(("greedy and seeded", _SPED_UP if facts.invariant else _PLAIN))
     if facts.kernels_problem is not None:

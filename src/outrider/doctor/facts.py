@@ -30,6 +30,7 @@ class ModelFacts:
         kv_tokens: Tokens of keys and values that there is room for.
         free_bytes: Memory that is free beside all this; None where the system does not say.
         requests: How many requests of each length fit into the KV memory at a time.
+        text_bytes: Memory that the running states of a text take at most; 0 for a model without them.
         kernels_problem: What is wrong with the compiled kernels, so that they are not used, and the remedy.
     """
 
@@ -44,6 +45,7 @@ class ModelFacts:
     kv_tokens: int
     free_bytes: int | None
     requests: dict[int, int]
+    text_bytes: int = 0
     kernels_problem: str | None = None
 
 
@@ -64,5 +66,6 @@ def model_facts(runner: ModelRunner) -> ModelFacts:
         kv_tokens=blocks.num_blocks * blocks.block_size,
         free_bytes=available_bytes(loaded.device),
         requests={length: blocks.num_blocks // blocks.blocks_for(length) for length in lengths},
+        text_bytes=runner.text_bytes,
         kernels_problem=kernels_problem(),
     )

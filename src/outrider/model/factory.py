@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from torch import Tensor
 
 from outrider.cache.blocks import BlockManager
-from outrider.config import CacheConfig
+from outrider.config import CacheConfig, SchedulerConfig
 from outrider.errors import UnsupportedModelError
 from outrider.kernels.library import kernel_library
 from outrider.kernels.linear import use_packed_linear, use_stock_linear
@@ -20,7 +21,7 @@ from outrider.model.backends.row_by_row import RowByRowAttention
 from outrider.model.loading.exclusive import check_wanted, exclusive_transformers
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.loading.numbers import check_numbers
-from outrider.model.memory import num_blocks
+from outrider.model.memory import TextBytes, num_blocks
 from outrider.model.probe import probe, probe_bits, reference
 from outrider.model.runner import ModelRunner
 
@@ -40,7 +41,7 @@ def make_runner(
     loaded: LoadedModel,
     attention_backend: str,
     cache: CacheConfig,
-    max_num_seqs: int,
+    scheduling: SchedulerConfig,
     *,
     batch_invariant: bool = False,
     added_token_bytes: int = 0,
@@ -51,13 +52,14 @@ def make_runner(
         loaded: The model.
         attention_backend: "auto" or a backend's name.
         cache: Block size and capacity.
-        max_num_seqs: Sequences that run at a time, to bound the default capacity.
+        scheduling: Sequences that run at a time, and rows of a pass, to bound what is kept of them.
         batch_invariant: Whether the backend must also reproduce its own bits, however rows are batched.
         added_token_bytes: Bytes that a token will take in layers that proposers add.
 
     Raises:
         UnsupportedModelError: No backend reproduces a plain forward pass.
         ModelLoadError: Its logits are no numbers.
+        ModelTooLargeError: There is no memory for the running states of so many texts.
     """
     stock = reference(loaded)
     check_numbers(loaded.name, loaded.model, stock.logits)
@@ -71,14 +73,15 @@ def make_runner(
     for name, packed in _ways(attention_backend, batch_invariant=batch_invariant):
         check_wanted()
         try:
-            backend, bytes_per_token = _install(loaded, name, stock.logits, packed=packed, bits=batch_invariant)
+            backend, taken = _install(loaded, name, stock.logits, packed=packed, bits=batch_invariant)
         except Exception as error:  # whatever the model's own code raises decides against this backend
             logger.info("attention backend %s (packed: %s) does not fit %s: %s", name, packed, loaded.name, error)
             failures[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
             continue
-        count = num_blocks(loaded, cache, max_num_seqs, bytes_per_token + added_token_bytes)
+        taken = replace(taken, by_token=taken.by_token + added_token_bytes)
+        count = num_blocks(loaded, cache, scheduling, taken)
         shares = cache.prefix_caching and not loaded.running_layers  # blocks hold no running states
-        return ModelRunner(loaded, backend, BlockManager(count, cache.block_size, prefix_caching=shares))
+        return ModelRunner(loaded, backend, BlockManager(count, cache.block_size, prefix_caching=shares), taken.by_text)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
     remedy = "Report it." if attention_backend == "auto" else "Use attention_backend='auto', or report it."
     raise UnsupportedModelError(loaded.name, f"no attention backend reproduces its forward pass ({reasons})", remedy)
@@ -92,7 +95,9 @@ def _ways(choice: str, *, batch_invariant: bool) -> list[tuple[str, bool]]:
     return [(name, p) for name in names for p in ((False,) if name == FusedDecoder.name else packed)]
 
 
-def _install(loaded: LoadedModel, name: str, want: Tensor, *, packed: bool, bits: bool) -> tuple[AttentionBackend, int]:
+def _install(
+    loaded: LoadedModel, name: str, want: Tensor, *, packed: bool, bits: bool
+) -> tuple[AttentionBackend, TextBytes]:
     """One way to drive the model, probed; it leaves no trace where it fails."""
     backend = BACKENDS[name]()
     library = kernel_library()
@@ -100,14 +105,14 @@ def _install(loaded: LoadedModel, name: str, want: Tensor, *, packed: bool, bits
         if packed and library is not None:
             use_packed_linear(loaded.model, library, hf.TRANSPOSED_LINEARS)
             hf.use_packed_experts(loaded.model, library)
-        bytes_per_token = probe(loaded, backend, want)
+        taken = probe(loaded, backend, want)
         _settle_bits(loaded, backend, asked=bits)
     except Exception:
         backend.uninstall()
         use_stock_linear(loaded.model)
         hf.use_stock_experts(loaded.model)
         raise
-    return backend, bytes_per_token
+    return backend, taken
 
 
 def _settle_bits(loaded: LoadedModel, backend: AttentionBackend, *, asked: bool) -> None:

@@ -1,19 +1,80 @@
-"""Computes how many KV blocks a model gets."""
+"""Computes how many KV blocks a model gets, beside the running states of its texts."""
 
 from __future__ import annotations
 
-from outrider.config import CacheConfig
+from dataclasses import dataclass
+from typing import Self
+
+from outrider.cache.running import MOST_STATES
+from outrider.cache.state import SequenceState
+from outrider.config import CacheConfig, SchedulerConfig
+from outrider.errors import ModelTooLargeError
 from outrider.model.loading.available import available_bytes
 from outrider.model.loading.loaded_model import LoadedModel
 
 
-def num_blocks(loaded: LoadedModel, cache: CacheConfig, max_num_seqs: int, bytes_per_token: int) -> int:
-    """Capacity: as asked, or what every running sequence could fill, within a share of the free memory."""
+@dataclass(frozen=True)
+class TextBytes:
+    """What texts take of memory, in bytes.
+
+    Attributes:
+        by_token: Keys and values of a token.
+        by_text: Running states of a text, at most; 0 for a model without them.
+        by_row: The inputs of a draft row, which are kept until it is known whether the row stands; 0 for a model without
+            running states.
+    """
+
+    by_token: int
+    by_text: int = 0
+    by_row: int = 0
+
+    @classmethod
+    def of(cls, state: SequenceState, by_token: int) -> Self:
+        """What texts of the same model take, for a state that holds one. A pass reads what the pass before it has left, and
+        leaves as much again before that is given back."""
+        records = state.running.records.values()
+        by_text = MOST_STATES * sum(record.state_bytes for record in records)
+        return cls(by_token, 2 * by_text, 2 * sum(record.row_bytes for record in records))
+
+    def running(self, scheduling: SchedulerConfig) -> int:
+        """All running states that there can be at a time, and the inputs of all draft rows. Every text that runs takes part
+        in every pass, so the rows are those of one pass."""
+        return scheduling.max_num_seqs * self.by_text + scheduling.max_num_batched_tokens * self.by_row
+
+
+def num_blocks(loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerConfig, taken: TextBytes) -> int:
+    """Capacity: as asked, or what every running sequence could fill, within a share of what running states leave free.
+
+    Raises:
+        ModelTooLargeError: There is no memory for the running states of so many texts, beside the blocks.
+    """
+    free, running = available_bytes(loaded.device), taken.running(scheduling)
+    if running and free is not None:
+        _check_fit(loaded, cache, scheduling, taken, free)
     if cache.num_tokens is not None:
         tokens = cache.num_tokens
     else:
-        free, share = available_bytes(loaded.device), 0.8 if loaded.device.type == "cuda" else 0.25
-        tokens = max_num_seqs * loaded.max_model_len
-        if bytes_per_token:  # a model without attention keeps nothing of single tokens
-            tokens = min(tokens, int(share * (2**31 if free is None else free)) // bytes_per_token)
+        share = 0.8 if loaded.device.type == "cuda" else 0.25
+        tokens = scheduling.max_num_seqs * loaded.max_model_len
+        if taken.by_token:  # a model without attention keeps nothing of single tokens
+            tokens = min(tokens, int(share * ((2**31 if free is None else free) - running)) // taken.by_token)
     return max(1, tokens // cache.block_size)
+
+
+def _check_fit(loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerConfig, taken: TextBytes, free: int) -> None:
+    """Raise ModelTooLargeError where running states, and the blocks that there must be, take more than is free."""
+    running = taken.running(scheduling)
+    blocks = (cache.num_tokens or cache.block_size) * taken.by_token
+    if running + blocks <= free:
+        return
+    texts = scheduling.max_num_seqs
+    keys = "" if cache.num_tokens is None else f" and {blocks / 1e9:.2f} GB for keys and values"
+    problem = (
+        f"it needs {running / 1e9:.2f} GB for the running states of max_num_seqs={texts} texts{keys}, "
+        f"and {free / 1e9:.2f} GB of memory are available"
+    )
+    most = (free - blocks - scheduling.max_num_batched_tokens * taken.by_row) // taken.by_text
+    ways = [f"max_num_seqs={most} or less"] if most > 0 else ["a smaller max_num_seqs and max_num_batched_tokens"]
+    ways += [] if cache.num_tokens is None else ["a smaller kv_cache_tokens"]
+    remedy = f"Use {', '.join(ways)}, or a machine with more memory."
+    raise ModelTooLargeError(loaded.name, problem, remedy, 0, blocks, free, running)

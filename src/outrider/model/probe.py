@@ -14,6 +14,7 @@ from outrider.model import hf
 from outrider.model.backends.base import AttentionBackend
 from outrider.model.batch import Segment
 from outrider.model.loading.loaded_model import LoadedModel
+from outrider.model.memory import TextBytes
 from outrider.model.runner import ModelRunner
 
 #: Largest difference from a plain forward, relative to the largest logit, that passes as rounding.
@@ -93,11 +94,11 @@ def _is_routed(loaded: LoadedModel) -> bool:
     return bool(hf.expert_stacks(loaded.model))
 
 
-def probe(loaded: LoadedModel, backend: AttentionBackend, want: Tensor) -> int:
+def probe(loaded: LoadedModel, backend: AttentionBackend, want: Tensor) -> TextBytes:
     """Install `backend` and compare it with the `reference`, over ragged batches in two chunks.
 
     Returns:
-        Bytes of KV that one token takes.
+        What texts take of memory.
 
     Raises:
         Exception: The model cannot run this way, or its logits differ by more than rounding.
@@ -106,15 +107,16 @@ def probe(loaded: LoadedModel, backend: AttentionBackend, want: Tensor) -> int:
     runner = ModelRunner(loaded, backend, BlockManager(2 * _PROBE_LEN // _PROBE_BLOCK + 2, _PROBE_BLOCK))
     least = float("inf")
     for tokens, logits in zip(_texts(loaded), want, strict=True):
-        error = _error(loaded, runner, tokens, logits)
+        error, taken = _try_text(loaded, runner, tokens, logits)
         if error <= TOLERANCE[loaded.precision]:
-            return runner.pool.bytes_per_slot()
+            return taken
         least = min(least, error)
     raise ValueError(f"logits differ from a plain forward pass by {least:.1e} of their size")
 
 
-def _error(loaded: LoadedModel, runner: ModelRunner, tokens: list[int], want: Tensor) -> float:
-    """How far the logits of a text are from those that are wanted, [num_tokens, vocab_size], relative to the largest."""
+def _try_text(loaded: LoadedModel, runner: ModelRunner, tokens: list[int], want: Tensor) -> tuple[float, TextBytes]:
+    """How far the logits of a text are from those that are wanted, [num_tokens, vocab_size], relative to the largest. The
+    second result is what the text takes of memory."""
     state, neighbour = runner.memory.room_for(_PROBE_LEN), runner.memory.room_for(_PROBE_LEN)
     runner.forward([Segment.of(state, tokens[:_PROBE_CUT], 0), Segment.of(neighbour, tokens, 0)])
     _check_states(loaded, state)
@@ -127,9 +129,10 @@ def _error(loaded: LoadedModel, runner: ModelRunner, tokens: list[int], want: Te
         state.commit(_PROBE_CUT, _PROBE_KEPT)
         rows = tokens[state.num_computed :]
         got[-len(rows) :] = runner.forward([Segment.of(state, rows, state.num_computed)]).logits
+    taken = TextBytes.of(state, runner.pool.bytes_per_slot())
     state.free()
     neighbour.free()
-    return _difference(got, want[_PROBE_CUT:], want, loaded.precision)
+    return _difference(got, want[_PROBE_CUT:], want, loaded.precision), taken
 
 
 def _check_states(loaded: LoadedModel, state: SequenceState) -> None:

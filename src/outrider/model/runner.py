@@ -51,6 +51,7 @@ class ModelRunner:
         loaded: The model.
         backend: Already installed on it.
         blocks: Bookkeeping of the memory.
+        text_bytes: Bytes of the running states of a text, at most; 0 for a model without them.
 
     Attributes:
         memory: Where the states of texts lie.
@@ -58,8 +59,9 @@ class ModelRunner:
         states: Those of the texts that proposers read with this model, by sequence; proposers with equal models share them.
     """
 
-    def __init__(self, loaded: LoadedModel, backend: AttentionBackend, blocks: BlockManager) -> None:
+    def __init__(self, loaded: LoadedModel, backend: AttentionBackend, blocks: BlockManager, text_bytes: int = 0) -> None:
         self.loaded = loaded
+        self.text_bytes = text_bytes
         self.backend = backend
         self.memory = StateMemory(blocks, loaded.long_rope_after)
         self.states: dict[int, SequenceState] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.config import CacheConfig, ModelConfig
+from outrider.config import CacheConfig, ModelConfig, SchedulerConfig
 from outrider.model.factory import make_runner
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.loading.loader import adopt_model, load_model
@@ -20,7 +20,7 @@ class DraftLoader:
         target: Its runner.
         settings: How the target was loaded.
         cache: How its memory is cut.
-        max_num_seqs: Sequences that run at a time.
+        scheduling: Sequences that run at a time, and rows of a pass.
         given: Models that the caller has loaded, by the name that settings have for them. They are copied whenever a
             proposer is built.
     """
@@ -30,14 +30,14 @@ class DraftLoader:
         target: ModelRunner,
         settings: ModelConfig,
         cache: CacheConfig,
-        max_num_seqs: int,
+        scheduling: SchedulerConfig,
         given: Mapping[str, Any] | None = None,
     ) -> None:
         self._given = given or {}
         self._target = target
         self._settings = settings
         self._cache = cache
-        self._max_num_seqs = max_num_seqs
+        self._scheduling = scheduling
 
     def __call__(
         self,
@@ -72,7 +72,7 @@ class DraftLoader:
             batch_invariant=False,  # drafts may differ in their bits: they are guesses
         )
         capacity = target.blocks.num_blocks * target.blocks.block_size  # whatever fits the target's memory fits the draft's
-        return make_runner(self._load(settings), "auto", self._cache.replace(num_tokens=capacity), self._max_num_seqs)
+        return make_runner(self._load(settings), "auto", self._cache.replace(num_tokens=capacity), self._scheduling)
 
     def _load(self, settings: ModelConfig) -> LoadedModel:
         given = self._given.get(settings.model)

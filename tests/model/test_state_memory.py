@@ -1,0 +1,113 @@
+"""The memory of running states is counted before a text runs, and texts never take more."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from torch import Tensor
+
+from outrider.cli.doctor import _facts
+from outrider.doctor.facts import model_facts
+from outrider.errors import ModelTooLargeError
+from outrider.model import memory
+from outrider.model.memory import TextBytes
+from outrider.model.running.running_pass import RunningPass
+from tests.model.checkpoints import VOCAB_SIZE
+from tests.model.test_running_states import BRANCHES, EXIT, GREEDY, KINDS, PREDICTION, PROMPT, load, saved
+
+ROWS, TEXTS = 24, 4
+
+
+def together(tensors: list[Tensor]) -> int:
+    """Bytes of the memory behind tensors, each part of it once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_texts_take_no_more_than_is_counted(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load(saved(family, tmp_path), max_num_batched_tokens=ROWS)
+    want = llm.generate(PROMPT, GREEDY, speculation="none")[0].token_ids
+    scheduler, keep, found = llm.engine.scheduler, RunningPass.keep, list[tuple[int, int, TextBytes]]()
+
+    def measured(running: RunningPass) -> None:
+        """Where a pass ends, what was there before is there still."""
+        texts = [seq.state for seq in scheduler.running]
+        kept = [record for state in texts for record in state.running.records.values()]
+        left = [record for each in running._left for record in each.values()]
+        states = together([anchor.state for record in kept + left for anchor in record.anchors])
+        tapes = together([inputs for record in kept + left for inputs in record.tape])
+        keep(running)
+        found.append((states, tapes, TextBytes.of(texts[0], 0)))
+
+    monkeypatch.setattr(RunningPass, "keep", measured)
+    wrong = tuple((token + (place % 5 == 4)) % VOCAB_SIZE for place, token in enumerate(want))
+    for speculation in (PREDICTION, BRANCHES, EXIT):
+        llm.generate([PROMPT] * TEXTS, GREEDY, speculation=speculation, prediction=wrong)
+    assert llm.stats.finished.num_accepted_tokens > 20
+    (taken,) = {bytes_ for _, _, bytes_ in found}
+    assert taken.by_text == llm.engine.runner.text_bytes
+    most_states, most_inputs = (max(sizes) for sizes in list(zip(*found, strict=True))[:2])
+    assert TEXTS * taken.by_text / 2 < most_states <= TEXTS * taken.by_text
+    assert 0 < most_inputs <= ROWS * taken.by_row
+
+
+def limited(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: free)
+
+
+def sizes(path: str) -> tuple[int, int]:
+    """Bytes of a token's keys and values, and of a text's states."""
+    llm = load(path)
+    llm.generate(PROMPT, GREEDY, speculation="none")
+    return llm.engine.runner.pool.bytes_per_slot(), llm.engine.runner.text_bytes
+
+
+def test_blocks_get_a_share_of_what_states_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved("qwen3_next", tmp_path)
+    by_token, by_text = sizes(path)
+    free = 2 * TEXTS * by_text
+    limited(free, monkeypatch)
+    got = load(path).engine.runner.blocks.num_blocks * 4 * by_token
+    assert free / 4 / 4 < got < (free - TEXTS * by_text) / 4
+
+
+def test_an_attention_model_counts_no_states(tmp_path: Path) -> None:
+    assert load(saved("llama", tmp_path)).engine.runner.text_bytes == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba"])
+def test_states_that_do_not_fit_are_refused_with_a_number_that_does(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(family, tmp_path)
+    _, by_text = sizes(path)
+    limited(8 * by_text, monkeypatch)
+    with pytest.raises(
+        ModelTooLargeError, match=r"running states of max_num_seqs=9 texts.* Use max_num_seqs=(\d) or less"
+    ) as caught:
+        load(path, max_num_seqs=9)
+    assert caught.value.state_bytes > 9 * by_text
+    most = int(str(caught.value).split("Use max_num_seqs=")[1][0])
+    load(path, max_num_seqs=most)
+    with pytest.raises(ModelTooLargeError):
+        load(path, max_num_seqs=most + 1)
+
+
+def test_blocks_that_are_asked_for_and_states_must_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved("qwen3_next", tmp_path)
+    by_token, by_text = sizes(path)
+    limited(8 * by_text, monkeypatch)
+    tokens = 8 * by_text // by_token
+    load(path, kv_cache_tokens=tokens // 10)
+    with pytest.raises(ModelTooLargeError, match=r"GB for keys and values.* a smaller kv_cache_tokens, or a machine"):
+        load(path, kv_cache_tokens=tokens)
+
+
+def test_doctor_says_what_a_text_takes(tmp_path: Path) -> None:
+    facts = model_facts(load(saved("qwen3_next", tmp_path)).engine.runner)
+    paper = Console(width=200, record=True, file=StringIO())
+    paper.print(_facts("target", facts))
+    assert f"{facts.text_bytes / 1e6:.2f} MB a text at most" in paper.export_text()
