@@ -18,11 +18,12 @@ from tests.mutation.feature_mutants import FEATURE_MUTANTS
 from tests.mutation.judge import CHECKS, CLAIM, judge
 from tests.mutation.mutants import MUTANTS, PROBE_DIFFERS, Mutant
 from tests.mutation.native_mutants import NATIVE_MUTANTS
+from tests.mutation.running_mutants import RUNNING_MUTANTS
 from tests.mutation.warm import WarmProcess
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "outrider"
-PLANTED = (*MUTANTS, *BOUNDARY_MUTANTS, *FEATURE_MUTANTS, *DEEP_MUTANTS)
+PLANTED = (*MUTANTS, *BOUNDARY_MUTANTS, *FEATURE_MUTANTS, *RUNNING_MUTANTS, *DEEP_MUTANTS)
 KILLED = [m for m in PLANTED if m.killer]
 #: A line to break.
 _FALLBACK = next(m.old for m in MUTANTS if m.killer == "empty_residual")
@@ -114,7 +115,7 @@ def test_the_page_lists_every_pitfall_and_says_why_some_are_not_planted() -> Non
         {int(number) for number in re.findall(r"^\| (\d+) \| .+ \| .+ \|$", part, re.MULTILINE)}
         for part in page.split("## Planted bugs")[1].split("## Parameters")[0].split("why there is nothing to plant")
     )
-    assert planted == {mutant.pitfall for mutant in MUTANTS}
+    assert planted == {mutant.pitfall for mutant in (*MUTANTS, *RUNNING_MUTANTS)}
     assert planted | others == set(range(1, 27))
     assert planted & others == {17}  # windows are planted; there is no proposer to plant the rest in
 

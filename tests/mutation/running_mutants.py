@@ -1,0 +1,44 @@
+"""Bugs planted in models with a running state: what a rejected draft leaves behind in it."""
+
+from __future__ import annotations
+
+from tests.mutation.mutants import PROBE_DIFFERS, Mutant, Refusal
+
+
+def _mutant(name: str, path: str, old: str, new: str, killer: str, refused: Refusal | None = None) -> Mutant:
+    return Mutant(name, 13, path, old, new, killer, refused=refused)
+
+
+_CACHE = "cache/running.py"
+RUNNING_MUTANTS = (
+    _mutant(
+        "rejected rows stay in a running state",
+        _CACHE,
+        "self.rows(anchor.position, position))",
+        "self.tape)",
+        "running_chain",
+    ),
+    _mutant(
+        "accepted rows are left out of the window of a convolution",
+        "model/running/convolution.py",
+        "return torch.cat([state, inputs])[len(inputs) :].clone()",
+        "return state.clone()",
+        "running_chain",
+    ),
+    _mutant(
+        "the accepted path of a tree is not moved to the front of the tape",
+        _CACHE,
+        "tape=tuple(each[kept] for each in self.tape)",
+        "tape=self.tape",
+        "running_tree",
+        PROBE_DIFFERS,
+    ),
+    _mutant(
+        "siblings of a tree change one state after another",
+        "model/running/function.py",
+        "return row - 1 if self.parents is None else self.parents[row]",
+        "return row - 1",
+        "running_tree",
+        PROBE_DIFFERS,
+    ),
+)
