@@ -45,6 +45,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lookahead": {"method": "lookahead"},
     "merge": {"method": "merge"},
     "then": {"method": "then"},
+    "staged": {"method": "staged"},
 }
 #: Read in one go: every note, and what every round draws as owed at its last stage, with the names beside the boxes.
 READ = """() => {
@@ -74,7 +75,8 @@ READ = """() => {
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     names = ("suffix", "ngram", "token_recycling", "early_exit", "lookahead", "merge", "then")
-    with running("--method", "auto", *(part for name in names for part in ("--allow", name))) as server:
+    staged = json.dumps({"method": "staged", "drafter": "ngram"})
+    with running("--method", "auto", *(part for name in (*names, staged) for part in ("--allow", name))) as server:
         yield server
 
 
