@@ -118,7 +118,18 @@ def test_doctor_tells() -> None:
     from rich.console import Console
 
     facts = ModelFacts(
-        "m", "float32", "cpu", "paged", None, False, 1_000, 512, 4096, None, {512: 8}, "it has 0 bytes. Do so."
+        "m",
+        "float32",
+        "cpu",
+        "paged",
+        None,
+        False,
+        1_000,
+        512,
+        4096,
+        None,
+        {512: 8},
+        kernels_problem="it has 0 bytes. Do so.",
     )
     paper = Console(width=200, record=True, file=io.StringIO())
     paper.print(_facts("target", facts))

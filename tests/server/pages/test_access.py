@@ -23,6 +23,8 @@ def test_the_keyboard_is_enough(page: Any, server: Server) -> None:
     focus(page, "tokens")
     press("Home")
     assert page.inner_text("output[for=tokens]") == "16"
+    press("End")  # long texts: the turns go on while the focus is looked at
+    assert page.inner_text("output[for=tokens]") == "256"
     focus(page, "go")
     press("Enter")
     page.wait_for_selector("#verdict [data-turns]")
