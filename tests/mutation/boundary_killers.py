@@ -34,7 +34,10 @@ from outrider.propose.methods.draft_model import DraftModel
 from outrider.propose.methods.suffix import Suffix
 from outrider.propose.speculation import SpeculationConfig
 from outrider.prove.engine_distribution import EngineProof
-from outrider.prove.settings import HEADS_SETTINGS, SETTINGS, SHARED_TARGET_LAYERS, Setting
+from outrider.prove.settings.drafts import SETTINGS
+from outrider.prove.settings.heads import HEADS_SETTINGS
+from outrider.prove.settings.setting import Setting
+from outrider.prove.settings.shared_target import SHARED_TARGET_LAYERS
 from outrider.prove.tiny import save_tiny_llama
 from outrider.prove.tiny_heads import save_tiny_heads
 from tests.model import checkpoints, test_added_layers, test_boundary, test_heads, test_target

@@ -25,7 +25,10 @@ from outrider.prove.engine_distribution import EngineProof
 from outrider.prove.merged_distribution import prove_merged_verifier
 from outrider.prove.reference import ReferenceRule
 from outrider.prove.rules_distribution import prove_verifier
-from outrider.prove.settings import DRAFT, SETTINGS, STRUCTURE_SETTINGS, Setting
+from outrider.prove.settings.drafts import SETTINGS
+from outrider.prove.settings.methods import DRAFT
+from outrider.prove.settings.setting import Setting
+from outrider.prove.settings.structures import STRUCTURE_SETTINGS
 from outrider.prove.stage_distribution import prove_stage
 from outrider.prove.tiny import save_tiny_llama
 from outrider.prove.tree_distribution import prove_tree_verifier

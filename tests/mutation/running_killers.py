@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from outrider.prove.engine_distribution import BOUND, EngineProof
-from outrider.prove.settings import RUNNING_SETTINGS
+from outrider.prove.settings.running import RUNNING_SETTINGS
 from outrider.prove.tiny import save_tiny_hybrid
 
 

@@ -19,7 +19,10 @@ from outrider.propose.base import DraftNoise
 from outrider.propose.methods.suffix import SuffixProposer
 from outrider.propose.trees import growth
 from outrider.prove.engine_distribution import BOUND, EngineProof
-from outrider.prove.settings import CROSSED_SETTINGS, PARAMETER_SETTINGS, SETTINGS, STRUCTURE_SETTINGS
+from outrider.prove.settings.crossed import CROSSED_SETTINGS
+from outrider.prove.settings.drafts import SETTINGS
+from outrider.prove.settings.parameters import PARAMETER_SETTINGS
+from outrider.prove.settings.structures import STRUCTURE_SETTINGS
 from outrider.prove.tiny import CROSSED_PIECES, save_tiny_llama
 from outrider.structured.grammar import GrammarState
 from outrider.verify import verifier

@@ -12,7 +12,8 @@ from outrider.propose.methods.feature_drafts import FeatureHeadProposer
 from outrider.propose.methods.row_heads import RowHeadsProposer
 from outrider.propose.trees import growth
 from outrider.prove.engine_distribution import BOUND, EngineProof
-from outrider.prove.settings import HEADS_SETTINGS, SHARED_TARGET_LAYERS
+from outrider.prove.settings.heads import HEADS_SETTINGS
+from outrider.prove.settings.shared_target import SHARED_TARGET_LAYERS
 from outrider.prove.tiny import save_tiny_llama
 from outrider.prove.tiny_heads import save_tiny_heads
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from outrider.embedded import default_model
 from outrider.engine import verification
 from outrider.prove.engine_distribution import EngineProof
-from outrider.prove.settings import DRAFT, Setting
+from outrider.prove.settings.methods import DRAFT
+from outrider.prove.settings.setting import Setting
 from outrider.verify import verifier
 from outrider.verify.logits import target_probs
 from outrider.verify.rules import token_acceptance

@@ -24,7 +24,8 @@ from outrider.propose.speculation import Members, SpeculationConfig
 from outrider.propose.trees.tree import CHAIN
 from outrider.prove.engine_distribution import EngineProof
 from outrider.prove.one_method import method_settings
-from outrider.prove.settings import DRAFT, TARGET, Setting
+from outrider.prove.settings.methods import DRAFT, TARGET
+from outrider.prove.settings.setting import Setting
 from outrider.prove.tiny import raise_norms, save_tiny_llama
 from outrider.verify.noise import KeyedNoise
 from outrider.verify.verifier import Candidate

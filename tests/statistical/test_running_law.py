@@ -15,7 +15,8 @@ from outrider.model.running.function import StateRows
 from outrider.params import SamplingParams
 from outrider.prove.engine_distribution import BOUND, EngineProof
 from outrider.prove.forking import total_variation
-from outrider.prove.settings import RUNNING_SETTINGS, Setting
+from outrider.prove.settings.running import RUNNING_SETTINGS
+from outrider.prove.settings.setting import Setting
 from outrider.prove.tiny import save_tiny_hybrid
 
 BY_NAME = {setting.name: setting for setting in RUNNING_SETTINGS}

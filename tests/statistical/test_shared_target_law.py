@@ -12,7 +12,7 @@ from outrider.model import resumed_forward
 from outrider.model.partial_rows import PartialChain
 from outrider.propose.methods.shared_layers import SharedLayersProposer
 from outrider.prove.engine_distribution import BOUND, EngineProof
-from outrider.prove.settings import SHARED_TARGET_LAYERS, SHARED_TARGET_SETTINGS
+from outrider.prove.settings.shared_target import SHARED_TARGET_LAYERS, SHARED_TARGET_SETTINGS
 from outrider.prove.tiny import save_tiny_llama
 
 BY_NAME = {setting.name: setting for setting in SHARED_TARGET_SETTINGS}

@@ -27,7 +27,8 @@ from outrider.propose.trees.pace import FixedPace
 from outrider.prove.faulty_proposers import Faulty, Merged
 from outrider.prove.findings import Finding
 from outrider.prove.forking import Distribution, ForkingNoise, Outcome, explore, total_variation
-from outrider.prove.settings import DRAFT, HEADS, OTHER_DRAFT, TARGET, Setting
+from outrider.prove.settings.methods import DRAFT, HEADS, OTHER_DRAFT, TARGET
+from outrider.prove.settings.setting import Setting
 from outrider.prove.teacher_forced import TeacherForced
 from outrider.prove.tiny import PIECES, raise_engine_norms
 from outrider.verify.noise import KeyedNoise

@@ -15,7 +15,8 @@ from outrider.propose.speculation import SpeculationConfig
 from outrider.prove.findings import Finding
 from outrider.prove.own_model import OwnModel
 from outrider.prove.running import Proof
-from outrider.prove.settings import DRAFT, HEADS, LOOKUP, OTHER_DRAFT, TARGET, Setting
+from outrider.prove.settings.methods import DRAFT, HEADS, LOOKUP, OTHER_DRAFT, TARGET
+from outrider.prove.settings.setting import Setting
 from outrider.prove.tiny_heads import FEATURE_METHODS, HEAD_METHODS
 
 #: What the caller predicts in every setting, over a vocabulary of three tokens; only the method `prediction` reads it.

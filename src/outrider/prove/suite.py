@@ -30,18 +30,14 @@ from outrider.prove.rules_distribution import (
 )
 from outrider.prove.running import Proof, run_in_processes, run_proofs
 from outrider.prove.sampled import prove_sampled
-from outrider.prove.settings import (
-    CROSSED_SETTINGS,
-    HEADS_SETTINGS,
-    PARAMETER_SETTINGS,
-    QUICK_SETTINGS,
-    RUNNING_SETTINGS,
-    SETTINGS,
-    SHARED_TARGET_LAYERS,
-    SHARED_TARGET_SETTINGS,
-    STRUCTURE_SETTINGS,
-    Setting,
-)
+from outrider.prove.settings.crossed import CROSSED_SETTINGS
+from outrider.prove.settings.drafts import QUICK_SETTINGS, SETTINGS
+from outrider.prove.settings.heads import HEADS_SETTINGS
+from outrider.prove.settings.parameters import PARAMETER_SETTINGS
+from outrider.prove.settings.running import RUNNING_SETTINGS
+from outrider.prove.settings.setting import Setting
+from outrider.prove.settings.shared_target import SHARED_TARGET_LAYERS, SHARED_TARGET_SETTINGS
+from outrider.prove.settings.structures import STRUCTURE_SETTINGS
 from outrider.prove.tiny import CROSSED_PIECES, PIECES, save_tiny_hybrid, save_tiny_llama
 from outrider.prove.tiny_heads import save_tiny_heads
 from outrider.prove.tree_distribution import prove_tree_verifier

@@ -1,0 +1,189 @@
+"""Proven requests of every method that needs no layer of the target, under every rule and shape, with injected faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.prove.settings.methods import (
+    BRANCHING,
+    DOUBTED,
+    GOES_ON,
+    GOVERNED,
+    LOOKAHEAD,
+    LOOKUP,
+    LOOKUP_FIRST,
+    ONE,
+    OTHER,
+    PREDICTED,
+    RARE,
+    RECYCLED,
+    SHARED,
+    STAGED_ONE,
+    TWIN,
+    TWO,
+    TWO_STAGES,
+    WITH_LOOKUP,
+    drafted,
+    staged,
+)
+from outrider.prove.settings.setting import Setting
+
+#: Whether a fault happens depends on the committed length alone, and never on what was drawn.
+FAULTS = ("raises", "nan row", "truncated", "token outside", "too long")
+
+#: Texts in which a stage has several rounds in one draft, of fewer paths.
+_LONGER = {"max_tokens": 4, "top_k": 2}
+
+#: Drafts that a draft model makes with a drafter of its own: names, settings and parameters.
+_STAGES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("a lookup", staged(LOOKUP), _LONGER),
+    ("a lookup, token rule", staged(LOOKUP, rule="token"), {}),
+    ("a lookup with branches", staged(BRANCHING), _LONGER),
+    ("a drawn drafter", staged(OTHER), _LONGER),
+    ("a drawn drafter under the token rule", staged(OTHER | {"rule": "token"}), {}),
+    ("a drawn drafter that is walked", staged(OTHER | {"rule": "walk"}), {}),
+    ("a drafter's most likely tokens", staged(OTHER | {"draft_sampling": "greedy"}), {}),
+    ("a drawn tree", staged(OTHER | {"tree": (2, 1), "num_draft_tokens": 4}), {}),
+    ("a drawn tree, token rule", staged(OTHER | {"tree": (2,), "rule": "token", "num_draft_tokens": 2}), {}),
+    ("two stages", TWO_STAGES, {}),
+    ("two stages, walked", TWO_STAGES | {"rule": "walk"}, {}),
+    ("two stages, seeded", TWO_STAGES, {"seed": 9}),
+    ("seeded", staged(LOOKUP), {"seed": 5}),
+    ("seeded, a drawn drafter", staged(OTHER), {"seed": 6}),
+    ("most likely tokens", staged(OTHER, draft_sampling="greedy"), {}),
+    ("two samples", staged(OTHER, num_draft_tokens=2), {"n": 2, "max_tokens": 2}),
+    ("temperature and top_p", staged(OTHER), {"temperature": 1.5, "top_p": 0.9}),
+    ("behind a token of low confidence", staged(OTHER, min_confidence=0.33), {}),
+    ("a drafter that keeps what the target held likely", staged(RECYCLED), {}),
+    ("in a merge", {"method": "merge", "methods": (staged(OTHER, num_draft_tokens=2), LOOKUP)}, {}),
+    ("behind a lookup", {"method": "then", "methods": (RARE, staged(OTHER, num_draft_tokens=2))}, {}),
+    *(
+        (f"the drafter's fault: {fault}", staged(OTHER | {"method": "_prove_faulty", "fault": fault}), {})
+        for fault in ("raises", "nan row", "truncated", "token outside")
+    ),
+)
+
+QUICK_SETTINGS = (
+    Setting("token", drafted("token")),
+    Setting("block", drafted("block")),
+    Setting("coupled", drafted("coupled")),
+)
+
+SETTINGS = (
+    Setting("plain"),
+    *QUICK_SETTINGS,
+    Setting("walk", drafted("walk")),
+    Setting("auto, seeded", drafted("auto"), {"seed": 5}),
+    Setting("greedy drafts", drafted("auto", draft_sampling="greedy")),
+    Setting("ngram", {"method": "ngram", "num_draft_tokens": 2, "min_match": 1}),
+    Setting("ngram, seeded", {"method": "ngram", "num_draft_tokens": 2, "min_match": 1}, {"seed": 6}),
+    Setting("suffix", {"method": "suffix", "num_draft_tokens": 2, "min_match": 1}),
+    Setting("suffix, seeded", {"method": "suffix", "num_draft_tokens": 2, "min_match": 1}, {"seed": 4}),
+    Setting("suffix, branches", BRANCHING),
+    Setting("suffix, shared texts", SHARED),
+    Setting("suffix, shared texts, two samples", SHARED, {"n": 2, "max_tokens": 2}),
+    Setting("token recycling", RECYCLED),
+    Setting("token recycling, fixed shape, one context", {**RECYCLED, "context": 1, "tree": (2, 1)}),
+    Setting("token recycling, two samples", RECYCLED, {"n": 2, "max_tokens": 2}),
+    Setting("token recycling behind a drawn draft", turns=((ONE, RECYCLED),)),
+    Setting("lookahead", LOOKAHEAD, {"max_tokens": 6}),
+    Setting("lookahead, seeded", LOOKAHEAD, {"max_tokens": 5, "seed": 7}),
+    Setting("lookahead, two samples", LOOKAHEAD, {"n": 2, "max_tokens": 2}),
+    Setting("lookahead behind a drawn draft", turns=((ONE, LOOKAHEAD),)),
+    Setting("tree, traversal", drafted("block", tree=(2, 1))),
+    Setting("tree, recursive rejection", drafted("token", tree=(2, 1))),
+    Setting("tree, coupled", drafted("coupled", tree=(2, 1))),
+    Setting("tree, walk", drafted("walk", tree=(2,))),
+    Setting("tree, most likely tokens", drafted("auto", tree=(2, 1), draft_sampling="greedy")),
+    Setting("best-first tree, traversal", drafted("block", tree="best_first", num_draft_tokens=4)),
+    Setting("best-first tree, recursive rejection", drafted("token", tree="best_first", num_draft_tokens=3)),
+    Setting("best-first tree, top_k", drafted("auto", tree="best_first", num_draft_tokens=4), {"top_k": 2}),
+    Setting("best-first tree, seeded", drafted("auto", tree="best_first", num_draft_tokens=3), {"seed": 5}),
+    Setting("best-first tree, most likely tokens", drafted("auto", tree="best_first", draft_sampling="greedy")),
+    Setting("Sequoia's tree", drafted("block", tree="sequoia", num_draft_tokens=3)),
+    Setting("stop behind a token of low confidence", drafted("block", min_confidence=0.33, num_draft_tokens=3)),
+    Setting("the same in a tree", drafted("block", min_confidence=0.33, tree=(2, 1))),
+    Setting("the same in a best-first tree", drafted("auto", min_confidence=0.33, tree="best_first", num_draft_tokens=3)),
+    Setting("tree, wider than the tokens left", drafted("block", tree=(3, 1)), {"top_k": 2}),
+    Setting("merged tree", drafted("auto", tree=(1, 1), num_draft_tokens=4) | {"method": "_prove_merged"}),
+    Setting("merged tree, three laws", drafted("token", tree=(2,), num_draft_tokens=4) | {"method": "_prove_merged"}),
+    *(
+        Setting(f"merge, {name}", {"method": "merge", "methods": members, **more}, params)
+        for name, members, more, params in (
+            ("two drawn members of equal laws", (ONE, TWIN), {"rule": "block"}, {}),
+            ("the same under the token rule", (ONE, TWIN), {"rule": "token"}, {}),
+            ("the same, longer", (drafted("auto"), TWIN), {}, {}),
+            ("drawn trees that collide", (drafted("auto", tree=(2,)), TWIN), {"rule": "block"}, {}),
+            ("the same, recursive rejection", (drafted("auto", tree=(2,)), TWIN), {"rule": "token"}, {}),
+            ("a lookup beside a drawn draft", (ONE, LOOKUP), {}, {}),
+            ("a lookup that leaves rows to a drawn draft", (drafted("auto"), RARE), {"num_draft_tokens": 2}, {}),
+            ("seeded", (ONE, LOOKUP, TWIN), {}, {"seed": 5}),
+            ("two samples", (ONE, TWIN), {}, {"n": 2, "max_tokens": 2}),
+            ("penalties", (ONE, TWIN), {}, {"frequency_penalty": -0.6, "repetition_penalty": 1.7}),
+            ("one goes on inside", ({"method": "then", "methods": (RARE, ONE)}, TWIN), {}, {}),
+        )
+    ),
+    Setting("then, a lookup and a drawn draft", {"method": "then", "methods": (RARE, ONE)}),
+    Setting("then, a drawn draft and a lookup", {"method": "then", "methods": (drafted("auto"), RARE)}),
+    Setting("then, behind a merge", {"method": "then", "methods": ({"method": "merge", "methods": (ONE, TWIN)}, RARE)}),
+    *(Setting(f"staged, {name}", asked, params) for name, asked, params in _STAGES),
+    Setting("a text that the caller predicts", PREDICTED, prediction=(1, 0, 1, 2)),
+    Setting("the same, seeded", PREDICTED, {"seed": 3}, prediction=(0, 1, 0, 1)),
+    Setting("the engine chooses", GOVERNED, {"max_tokens": 5}),
+    Setting("the engine chooses, a lookup first", LOOKUP_FIRST, {"max_tokens": 5}),
+    Setting("the engine chooses, token rule", {"method": "auto", "methods": (drafted("token"),)}),
+    Setting("the engine chooses, trees", {"method": "auto", "methods": (drafted("block", tree=(2, 1)), LOOKUP)}),
+    Setting("the engine chooses, a lookup of other texts", {"method": "auto", "methods": (SHARED, drafted("block"))}),
+    Setting("the engine chooses, seeded", GOVERNED, {"seed": 5}),
+    Setting("the engine chooses, two samples", GOVERNED, {"n": 2, "max_tokens": 3}),
+    *(
+        Setting(f"the engine chooses, {name}", {"method": "auto", "methods": choices}, params)
+        for name, choices, params in (
+            ("a merge of two drawn members", (TWO,), {"max_tokens": 4}),
+            ("a merge under the token rule", ({**TWO, "rule": "token"},), {"max_tokens": 4}),
+            ("a merge or its lookup", (WITH_LOOKUP, LOOKUP | {"num_draft_tokens": 1}), {"max_tokens": 4}),
+            ("a merge or its model, seeded", ({"method": "merge", "methods": (ONE, LOOKUP, TWIN)}, ONE), {"seed": 5}),
+            ("a coupled merge beside the token rule", (WITH_LOOKUP | {"rule": "coupled"}, drafted("token")), {}),
+            ("then or a draft", ({"method": "then", "methods": (RARE, ONE)}, drafted("block")), {}),
+            ("a nesting or a stage", ({"method": "merge", "methods": (ONE, GOES_ON)}, STAGED_ONE), {}),
+        )
+    ),
+    Setting("two methods in turns", turns=((drafted("block"),), (LOOKUP,), (drafted("token", tree=(2,)),))),
+    Setting("a lookup, then the draft model behind it", turns=((LOOKUP | {"num_draft_tokens": 1}, drafted("block")),)),
+    Setting(
+        "the draft model, then a lookup behind it",
+        turns=((drafted("block", num_draft_tokens=1), LOOKUP | {"num_draft_tokens": 1}),),
+    ),
+    Setting(
+        "two drawn tokens, then a lookup that sometimes finds nothing behind them",
+        turns=((drafted("block"), LOOKUP | {"num_draft_tokens": 1, "min_match": 2}),),
+    ),
+    Setting(
+        "two drawn drafts, one behind the other", turns=((ONE, drafted("block", dtype="float64", num_draft_tokens=1)),)
+    ),
+    Setting("the same under the token rule", turns=((ONE | {"rule": "token"}, drafted("block", dtype="float64")),)),
+    Setting("a drawn tree behind a drawn chain", turns=((ONE, drafted("block", dtype="float64", tree=(2,))),)),
+    Setting("coupled drafts, one behind the other", turns=((ONE, drafted("auto", dtype="float64")),), params={"seed": 2}),
+    *(
+        Setting(
+            f"coupled drafts, or {rule}{' on a tree' if tree else ''} by what was drafted",
+            turns=((drafted("coupled", **DOUBTED),), (drafted(rule, **({"tree": tree} if tree else {})),)),
+            by_drafts=True,
+            params={"max_tokens": 4},
+        )
+        for rule, tree in (("block", ""), ("token", ""), ("token", (2,)))
+    ),
+    Setting("block, temperature", drafted("block"), {"temperature": 0.6}),
+    Setting("block, top_k", drafted("block"), {"top_k": 2}),
+    Setting("token, top_p", drafted("token"), {"top_p": 0.8, "temperature": 1.5}),
+    Setting("block, min_p", drafted("block"), {"min_p": 0.3}),
+    Setting("coupled, all filters", drafted("coupled"), {"top_k": 2, "top_p": 0.9, "min_p": 0.1, "temperature": 1.3}),
+    Setting("block, stop tokens", drafted("block"), {"stop_token_ids": (2,)}),
+    Setting("token, min_tokens", drafted("token"), {"stop_token_ids": (1,), "min_tokens": 2}),
+    Setting("block, two samples", drafted("block", num_draft_tokens=1), {"n": 2, "max_tokens": 2}),
+    Setting("auto, seeded, two samples", drafted("auto", num_draft_tokens=1), {"n": 2, "max_tokens": 2, "seed": 3}),
+    *(Setting(f"block, fault: {f}", drafted("block", fault=f) | {"method": "_prove_faulty"}) for f in FAULTS),
+    *(Setting(f"token, fault: {f}", drafted("token", fault=f) | {"method": "_prove_faulty"}) for f in FAULTS[1:3]),
+    Setting("coupled, fault: raises", drafted("coupled", fault="raises") | {"method": "_prove_faulty"}),
+    Setting("tree, fault: nan row", drafted("block", tree=(2,), fault="nan row") | {"method": "_prove_faulty"}),
+)
