@@ -149,6 +149,8 @@ class Chooser:
         self._max_rows = min(max_rows, most)
         self._context = context
         self._times: dict[int, float] = {}
+        self._drafts: dict[tuple[str, int, int], float] = {}
+        self._doubts: dict[int, float] = {}
         self._plain = self._time(0)
 
     def plain(self) -> Plan:
@@ -254,11 +256,18 @@ class Chooser:
         return reach
 
     def _draft_seconds(self, filling: _Filling) -> float:
-        return sum(
-            self._costs.draft_seconds(member, texts, levels)
-            for name, texts in filling.texts.items()
-            for member, levels in filling.drafting[name]
-        )
+        total = 0.0
+        for name, texts in filling.texts.items():
+            for member, levels in filling.drafting[name]:
+                total += self._draft_time(member, texts, levels)
+        return total
+
+    def _draft_time(self, member: str, texts: int, levels: int) -> float:
+        key = (member, texts, levels)
+        seconds = self._drafts.get(key)
+        if seconds is None:
+            seconds = self._drafts[key] = self._costs.draft_seconds(member, texts, levels)
+        return seconds
 
     def _may(self, filling: _Filling) -> bool:
         allowed = self._most_lost(filling) <= self._may_lose
@@ -268,8 +277,15 @@ class Chooser:
     def _most_lost(self, filling: _Filling) -> float:
         """Seconds by which the step is longer than a plain one where all rows are used, as far as times are certain."""
         seconds = self._time(filling.granted) + self._draft_seconds(filling) + filling.reading
-        count = len(self._texts)
-        return seconds * (1.0 + self._costs.uncertainty(count + filling.granted, count)) - self._plain
+        return seconds * (1.0 + self._doubt(filling.granted)) - self._plain
+
+    def _doubt(self, rows: int) -> float:
+        """By which share the time of a step with so many draft rows may be wrong beside that of a plain one."""
+        doubt = self._doubts.get(rows)
+        if doubt is None:
+            count = len(self._texts)
+            doubt = self._doubts[rows] = self._costs.uncertainty(count + rows, count)
+        return doubt
 
     def _seconds(self, filling: _Filling) -> float:
         """Time of the step. Where methods often have nothing to say, some steps are as long as plain ones and the others
@@ -296,9 +312,8 @@ class Chooser:
     def _level(self, option: Option, texts: int) -> float:
         """Seconds that each draft token of so many texts takes."""
         if not option.levels:
-            return self._costs.draft_seconds(option.method, texts, 1)
-        drafts = [self._costs.draft_seconds(member, texts, levels) for member, levels in option.levels[-1]]
-        return sum(drafts) / len(option.levels)
+            return self._draft_time(option.method, texts, 1)
+        return sum(self._draft_time(member, texts, levels) for member, levels in option.levels[-1]) / len(option.levels)
 
 
 def _used(filling: _Filling) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from functools import cached_property
+from itertools import accumulate
 from math import prod
+from operator import mul, sub
 
 from outrider.govern.acceptance import Outlook
 
@@ -28,7 +30,7 @@ class Together:
     parts: tuple[str | Together, ...]
     in_line: bool
 
-    @property
+    @cached_property
     def members(self) -> tuple[str, ...]:
         """Names of all members in the order of their turns."""
         return tuple(name for part in self.parts for name in ((part,) if isinstance(part, str) else part.members))
@@ -135,15 +137,13 @@ class _Alone:
     """
 
     def __init__(self, outlook: Outlook, longest: int) -> None:
-        self._through, self._ends, self._open, self._offered = list[float](), list[float](), [1.0], [0.0]
-        reach, exists, last = 1.0, 1.0, len(outlook.stands) - 1
-        for place in range(2 * longest):
-            before, exists = exists, min(exists, outlook.exists[min(place, last)])
-            self._ends.append((before - exists) * reach)
-            reach *= outlook.stands[min(place, last)]
-            self._through.append(exists * reach)
-            self._open.append(exists * reach)
-            self._offered.append(self._offered[-1] + exists)
+        further = max(0, 2 * longest - len(outlook.stands))
+        reach = list(accumulate([*outlook.stands, *outlook.stands[-1:] * further], mul))
+        exists = list(accumulate([*outlook.exists, *outlook.exists[-1:] * further], min))
+        self._through = list(map(mul, exists, reach))
+        self._ends = list(map(mul, map(sub, [1.0, *exists], exists), [1.0, *reach]))
+        self._open = [1.0, *self._through]
+        self._offered = list(accumulate(exists, initial=0.0))
 
     def course(self, rows: int) -> _Course:
         """With so many rows."""
@@ -165,7 +165,12 @@ def _course(part: str | Together, granted: Iterator[int], alone: Mapping[str, _A
 
 
 def _beside(one: _Course, other: _Course, share: float) -> _Course:
-    through = [max(a, b) + share * (min(a, b) - a * b) for a, b in zip_longest(one.through, other.through, fillvalue=0.0)]
+    through = [
+        a + share * (b - a * b) if a > b else b + share * (a - a * b)
+        for a, b in zip(one.through, other.through, strict=False)
+    ]
+    both = len(through)
+    through += one.through[both:] or other.through[both:]
     if not through:
         return _Course([], [1.0])
     return _Course(through, [one.whole[0] * other.whole[0], *[0.0] * (len(through) - 1), through[-1]])

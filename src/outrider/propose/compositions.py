@@ -141,6 +141,8 @@ def turns_of(configs: Sequence[SpeculationConfig]) -> tuple[MemberTurn, ...]:
 
 def parts_of(config: SpeculationConfig) -> tuple[SpeculationConfig, ...]:
     """The settings themselves, or those of all members of a composition."""
+    if not isinstance(config.method, Composition):
+        return () if config.method is None else (config,)
     return tuple(turn.config for turn in turns_of([config]))
 
 
