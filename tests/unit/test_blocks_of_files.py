@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.kernels.formats import blocks as unfolding
+from outrider.kernels.formats import gguf as bringing
 from outrider.kernels.formats.blocks import Blocks, folded_codes, in_order, stored_blocks, unfolded_codes, whole_numbers
 from outrider.kernels.formats.gguf import GGUF_TYPES
 from outrider.kernels.formats.registry import plain
@@ -92,6 +94,23 @@ def test_values_are_those_of_the_file_to_the_bit(which: str | tuple[int, int, to
     assert num_bytes == stored.format.nbytes(ROWS, COLS)
     part = stored.rows(5, 9)
     assert torch.equal(part.format.dequantise(part, torch.float32), want[5:9])
+
+
+@needs_kernels
+@pytest.mark.parametrize("instruction_set", available_sets())
+def test_units_and_weights_are_those_of_the_stock_operators(instruction_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for library in (kernels_for(instruction_set), None):
+        for module in (bringing, unfolding):
+            monkeypatch.setattr(module, "kernel_library", lambda library=library: library)
+        stored = [case(which)[0] for which in CASES]
+        weights = [[each.format.dequantise(each, dtype) for dtype in (torch.float32, torch.bfloat16)] for each in stored]
+        found.append((stored, weights))
+    for which, ours, stock, *weights in zip(CASES, found[0][0], found[1][0], found[0][1], found[1][1], strict=True):
+        assert torch.equal(ours.data, stock.data), which
+        assert ours.scale is None or torch.equal(ours.scale.view(torch.int16), stock.scale.view(torch.int16)), which
+        for left, right in zip(*weights, strict=True):
+            assert torch.equal(left.view(torch.int16), right.view(torch.int16)), which
 
 
 @needs_kernels

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from outrider.kernels.formats.format import WeightFormat
 from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.formats.units import weights_of_units
 from outrider.kernels.layout import BlocksStruct, BlockValues, FormatCode, Lows, Operand, Scales
+from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.kernels.rounding import parts
 
 #: The inputs whose codes lie together.
@@ -65,10 +67,14 @@ class Blocks(WeightFormat):
         return self.code_bits
 
     @property
+    def num_parts(self) -> int:
+        """The parts of a unit that have scales of 8 bits."""
+        return UNIT // self.part if self.part else 0
+
+    @property
     def extra_bytes(self) -> int:
         """The bytes of a unit before its codes."""
-        each = UNIT // self.part if self.part else 0
-        return each * (2 if self.lows is Lows.OF_PARTS else 1)
+        return self.num_parts * (2 if self.lows is Lows.OF_PARTS else 1)
 
     @property
     def unit_bytes(self) -> int:
@@ -114,13 +120,25 @@ class Blocks(WeightFormat):
         cols = self.inputs(stored.data)
         found = torch.empty(*stored.data.shape[:-1], cols, dtype=dtype)
         flat, source = found.view(-1, cols), stored.each(lambda tensor: tensor.flatten(0, -2))
+        library = self._library_for(source, dtype)
         for rows in parts(flat):
-            weights = self._unfolded(source.rows(rows.start, rows.stop), cols)
+            part = source.rows(rows.start, rows.stop)
+            if library is not None:
+                weights = weights_of_units(library, self, part, dtype)
+            else:
+                weights = self._unfolded(part, cols).to(dtype)
             if stored.order is None:
                 flat[rows] = weights
             else:
-                flat[rows, stored.order.long()] = weights.to(dtype)
+                flat[rows, stored.order.long()] = weights
         return found
+
+    def _library_for(self, stored: StoredWeight, dtype: torch.dtype) -> KernelLibrary | None:
+        """The kernels that make such weights of units, if there are some."""
+        columns = [column for column in (stored.data, stored.scale, stored.zero) if column is not None]
+        fits = self.code_bits <= 8 and dtype in (torch.float32, torch.bfloat16)
+        fits &= all(column.is_contiguous() and column.device.type == "cpu" for column in columns)
+        return kernel_library() if fits else None
 
     def _unfolded(self, stored: StoredWeight, cols: int) -> Tensor:
         """float32 [rows, cols]"""
@@ -145,12 +163,11 @@ class Blocks(WeightFormat):
         def of_units(column: Tensor) -> Tensor:  # [rows, blocks] -> [rows, units, 1, 1]
             return column.repeat_interleave(each, 1)[:, :num_units, None, None]
 
-        num_parts = UNIT // self.part if self.part else 1
-        weights = weights.reshape(*weights.shape[:2], num_parts, -1)
+        weights = weights.reshape(*weights.shape[:2], self.num_parts or 1, -1)
         weights = weights - (self.subtracted if zero is None else of_units(zero.to(torch.float32)))
         scale = of_units(heads[..., 0])
         if self.part:
-            count = UNIT // self.part
+            count = self.num_parts
             scale = scale * units[..., :count].view(torch.int8).to(torch.float32)[..., None]
         weights = weights * scale
         if self.lows is Lows.OF_BLOCKS:

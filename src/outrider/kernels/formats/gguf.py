@@ -14,7 +14,9 @@ from torch import Tensor
 
 from outrider.kernels.formats.blocks import UNIT, Blocks, stored_blocks
 from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.formats.units import bring_into_units
 from outrider.kernels.layout import BlockValues, Lows, Scales
+from outrider.kernels.library import kernel_library
 
 #: The weights of a matrix that are converted at a time.
 _AT_ONCE = 2**22
@@ -28,11 +30,13 @@ class GgufType:
     """A type of tensors whose blocks stay packed.
 
     Attributes:
+        number: That of the type in files.
         format: What its blocks are kept as.
         inputs, nbytes: Of a block.
         parted: Makes the parts of blocks [n, nbytes].
     """
 
+    number: int
     format: Blocks
     inputs: int
     nbytes: int
@@ -41,7 +45,10 @@ class GgufType:
     def stored(self, rows: Tensor, dtype: torch.dtype) -> StoredWeight:
         """The weights of rows of blocks, uint8 [out_features, bytes of a row], which stand for `dtype`."""
         cols = rows.shape[1] // self.nbytes * self.inputs
-        found = self.format.empty(dtype, len(rows), cols)
+        found, library = self.format.empty(dtype, len(rows), cols), kernel_library()
+        if library is not None and rows.is_contiguous() and rows.numel():
+            bring_into_units(library, self.number, rows.view(-1, self.nbytes), self.format, found)
+            return found
         step = max(1, _AT_ONCE // max(1, cols))
         for begin in range(0, len(rows), step):
             piece = self._stored(rows[begin : begin + step], dtype, cols)
@@ -160,18 +167,18 @@ def _blocks(name: str, bits: int, group: int, subtracted: int = 0, **details: ob
 _PARTS, _LOWS = {"lows": Lows.OF_PARTS}, {"lows": Lows.OF_BLOCKS}
 #: The types whose blocks stay packed, by their names in the gguf package. Vectors and F32 are floats as they are.
 GGUF_TYPES = {
-    "F16": GgufType(Blocks("float16", code_bits=16, values=BlockValues.HALF), UNIT, 2 * UNIT, _f16),
-    "BF16": GgufType(Blocks("bfloat16-blocks", code_bits=16, values=BlockValues.BF16), UNIT, 2 * UNIT, _f16),
-    "Q8_0": GgufType(_blocks("q8_0", 8, 32, 128), 32, 34, _q8_0),
-    "Q4_0": GgufType(_blocks("q4_0", 4, 32, 8), 32, 18, _q4_0),
-    "Q4_1": GgufType(_blocks("q4_1", 4, 32, **_LOWS), 32, 20, _q4_1),
-    "Q5_0": GgufType(_blocks("q5_0", 5, 32, 16), 32, 22, _q5_0),
-    "Q5_1": GgufType(_blocks("q5_1", 5, 32, **_LOWS), 32, 24, _q5_1),
-    "Q2_K": GgufType(_blocks("q2_k", 2, 256, part=16, **_PARTS), 256, 84, _q2_k),
-    "Q3_K": GgufType(_blocks("q3_k", 3, 256, 4, part=16), 256, 110, _q3_k),
-    "Q4_K": GgufType(_blocks("q4_k", 4, 256, part=32, **_PARTS), 256, 144, _q4_k),
-    "Q5_K": GgufType(_blocks("q5_k", 5, 256, part=32, **_PARTS), 256, 176, _q5_k),
-    "Q6_K": GgufType(_blocks("q6_k", 6, 256, 32, part=16), 256, 210, _q6_k),
-    "IQ4_NL": GgufType(_blocks("iq4_nl", 4, 32, values=BlockValues.NL), 32, 18, _iq4_nl),
-    "MXFP4": GgufType(Blocks("mxfp4", 32, code_bits=4, values=BlockValues.MX, scales=Scales.BF16), 32, 17, _mxfp4),
+    "F16": GgufType(1, Blocks("float16", code_bits=16, values=BlockValues.HALF), UNIT, 2 * UNIT, _f16),
+    "BF16": GgufType(30, Blocks("bfloat16-blocks", code_bits=16, values=BlockValues.BF16), UNIT, 2 * UNIT, _f16),
+    "Q8_0": GgufType(8, _blocks("q8_0", 8, 32, 128), 32, 34, _q8_0),
+    "Q4_0": GgufType(2, _blocks("q4_0", 4, 32, 8), 32, 18, _q4_0),
+    "Q4_1": GgufType(3, _blocks("q4_1", 4, 32, **_LOWS), 32, 20, _q4_1),
+    "Q5_0": GgufType(6, _blocks("q5_0", 5, 32, 16), 32, 22, _q5_0),
+    "Q5_1": GgufType(7, _blocks("q5_1", 5, 32, **_LOWS), 32, 24, _q5_1),
+    "Q2_K": GgufType(10, _blocks("q2_k", 2, 256, part=16, **_PARTS), 256, 84, _q2_k),
+    "Q3_K": GgufType(11, _blocks("q3_k", 3, 256, 4, part=16), 256, 110, _q3_k),
+    "Q4_K": GgufType(12, _blocks("q4_k", 4, 256, part=32, **_PARTS), 256, 144, _q4_k),
+    "Q5_K": GgufType(13, _blocks("q5_k", 5, 256, part=32, **_PARTS), 256, 176, _q5_k),
+    "Q6_K": GgufType(14, _blocks("q6_k", 6, 256, 32, part=16), 256, 210, _q6_k),
+    "IQ4_NL": GgufType(20, _blocks("iq4_nl", 4, 32, values=BlockValues.NL), 32, 18, _iq4_nl),
+    "MXFP4": GgufType(39, Blocks("mxfp4", 32, code_bits=4, values=BlockValues.MX, scales=Scales.BF16), 32, 17, _mxfp4),
 }

@@ -9,6 +9,7 @@
 #define REAL_NAME f32
 #include "linear.inc"
 #include "pack.inc"
+#include "units.inc"
 #include "rows.inc"
 #include "product.inc"
 #include "attention.inc"
@@ -25,6 +26,7 @@
 #define REAL_NAME f64
 #include "linear.inc"
 #include "pack.inc"
+#include "units.inc"
 #include "rows.inc"
 #include "product.inc"
 #include "attention.inc"

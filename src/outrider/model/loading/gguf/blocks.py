@@ -7,6 +7,8 @@ import torch
 from outrider.errors import ModelLoadError
 from outrider.kernels.formats.gguf import GGUF_TYPES
 from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.pages import release
+from outrider.kernels.rounding import parts
 from outrider.model.loading.gguf.header import GgufTensor
 from outrider.model.loading.gguf.values import AGAIN
 
@@ -25,10 +27,12 @@ def stored_tensor(path: str, tensor: GgufTensor, dtype: torch.dtype) -> StoredWe
     Raises:
         ModelLoadError: Numbers are not finite.
     """
-    stored = GGUF_TYPES[tensor.type].stored(tensor.rows(), dtype)
+    rows = tensor.rows()
+    stored = GGUF_TYPES[tensor.type].stored(rows, dtype)
+    release(rows)
     halves = torch.bfloat16 if tensor.type == "BF16" else torch.float16
     numbers = stored.data.view(halves) if stored.scale is None else stored.scale  # no copy in float32
-    if not bool(numbers.isfinite().all()):
+    if not all(bool(numbers[some].isfinite().all()) for some in parts(numbers)):
         raise ModelLoadError(path, f"the tensor {tensor.name} holds numbers that are not finite", AGAIN)
     if len(tensor.shape) == 2:
         return stored
