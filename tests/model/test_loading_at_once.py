@@ -22,7 +22,7 @@ import outrider
 from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.config import ModelConfig
 from outrider.embedded import default_model
-from outrider.engine.hosting.thread import EngineThread
+from outrider.engine.hosting.thread import LONGEST_STAGE, EngineThread
 from outrider.errors import ModelLoadError
 from outrider.model.loading import exclusive
 from outrider.model.loading.loader import load_model
@@ -43,19 +43,34 @@ def process_is_as_before() -> Any:
     assert swapped() == STOCK
 
 
+class Weights:
+    """Weights that take a while each, as in large models.
+
+    Attributes:
+        begun: Set once the first is being read.
+        count: How many were read.
+    """
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.count = 0
+        self.seconds = 0.2
+
+
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Every weight takes a while, as in large models; set once the first is being read."""
-    begun = threading.Event()
+def weights(monkeypatch: pytest.MonkeyPatch) -> Weights:
+    """Those of every load."""
+    found = Weights()
     real = core_model_loading.WeightRenaming.convert
 
     def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
-        begun.set()
-        time.sleep(0.1)
+        found.count += 1
+        found.begun.set()
+        time.sleep(found.seconds)
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(core_model_loading.WeightRenaming, "convert", convert)
-    return begun
+    return found
 
 
 def test_threads_load_at_once() -> None:
@@ -121,14 +136,16 @@ def engine_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "outrider-engine"]
 
 
-def test_an_interrupted_load_ends_at_its_next_weight(monkeypatch: pytest.MonkeyPatch, slow: threading.Event) -> None:
+def test_an_interrupted_load_ends_at_its_next_weight(monkeypatch: pytest.MonkeyPatch, weights: Weights) -> None:
     before = set(engine_threads())
-    interrupted(monkeypatch, slow)
-    start = time.monotonic()
+    interrupted(monkeypatch, weights.begun)
     for thread in set(engine_threads()) - before:
         thread.join(60)
-    assert time.monotonic() - start < 1, "its 20 weights and more take two seconds"
+        assert not thread.is_alive()
+    read, weights.count, weights.seconds = weights.count, 0, 0.0
     assert LLM(default_model("draft"), speculation="none").generate("x", PARAMS)
+    assert weights.count > 20
+    assert read < weights.count / 2, "the load went on behind the interrupt"
 
 
 def test_a_load_that_waits_for_its_turn_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,13 +155,15 @@ def test_a_load_that_waits_for_its_turn_ends_too(monkeypatch: pytest.MonkeyPatch
         threading.Timer(0.5, begun.set).start()  # by then it waits
         interrupted(monkeypatch, begun)
         for thread in set(engine_threads()) - before:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 
 SLOW = """
 import sys, time, transformers.modeling_utils
 from transformers import core_model_loading
+from outrider.engine.hosting import thread
+thread.LONGEST_STAGE = {patience}
 real = core_model_loading.WeightRenaming.convert
 def convert(*args, **kwargs):
     print("loading", file=sys.stderr, flush=True)
@@ -172,18 +191,18 @@ def begun(code: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("code", "seconds"),
     [
-        pytest.param(LIBRARY, 0.2, id="library, many weights"),
+        pytest.param(LIBRARY, 1.0, id="library, many weights"),
         pytest.param(LIBRARY, 60.0, id="library, one weight", marks=pytest.mark.slow),
-        pytest.param(COMMAND, 0.2, id="command, many weights", marks=pytest.mark.slow),
+        pytest.param(COMMAND, 1.0, id="command, many weights", marks=pytest.mark.slow),
         pytest.param(COMMAND, 60.0, id="command, one weight"),
     ],
 )
 def test_one_interrupt_ends_a_process_that_loads(code: str, seconds: float) -> None:
-    """Also where a single weight takes a minute."""
-    with begun(SLOW.format(seconds=seconds) + code) as process:
+    """Also where a single weight takes a minute. All weights take more than half a minute together."""
+    with begun(SLOW.format(seconds=seconds, patience=LONGEST_STAGE) + code) as process:
         start = time.monotonic()
         _, said = process.communicate(timeout=50)
-        assert time.monotonic() - start < 6
+        assert time.monotonic() - start < 30
     lines = [line for line in said.splitlines() if line != "loading"]
     if code is COMMAND:
         assert (process.returncode, lines) == (130, [])
@@ -192,7 +211,7 @@ def test_one_interrupt_ends_a_process_that_loads(code: str, seconds: float) -> N
 
 
 def test_a_second_interrupt_ends_it_at_once_and_does_not_abort() -> None:
-    with begun(SLOW.format(seconds=60.0) + LIBRARY) as process:
+    with begun(SLOW.format(seconds=60.0, patience=50.0) + LIBRARY) as process:
         assert process.stderr is not None
         while process.stderr.readline() != "KeyboardInterrupt\n":  # the end of the traceback
             assert process.poll() is None
@@ -200,7 +219,7 @@ def test_a_second_interrupt_ends_it_at_once_and_does_not_abort() -> None:
         process.send_signal(signal.SIGINT)
         start = time.monotonic()
         _, said = process.communicate(timeout=50)
-        assert time.monotonic() - start < 1.5, "it does not wait for the stage"
+        assert time.monotonic() - start < 30, "it does not wait for the stage"
     assert (process.returncode, said) == (-signal.SIGINT, "")
 
 

@@ -69,8 +69,9 @@ class Server:
         return float(line.rsplit(" ", 1)[1])
 
     def rests(self) -> bool:
-        """Whether nothing is written, nothing waits and no memory is held, within a while."""
-        for _ in range(200):
+        """Whether nothing is written, nothing waits and no memory is held, within a minute."""
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
             names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
             text = self.get("/metrics").text
             if not any(_sum(text, name) for name in names):
@@ -80,12 +81,12 @@ class Server:
 
     def ended(self) -> list[dict[str, Any]]:
         """The whole log of a process that has ended."""
-        self._reader.join(10)
+        self._reader.join(60)
         return self.lines
 
     def read_to_the_end(self) -> None:
         """Read the rest of the log of a process that has ended."""
-        self._reader.join(10)
+        self._reader.join(60)
         assert self.process.stderr is not None
         self.process.stderr.close()
 
@@ -109,6 +110,6 @@ def running(*arguments: str, module: str = "outrider", folder: Path = ROOT, **en
         yield server
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         if server is not None:
             server.read_to_the_end()

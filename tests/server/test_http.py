@@ -101,9 +101,7 @@ def test_a_client_that_closes_both_sides_has_left(server: Server, streamed: bool
         connection.sendall(request({**ENDLESS, "stream": streamed}))
         connection.shutdown(socket.SHUT_WR)
         time.sleep(0.3)
-    left = time.monotonic()
     assert server.rests()
-    assert time.monotonic() - left < 5
     assert server.metric("vllm:generation_tokens_total") < written + 6000
 
 

@@ -122,7 +122,7 @@ def test_a_hang_ends_at_the_deadline(peer, monkeypatch):
     start = time.monotonic()
     with pytest.raises(EngineAnswerError, match=r"obedient: no answer to plain within 0.4 s"):
         write(peer, 4)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30, "it would hang for a minute"
     assert not peer._worker.is_alive
     monkeypatch.undo()
     assert write(peer, 1) == (2, 2)
