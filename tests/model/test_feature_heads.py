@@ -223,16 +223,15 @@ def test_a_draft_goes_on_behind_another_proposers(made: Made, monkeypatch: pytes
 
 
 def _a_row_off(stock: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, sequence, start, like: torch.zeros_like(like[:1])
+    return lambda self, text, like: torch.zeros_like(like[0])
 
 
 def _slot_zero_is_seen(stock: Callable[..., Any]) -> Callable[..., Any]:
     def begin(self: Any, request: Any) -> Any:
         drafting = stock(self, request)
         if drafting.growth.growing:
-            for name in ("keys", "values"):
-                rows = getattr(drafting, name)
-                setattr(drafting, name, torch.cat([torch.zeros_like(rows[:1]), rows]))
+            for kept in (drafting.keys, drafting.values):
+                kept[0] = torch.cat([torch.zeros_like(kept[0][:1]), kept[0]])
             drafting.held += 1
         return drafting
 
@@ -240,7 +239,9 @@ def _slot_zero_is_seen(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "plant"), [("_before", _a_row_off), ("_begin", _slot_zero_is_seen)], ids=["a row off", "slot 0 is seen"]
+    ("name", "plant"),
+    [("_features_before", _a_row_off), ("_begin", _slot_zero_is_seen)],
+    ids=["a row off", "slot 0 is seen"],
 )
 def test_control_a_head_that_reads_something_else_is_seen(
     made: Made, name: str, plant: Any, monkeypatch: pytest.MonkeyPatch

@@ -9,19 +9,22 @@ def _mutant(name: str, path: str, old: str, new: str, killer: str = "features_ma
     return Mutant(name, 0, path, old, new, killer)
 
 
-_DRAFTS, _NETWORKS = "propose/methods/feature_drafts.py", "heads/feature_networks.py"
+_DRAFTS, _ROWS = "propose/methods/feature_drafts.py", "propose/methods/feature_rows.py"
+_HEAD, _NETWORKS = "heads/feature_head.py", "heads/feature_networks.py"
 FEATURE_MUTANTS = (
-    _mutant("a token is read beside its own feature", _DRAFTS, "own[:-1]])", "own[1:]])"),
+    _mutant(
+        "a token is read beside its own feature", _HEAD, "(first[i : i + 1], rows[:-1])", "(first[i : i + 1], rows[1:])"
+    ),
     _mutant("the feature of the first token read is kept", _DRAFTS, "own[-1].clone()", "own[0].clone()"),
     _mutant(
         "every token of a draft reads the target's feature",
         _DRAFTS,
-        "each.features[row] = feature",
+        "each.features[row] = features",
         "each.features[row] = each.features[-1]",
     ),
-    _mutant("rows of a tree see their siblings", _DRAFTS, "return mask if (mask < 0.0).any() else None", "return None"),
-    _mutant("rows of a draft stand at one position", _DRAFTS, "return self.held + depth", "return self.held"),
-    _mutant("the first token has a row", _DRAFTS, "_with_room(rows[1:], room,", "_with_room(rows[:-1], room,"),
+    _mutant("rows of a tree see their siblings", _ROWS, "seen = mask if (mask < 0.0).any() else None", "seen = None"),
+    _mutant("rows of a draft stand at one position", _ROWS, "return self.held + self.depth(row)", "return self.held"),
+    _mutant("the first token has a row", _ROWS, "_with_room(keys[layer + 1 :], room", "_with_room(keys[layer:-1], room"),
     _mutant(
         "samples forget the feature that their prompt ends with",
         _DRAFTS,
@@ -31,7 +34,7 @@ FEATURE_MUTANTS = (
     ),
     _mutant(
         "features are joined from high to low",
-        "heads/feature_head.py",
+        "heads/eagle_head.py",
         "for layer in self.aux_layers]",
         "for layer in reversed(self.aux_layers)]",
     ),

@@ -24,19 +24,30 @@ class AddedShape:
     Attributes:
         num_layers: How many there are.
         num_heads: Key-value heads of each.
-        head_dim: Width of a head's keys and values.
+        head_dim: Width of a head's keys, and of its values where nothing else is said.
         feature_size: Width of what is kept beside each full block, for whoever goes on behind it; 0 for nothing.
+        value_dim: Width of a head's values; None for that of its keys.
     """
 
     num_layers: int
     num_heads: int
     head_dim: int
     feature_size: int = 0
+    value_dim: int | None = None
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of a head's keys and of its values."""
+        return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Keys and values of a token in all layers."""
+        return self.num_layers * self.num_heads * sum(self.widths)
 
     def nbytes(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> int:
         """Bytes that so many blocks take."""
-        by_token = 2 * self.num_layers * self.num_heads * self.head_dim
-        return num_blocks * (block_size * by_token + self.feature_size) * dtype.itemsize
+        return num_blocks * (block_size * self.numbers_per_token + self.feature_size) * dtype.itemsize
 
 
 class AddedLayers:
@@ -78,9 +89,9 @@ class AddedLayers:
         self.aux_layers = tuple(aux_layers)
         self._block_size = block_size
         self._pool = KVPool(num_blocks * block_size)
-        row = torch.empty(0, shape.num_heads, shape.head_dim, dtype=dtype, device=device)
+        keys, values = (torch.empty(0, shape.num_heads, dim, dtype=dtype, device=device) for dim in shape.widths)
         for layer in range(shape.num_layers):
-            self._pool.memory(layer, row, row)
+            self._pool.memory(layer, keys, values)
         self._features = torch.empty(num_blocks, shape.feature_size, dtype=dtype, device=device)
 
     def num_filled(self, kv: KVView) -> int:
@@ -95,15 +106,15 @@ class AddedLayers:
             layer: Which of the added layers.
             start: Slot of the first row, counted in tokens of the text.
             keys: [num_rows, num_heads, head_dim]
-            values: [num_rows, num_heads, head_dim]
+            values: [num_rows, num_heads, value_dim]
 
         Raises:
             InvalidParameterError: No such layer, or another shape.
             ContradictionError: The rows lie further back than the last pass, or behind the blocks of the text.
         """
         self._check_layer(layer)
-        wanted = (len(keys), self.shape.num_heads, self.shape.head_dim)
-        for name, rows in (("keys", keys), ("values", values)):
+        for name, rows, dim in zip(("keys", "values"), (keys, values), self.shape.widths, strict=True):
+            wanted = (len(keys), self.shape.num_heads, dim)
             if tuple(rows.shape) != wanted:
                 raise InvalidParameterError(name, list(rows.shape), "rows of another shape", f"Use {list(wanted)}.")
         first, end = kv.writable
@@ -114,7 +125,7 @@ class AddedLayers:
         self._pool.write(layer, keys, values, slots)
 
     def read(self, kv: KVView, layer: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [stop, num_heads, head_dim] of the first slots of a text.
+        """Keys [stop, num_heads, head_dim] and values [stop, num_heads, value_dim] of the first slots of a text.
 
         Raises:
             InvalidParameterError: No such layer.

@@ -1,130 +1,154 @@
-"""FeatureHead: runs a head that reads the target's features beside its target, on our kernels where these multiply."""
+"""FeatureHead: a head with attention of its own, which reads each token beside the target's feature of the one before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from outrider.heads.feature_pairing import check_embedding, paired_layers
-from outrider.heads.formats.published import PublishedHead
-from outrider.heads.running import use_kernels
-from outrider.model.backends.paged import Scores, attend
-from outrider.model.context import SeenPart
-from outrider.model.lone_layer import RotaryFactors
-from outrider.model.runner import upcast_logits
+from outrider.cache.added_layers import AddedShape
+from outrider.model.lone_layer import Look, SeenRows
 from outrider.model.target import Target
 
-
-class HeadRows(NamedTuple):
-    """Rows of the head's layer before attention.
-
-    Attributes:
-        queries: [n, num_heads, head_dim]
-        keys, values: [n, num_kv_heads, head_dim]
-        residual: [n, hidden_size] what attention adds to.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    residual: Tensor
+#: `Look` for any layer of a head, which is the first argument.
+LookByLayer = Callable[[int, Tensor, Tensor], Sequence[SeenRows]]
 
 
-class FeatureHead:
-    """A head with attention of its own, which reads each token beside the target's feature of the token before it.
+class FeatureHead(ABC):
+    """A head beside its target.
 
-    Args:
-        head: As it was published; its network is taken over.
-        target: The target.
+    Its first layer reads a token beside the target's feature of the token before it. Layer i reads the token beside what
+    layer i - 1 left of the token before, and guesses one token further ahead. So what the next token reads, its *features*,
+    are num_layers rows. In layer i the rows of the first i + 1 tokens have nothing to read, and no row looks at them.
 
     Attributes:
-        config: Its shape.
+        shape: What its layers keep.
+        width: Of what one layer reads.
         aux_layers: Hidden states of the target that it reads, low to high.
         dtype: That its rows are computed in.
-
-    Raises:
-        HeadMismatchError: It was made for another target.
+        window: How many tokens back its rows look; None for all.
     """
 
-    def __init__(self, head: PublishedHead, target: Target) -> None:
-        self.config = head.config
-        self.aux_layers = paired_layers(head.folder, head.config, target)
-        check_embedding(head.folder, head.config, head.network.embed_tokens, target)
+    shape: AddedShape
+    aux_layers: tuple[int, ...]
+    dtype: torch.dtype
+    window: int | None = None
+
+    def __init__(self, target: Target) -> None:
         self._target = target
-        self._network = head.network.to(target.device, target.dtype)
-        self.dtype = use_kernels(self._network, target)
-        self._rotary = RotaryFactors(head.config.layer, target.device)
 
-    @torch.inference_mode()
+    @property
+    def num_layers(self) -> int:
+        """How many layers it has."""
+        return self.shape.num_layers
+
+    @property
+    def width(self) -> int:
+        """Of what one layer reads."""
+        return self.shape.feature_size // self.num_layers
+
+    @abstractmethod
     def fuse(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """Features [n, hidden_size] in the target's dtype, of its hidden states [n, target_hidden_size] by layer."""
-        states = [hidden[layer].to(self.dtype) for layer in self.aux_layers]
-        return self._network.fuse(states).to(self._target.dtype)
+        """The target's features [n, width] in the target's dtype, of its hidden states [n, target_hidden_size] by layer."""
 
-    @torch.inference_mode()
+    @abstractmethod
     def keys_and_values(
-        self, token_ids: Sequence[int], features: Tensor, positions: Sequence[int]
+        self, layer: int, token_ids: Sequence[int], features: Tensor, positions: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """What is kept of tokens, [n, num_kv_heads, head_dim] each in the target's dtype.
+        """What a layer keeps of tokens, [n, num_kv_heads, dim] each in the target's dtype.
 
         Args:
+            layer: Which of its layers.
             token_ids: The tokens.
-            features: [n, hidden_size] of the tokens before them.
+            features: [n, width] that it reads beside them.
             positions: Of the tokens.
         """
-        rows = self._network.enter(self._embed(token_ids), features.to(self.dtype)).rows
-        kept = self._network.layer.self_attn.keys_and_values(rows, self._tables(positions))
-        return kept[0].to(self._target.dtype), kept[1].to(self._target.dtype)
 
-    @torch.inference_mode()
-    def enter(self, token_ids: Sequence[int], features: Tensor, positions: Sequence[int]) -> HeadRows:
-        """Rows that are to attend; the arguments are those of `keys_and_values`."""
-        read, tables = self._network.enter(self._embed(token_ids), features.to(self.dtype)), self._tables(positions)
-        attention = self._network.layer.self_attn
-        return HeadRows(attention.queries(read.rows, tables), *attention.keys_and_values(read.rows, tables), read.residual)
-
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """What rows find [n, num_heads, head_dim].
+    @abstractmethod
+    def run(self, layer: int, token_ids: Sequence[int], features: Tensor, positions: Sequence[int], look: Look) -> Tensor:
+        """What a layer leaves [n, width] of tokens; the arguments are those of `keys_and_values`.
 
         Args:
-            queries: [n, num_heads, head_dim]
-            keys, values: [num_slots, num_kv_heads, head_dim]
-            mask: [n, num_slots] additive; None where every row sees everything.
+            look: Is given the keys and values of the rows, in `dtype`.
         """
-        part = SeenPart(slice(0, len(keys)), causal=False, mask=mask)
-        return attend(queries.transpose(0, 1), keys, values, part, Scores(queries.shape[-1] ** -0.5))
 
-    @torch.inference_mode()
-    def leave(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """What the layer leaves [n, hidden_size], from `HeadRows.residual` and what `attend` found."""
-        return self._network.layer.leave(residual, attended)
-
-    @torch.inference_mode()
+    @abstractmethod
     def next_feature(self, left: Tensor) -> Tensor:
-        """In place of the target's feature, for the token behind: [n, hidden_size]."""
-        return self._network.next_feature(left)
+        """What the next token reads of what a layer left: [n, width]."""
+
+    @abstractmethod
+    def logits(self, left: Tensor) -> Tensor:
+        """Logits [n, draft_vocab_size] of what a layer left, float32 at least."""
 
     @torch.inference_mode()
-    def logits(self, left: Tensor) -> Tensor:
-        """Logits [n, draft_vocab_size] of what the layer left, float32 at least."""
-        return upcast_logits(self._network.logits(left, self._target.head))
+    def read(
+        self,
+        texts: Sequence[Sequence[int]],
+        positions: Sequence[Sequence[int]],
+        before: Tensor,
+        hidden: Mapping[int, Tensor],
+        keep: LookByLayer,
+    ) -> Tensor:
+        """Read what the target has computed of texts.
+
+        Args:
+            texts: The tokens of each.
+            positions: Of these tokens.
+            before: [num_texts, feature_size] the features of the tokens before them.
+            hidden: [n, target_hidden_size] of all tokens in turn, by layer of the target.
+            keep: Keeps the keys and values of a layer. It is not asked what rows see in the last layer.
+
+        Returns:
+            The features [n, feature_size] of the tokens, in the target's dtype.
+        """
+        tokens = [token for text in texts for token in text]
+        places = [place for own in positions for place in own]
+        features = [self.fuse(hidden)]
+        for layer in range(self.num_layers):
+            first = before[:, layer * self.width : (layer + 1) * self.width]
+            own = torch.split(features[-1], [len(text) for text in texts])
+            read = torch.cat([part for i, rows in enumerate(own) for part in (first[i : i + 1], rows[:-1])])
+            if layer == self.num_layers - 1:
+                keep(layer, *self.keys_and_values(layer, tokens, read, places))
+                break
+            left = self.run(layer, tokens, read, places, partial(keep, layer))
+            features.append(self.next_feature(left).to(self._target.dtype))
+        return torch.cat(features, -1)
 
     def recompute(self, token_ids: Sequence[int], hidden: Mapping[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """What is kept of a whole text, for the proofs: see `AddedLayers`. The first token has no feature before it."""
-        features = self.fuse(hidden)
-        before = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
-        return [self.keys_and_values(token_ids, before, range(len(token_ids)))]
+        """What is kept of a whole text, for the proofs: see `AddedLayers`. The first token has no features before it."""
+        kept = []
+
+        def keep(layer: int, keys: Tensor, values: Tensor) -> list[SeenRows]:
+            rows = keys.to(self._target.dtype), values.to(self._target.dtype)
+            kept.append(rows)
+            return [self.seen_of_text(layer, 0, slice(0, len(keys)), *rows)]
+
+        before = torch.zeros(1, self.shape.feature_size, dtype=self._target.dtype, device=self._target.device)
+        self.read([token_ids], [range(len(token_ids))], before, hidden, keep)
+        return kept
+
+    def seen_of_text(self, layer: int, start: int, rows: slice, keys: Tensor, values: Tensor) -> SeenRows:
+        """What rows of a text see in a layer.
+
+        Args:
+            layer: Which of its layers.
+            start: Position of the first row.
+            rows: Which rows.
+            keys, values: [num_slots, num_kv_heads, dim] of the text up to its last row.
+        """
+        slots = torch.arange(len(keys), device=keys.device)
+        own = slots[start:, None]
+        seen = (slots > layer) & (slots <= own)
+        if self.window is not None:
+            seen &= own - slots < self.window
+        seen |= slots == own  # rows that nobody looks at must be numbers all the same
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=keys.device).masked_fill_(~seen, float("-inf"))
+        return SeenRows(rows, keys.to(self.dtype), values.to(self.dtype), mask)
 
     def _embed(self, token_ids: Sequence[int]) -> Tensor:
-        own = self._network.embed_tokens
-        if own is None:
-            return self._target.embed(token_ids).to(self.dtype)
-        rows: Tensor = own(torch.tensor(token_ids, device=self._target.device))
-        return rows.to(self.dtype)
-
-    def _tables(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [n, head_dim]."""
-        return self._rotary.at(positions, self.dtype)
+        """The target's embeddings."""
+        return self._target.embed(token_ids).to(self.dtype)

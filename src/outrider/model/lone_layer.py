@@ -1,9 +1,9 @@
-"""What transformers knows of a decoder layer that stands alone, as heads have one: sizes, activation, rotary factors."""
+"""A decoder layer that stands alone, as heads have one: what transformers knows of it, and what its rows see."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,37 @@ from transformers import AutoConfig
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from outrider.model.backends.paged import Scores, attend
+from outrider.model.context import SeenPart
+
+
+class SeenRows(NamedTuple):
+    """What some rows of a layer look at.
+
+    Attributes:
+        rows: Which rows.
+        keys, values: [num_slots, num_kv_heads, dim]
+        mask: [num_rows, num_slots] additive; None where every row sees everything.
+    """
+
+    rows: slice
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+
+
+#: Keeps the keys and values of all rows of a layer, [n, num_kv_heads, dim] each, and says what these rows see, in their
+#: order.
+Look = Callable[[Tensor, Tensor], Sequence[SeenRows]]
+
+
+def attend_alone(queries: Tensor, seen: Sequence[SeenRows], scores: Scores) -> Tensor:
+    """What rows find [n, num_heads, value_dim], of their queries [n, num_heads, head_dim]."""
+    parts = [(each, SeenPart(slice(0, len(each.keys)), causal=False, mask=each.mask)) for each in seen]
+    return torch.cat(
+        [attend(queries[each.rows].transpose(0, 1), each.keys, each.values, part, scores) for each, part in parts]
+    )
 
 
 def layer_config(kind: str, fields: Mapping[str, Any]) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from outrider.errors import HeadMismatchError
+from outrider.heads.eagle_head import EagleHead
 from outrider.heads.feature_config import FeatureHeadConfig
-from outrider.heads.feature_head import FeatureHead
 from outrider.heads.formats.published import read_head, read_head_config
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.propose.base import Proposer
@@ -31,7 +31,7 @@ class FeatureMethod(FolderMethod):
         head, size = read_head(self.folder()), context.target.vocab_size
         self._check_method(head.config)
         bridge: Bridge = SameVocabulary(size) if head.tokens is None else ChosenTokens(size, head.tokens)
-        return FeatureHeadProposer(FeatureHead(head, context.target), context.target, bridge, self.min_confidence)
+        return FeatureHeadProposer(EagleHead(head, context.target), context.target, bridge, self.min_confidence)
 
     def _check_method(self, config: FeatureHeadConfig) -> None:
         if config.method != self.name:
