@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
 from outrider.errors import ModelTooLargeError
-from outrider.kernels.pages import release
+from outrider.kernels.pages import release, room
 from outrider.model.loading import fit
 from outrider.model.loading.available import available_bytes
 from outrider.model.loading.fit import stored_tensors
@@ -171,6 +171,32 @@ def test_released_pages_leave_memory_and_keep_their_numbers(tmp_path: Path) -> N
     release(mapped)
     assert resident_bytes(tmp_path / "numbers") == 0
     assert torch.equal(mapped, wanted)
+
+
+def flags_at(address: int) -> list[str]:
+    """How the system treats the memory at an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text("utf-8").splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            begin, end = (int(place, 16) for place in name.split("-"))
+            inside = begin <= address < end
+        elif inside and name == "VmFlags:":
+            return rest
+    raise AssertionError(f"nothing lies at {address:x}")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no large pages")
+def test_weights_lie_on_large_pages_as_far_as_they_fill_them() -> None:
+    page = 2**21
+    numbers = room(2 * page + 1000)
+    assert numbers.data_ptr() % page == 0
+    assert "hg" in flags_at(numbers.data_ptr())
+    assert "hg" in flags_at(numbers.data_ptr() + 2 * page - 1)
+    assert "hg" not in flags_at(numbers.data_ptr() + 2 * page), "the rest of a large page would lie in memory, too"
+    small = room(page - 1)
+    assert small.data_ptr() % 64 == 0
+    assert small.nbytes == page - 1
 
 
 def test_memory_that_is_no_unchanged_file_is_left_alone(tmp_path: Path) -> None:

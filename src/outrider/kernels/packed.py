@@ -14,6 +14,7 @@ from outrider.kernels.formats.format import WeightFormat
 from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.layout import FormatCode, LinearStruct, Operand
 from outrider.kernels.library import KernelLibrary
+from outrider.kernels.pages import room
 
 _I64 = ctypes.c_int64
 
@@ -106,8 +107,7 @@ class PackedWeights:
 
     def _packed(self, parts: list[StoredWeight]) -> Tensor:
         num_bytes = packed_bytes(self._library, self.struct, self.real)
-        data = torch.empty(num_bytes + 64, dtype=torch.uint8)  # kernels read a little ahead, but never past this
-        data = data[-data.data_ptr() % 64 :][:num_bytes]
+        data = room(num_bytes)
         self.struct.data = data.data_ptr()
         self._move("pack", [part.each(_with_contiguous_rows) for part in parts])
         return data

@@ -1,21 +1,43 @@
-"""Gives back the memory pages of a mapped file whose weights have been packed.
+"""Gives back the memory pages of a mapped file whose weights have been packed, and makes room for these on large pages.
 
 transformers maps the files of a checkpoint. A tensor that is let go frees nothing as long as another one of the same file
 is in use, so that a model would lie in memory twice: as it was read, and packed.
+
+A pass reads all weights once. On pages of the usual size a processor spends part of that time on finding pages.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from contextlib import suppress
 
 import numpy as np
+import torch
 from torch import Tensor
 
 _HELD, _FROM_FILE = (
     np.uint64(3 << 62),
     np.uint64(1 << 61),
 )  # bits of /proc/self/pagemap: in memory or swapped out; of a file
+#: The bytes of a large page, and what the address of one is a multiple of.
+_LARGE = 2**21
+_LINE = 64
+
+
+def room(num_bytes: int) -> Tensor:
+    """uint8 [num_bytes] for weights, at an address that 64 divides. Where the system has large pages, it lies on as many of
+    them as it fills, and so takes no memory beyond its own."""
+    whole = num_bytes // _LARGE * _LARGE
+    if not whole or not hasattr(mmap, "MADV_HUGEPAGE"):
+        found = torch.empty(num_bytes + _LINE, dtype=torch.uint8)
+        return found[-found.data_ptr() % _LINE :][:num_bytes]
+    memory = mmap.mmap(-1, num_bytes + _LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    found = torch.frombuffer(memory, dtype=torch.uint8)
+    begin = -found.data_ptr() % _LARGE
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE, begin, whole)
+    return found[begin:][:num_bytes]
 
 
 def release(tensor: Tensor) -> None:
