@@ -49,16 +49,16 @@ def simulated(in_line: bool, shares: Sequence[int]) -> float:
 @pytest.mark.parametrize("rows", [1, 2, 4, 6])
 def test_it_is_expected_what_comes_where_members_do_not_depend_on_each_other(together: Together, rows: int) -> None:
     found = forecast(Composite(together, halves), OUTLOOKS, {"lookup"}, rows, share=1.0).outlook
-    tokens = sum(found.exists_at(place) * found.reach(place) for place in range(rows))
+    tokens = found.tokens(rows)
     assert tokens == pytest.approx(simulated(together.in_line, halves(rows)), rel=0.02)
 
 
 def test_members_that_are_right_in_the_same_places_bring_what_the_better_one_brings() -> None:
     apart, alike = (forecast(Composite(MERGED, halves), OUTLOOKS, (), 2, share).outlook for share in (1.0, 0.0))
     assert alike.exists_at(0) * alike.reach(0) == pytest.approx(0.7)
-    both = sum(alike.exists_at(place) * alike.reach(place) for place in range(2))
+    both = alike.tokens(2)
     assert both == pytest.approx(0.7, abs=1e-5), "the lookup's row stands where the model's does"
-    assert sum(apart.exists_at(place) * apart.reach(place) for place in range(2)) == pytest.approx(1 - 0.3 * (1 - 0.54))
+    assert apart.tokens(2) == pytest.approx(1 - 0.3 * (1 - 0.54))
 
 
 def test_every_row_is_somebodys_and_brings_no_more_than_the_one_before() -> None:

@@ -57,19 +57,29 @@ def seconds(texts: int) -> float:
     return 1.0 + 0.1 * texts * texts
 
 
+def cheap_rows(texts: int) -> float:
+    return 1.0 + 0.05 * texts
+
+
 def test_texts_that_are_as_far_are_worth_the_same() -> None:
-    assert worths([40] * 5, seconds) == pytest.approx([1.0] * 5)
+    assert worths([40] * 5, seconds, 1.5) == pytest.approx([1.0] * 5)
 
 
 def test_a_sure_lead_is_worth_what_a_text_less_saves() -> None:
     """Counted out: a token less lets one step have a text less, at the end of this text."""
     to_write = [10, 100, 1000]
     saved = [seconds(3) - seconds(2), seconds(2) - seconds(1), seconds(1)]
-    assert worths(to_write, seconds) == pytest.approx([3.0 * each / sum(saved) for each in saved])
+    assert worths(to_write, seconds, 1.0) == pytest.approx([3.0 * each / sum(saved) for each in saved])
+
+
+def test_the_faster_texts_draft_the_less_a_lead_counts() -> None:
+    """A text that drafts no more ends before the others only if they, drafting, have still more to write."""
+    slow, fast, faster = (worths([40, 60, 60], cheap_rows, speed)[0] for speed in (1.0, 2.0, 3.0))
+    assert slow < 0.3 < fast < 0.8 < faster == pytest.approx(1.0)
 
 
 def test_worths_change_without_jumps() -> None:
-    ahead = [worths([100 - lead, 100, 100], lambda texts: 1.0 + 0.05 * texts)[0] for lead in range(60)]
+    ahead = [worths([100 - lead, 100, 100], cheap_rows, 1.0)[0] for lead in range(60)]
     assert all(later <= sooner + 1e-9 for sooner, later in pairwise(ahead))
     assert max(sooner - later for sooner, later in pairwise(ahead)) < 0.3
 

@@ -150,6 +150,14 @@ class Outlook:
         last = len(self.stands) - 1
         return prod(self.stands[: place + 1]) * self.stands[last] ** max(0, place - last)
 
+    def tokens(self, rows: int) -> float:
+        """Draft tokens that are expected to stand where there are so many rows."""
+        found, reach, last = 0.0, 1.0, len(self.stands) - 1
+        for place in range(rows):
+            reach *= self.stands[min(place, last)]
+            found += self.exists_at(place) * reach
+        return found
+
 
 class AcceptanceModel:
     """Learns what methods are worth to requests.

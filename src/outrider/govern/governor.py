@@ -148,7 +148,7 @@ class Governor:
         here = self._here
         steady = self._step < here.steady_until
         self._outlooks.clear()
-        self._worths = self._places.worths(running, here.costs)
+        self._worths = self._places.worths(running, here.costs, here.speed)
         texts = [Text(each.request, self._options(each, steady=steady), self._worths[each.request]) for each in free]
         texts += [Text(each.request, {}) for each in running if each.longest <= 0 or not each.methods]
         chooser = Chooser(here.costs, texts, sum(each.context for each in running), self._max_rows, self._account.left)
@@ -166,10 +166,18 @@ class Governor:
             best = present if present.rate > plain.rate else plain
         self._plan = best
         here.gain = best.rate / plain.rate
+        here.speed = self._speed(best)
         self._plan_reason = f"{here.gain:.2f}x of plain decoding expected"
         here.longer_every = self._pause_between_longer(len(running))
         if not chooser.limited:  # what may not be tried now says nothing of the text
             here.note_plan(self._step, is_on=2 * len(best.rows) >= len(free))
+
+    def _speed(self, plan: Plan) -> float:
+        """Tokens that a text which drafts is expected to write in a step."""
+        if not plan.rows:
+            return 1.0
+        drafts = [(self._outlooks[request, method], rows) for request, (method, rows) in plan.rows.items()]
+        return 1.0 + sum(outlook.tokens(rows) for outlook, rows in drafts) / len(drafts)
 
     def _pause_between_longer(self, num_texts: int) -> int:
         """Drafts between two that are longer by a token, by what such a token costs beyond what it is expected to bring: it

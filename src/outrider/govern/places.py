@@ -18,10 +18,10 @@ from outrider.govern.decision import Running
 _MEMORY, _PRIOR_WEIGHT = 32.0, 2.0
 #: A place that nobody has taken within so many steps is empty.
 _WAITS = 16
-#: A text that has less to write by more than this share will end sooner.
-_SURE_LEAD = 0.25
+#: A text that would end sooner even if it drafted nothing, by more than this share of what it has to write, surely does.
+_SURE_LEAD = 0.5
 #: The variance of the draft tokens of a text that stand in a step, over their mean.
-_VARIANCE = 0.5
+_VARIANCE = 0.3
 
 
 class Places:
@@ -65,13 +65,19 @@ class Places:
             self._count(empty=False)
         self._batch = now
 
-    def worths(self, running: Sequence[Running], costs: CostModel) -> dict[int, float]:
-        """What a token of each text is worth: the same, as far as others take the places of texts that end."""
+    def worths(self, running: Sequence[Running], costs: CostModel, speed: float) -> dict[int, float]:
+        """What a token of each text is worth: the same, as far as others take the places of texts that end.
+
+        Args:
+            running: The batch.
+            costs: What steps take.
+            speed: Tokens that a text which drafts is expected to write in a step.
+        """
         bounds = [each.to_write for each in running if each.to_write is not None]
         count, context = len(running), sum(each.context for each in running)
         if len(bounds) < count or count == 1:
             return {each.request: 1.0 for each in running}
-        found = worths(bounds, lambda texts: costs.step_seconds(texts, context * texts // count))
+        found = worths(bounds, lambda texts: costs.step_seconds(texts, context * texts // count), speed)
         empty = self.stay_empty
         return {each.request: empty * worth + 1.0 - empty for each, worth in zip(running, found, strict=True)}
 
@@ -89,18 +95,19 @@ class Places:
         self._ended, self._empty = keep * self._ended + 1.0, keep * self._empty + empty
 
 
-def worths(to_write: Sequence[int], seconds: Callable[[int], float]) -> list[float]:
+def worths(to_write: Sequence[int], seconds: Callable[[int], float], speed: float) -> list[float]:
     """What a token of each text is worth where all begin and end with the batch, 1 on average.
 
     A token lets its text end a step sooner, so that one step has a text less. What this saves depends on how many texts are
-    still there: those with more to write, as far as a lead is sure to last.
+    still there: those that end later although they draft and this text does not, as far as a lead is sure to last.
 
     Args:
         to_write: Tokens that each text may still write.
         seconds: Of a plain step of so many texts.
+        speed: Tokens that a text which drafts is expected to write in a step.
     """
     known = [0.0, *(seconds(count + 1) for count in range(len(to_write)))]
-    saved = [_between(known, _later(tokens, to_write)) for tokens in to_write]
+    saved = [_between(known, _later(place, to_write, speed)) for place in range(len(to_write))]
     mean = sum(saved) / len(saved)
     return [each / mean if mean > 0.0 else 1.0 for each in saved]
 
@@ -120,10 +127,12 @@ def lateness(worths: Sequence[float], tokens: float, to_write: float) -> float:
     return sqrt(log(max(alike, 1.0)) * variance / (max(tokens, 1.0) * max(to_write, 1.0)))
 
 
-def _later(tokens: int, to_write: Sequence[int]) -> float:
-    """How many other texts are expected to end after one that has so many tokens to write."""
+def _later(place: int, to_write: Sequence[int], speed: float) -> float:
+    """How many other texts are expected to end after this one, if they draft and this one does not."""
+    tokens = to_write[place]
     reach = max(_SURE_LEAD * tokens, 1.0)
-    return sum(min(max(0.5 + (other - tokens) / (2.0 * reach), 0.0), 1.0) for other in to_write) - 0.5
+    leads = (other / speed - tokens for other in [*to_write[:place], *to_write[place + 1 :]])
+    return sum(min(max(0.5 + lead / (2.0 * reach), 0.0), 1.0) for lead in leads)
 
 
 def _between(known: Sequence[float], later: float) -> float:

@@ -28,6 +28,7 @@ class Standing:
     Attributes:
         costs: What steps take there.
         gain: By which factor the last plan was expected to beat plain decoding.
+        speed: Tokens that a text which drafts in it was expected to write in a step.
         was_on: Whether that plan drafted for at least half of the texts; None before the first one.
         longer_every: Drafts between two of which one is longer by a token.
         plain_due: Whether the next step is to be plain, to be measured.
@@ -36,6 +37,7 @@ class Standing:
 
     costs: CostModel
     gain: float = 1.0
+    speed: float = 1.0
     was_on: bool | None = None
     longer_every: int = 0
     plain_due: bool = False
