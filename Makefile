@@ -24,7 +24,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Installs a package of Debian; fails elsewhere, and for others than root.
 APT := test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq && apt-get install -qq -y --no-install-recommends
 
-.PHONY: install demo playground pages docs browser test test-all soak lint bench wheels arm clean
+.PHONY: install demo playground pages docs browser test test-all most-tests all-tests soak lint bench wheels arm clean
 
 install: $(STAMP)
 
@@ -51,10 +51,17 @@ browser:
 	@command -v firefox-esr > /dev/null || command -v firefox > /dev/null \
 	|| { $(APT) firefox-esr > /dev/null; } || echo "No Firefox was found or could be installed: the pages will be tested in Chromium alone."
 
-test: $(STAMP) browser lint
+# Lint and types keep one core busy for a while. The tests begin meanwhile.
+test: $(STAMP) browser
+	$(MAKE) --jobs 2 lint most-tests
+
+test-all: $(STAMP) browser
+	$(MAKE) --jobs 2 lint all-tests
+
+most-tests: $(STAMP)
 	$(PYTEST) -m "not slow"
 
-test-all: $(STAMP) browser lint
+all-tests: $(STAMP)
 	$(PYTEST)
 
 soak: $(STAMP)
