@@ -152,7 +152,21 @@ def p_value(found: Sequence[Draft]) -> float:
     return float(chi2.sf(((counts - expected) ** 2 / expected).sum(), BINS - 1))
 
 
-@pytest.mark.parametrize("name", DRAWN)
+#: Heads draw as draft models do, with the same filters and from the same trees.
+LIKE_DRAFT_MODELS = (
+    "Medusa's heads, token rule, filters",
+    "Medusa's heads, penalties",
+    "Medusa's heads, low confidence",
+    "blockwise heads, Sequoia's tree",
+    "a head to exit with, tree",
+    "EAGLE-3, tree",
+    "layer skip, tree",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_DRAFT_MODELS else []) for name in DRAWN]
+)
 def test_drawn_tokens_follow_the_probabilities_that_are_stated(
     llm: LLM, models: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
