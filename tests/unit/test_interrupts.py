@@ -23,7 +23,12 @@ def hear_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
 
 
-@pytest.mark.parametrize("delay", [0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.3, 1.7, 2.3, 3.0])
+#: Seconds; in most runs of the tests a few moments are enough.
+MOMENTS = (0.1, 0.3, 0.6, 1.3, 3.0)
+OTHER_MOMENTS = (0.05, 0.15, 0.2, 0.4, 0.5, 0.8, 1.0, 1.7, 2.3)
+
+
+@pytest.mark.parametrize("delay", [*MOMENTS, *(pytest.param(delay, marks=pytest.mark.slow) for delay in OTHER_MOMENTS)])
 def test_an_interrupt_is_quiet_at_any_moment(delay: float) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "outrider.cli.main", *LONG]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
