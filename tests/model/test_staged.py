@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.draft import EMPTY, Draft, Law
+from outrider.embedded import default_model
 from outrider.engine.hosting.thread import Health
-from outrider.errors import InputError, VocabularyMismatchError
+from outrider.errors import HeadMismatchError, InputError, InvalidParameterError, VocabularyMismatchError
 from outrider.govern.costs import CostTable
+from outrider.model.target import Target
 from outrider.propose import registry
 from outrider.propose.base import DraftNoise, Proposer, ProposerSequence
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.methods.draft_model import DraftModelProposer
+from outrider.propose.methods.row_heads import RowHeadsProposer
 from outrider.propose.methods.staged import StagedProposer
+from outrider.propose.trees.growth import Growth
 from outrider.prove.engine_distribution import ScriptedClock
 from outrider.prove.tiny import save_tiny_llama
+from outrider.prove.tiny_heads import HEAD_METHODS, save_random_heads
 from outrider.server.metrics import EngineState, ServerMetrics
 from outrider.stats import RequestStats
 
@@ -31,8 +39,8 @@ DRAFTERS: dict[str, Any] = {
     "a lookup with branches": {"method": "suffix", "min_match": 1, "branches": True},
     "a draft model": TWIN,
     "a tree": {**TWIN, "tree": [2, 2, 1]},
-    "what the target held likely": "token_recycling",
-    "layers of the target": "early_exit",
+    "what the draft model held likely": "token_recycling",
+    "layers of the draft model": "early_exit",
     "another stage": {"method": "staged", "dtype": "float32", "drafter": "ngram"},
 }
 
@@ -244,3 +252,69 @@ def test_the_server_tells_the_counts_of_stages_by_method(llm: LLM) -> None:
     assert counts[0] > 0
     for name, count in zip(("passes", "draft_tokens", "accepted_tokens"), counts, strict=True):
         assert f'outrider:stage_{name}_total{{method="then",model_name="m",stage="staged.suffix"}} {count}.0' in told
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of heads of the draft model, with random weights, by method."""
+    folder = tmp_path_factory.mktemp("heads")
+    return {name: save_random_heads(folder / name, default_model("draft"), name, scale=0.05) for name in HEAD_METHODS}
+
+
+@pytest.mark.parametrize("method", HEAD_METHODS)
+def test_heads_in_a_stage_are_those_of_the_draft_model(llm: LLM, heads: dict[str, str], method: str) -> None:
+    asked = staged({"method": method, "model": heads[method], "num_draft_tokens": 3})
+    for params in ({"temperature": 0}, {"seed": 3}, {"seed": 4, "frequency_penalty": 0.7}):
+        assert drafted(llm, asked, **params) == drafted(llm, ALONE, **params)
+    stats = llm.generate(PROMPTS[0], SamplingParams(max_tokens=24), speculation=asked)[0].stats
+    assert stats.drafted_by_stage[f"staged.{method}"] > 0
+    other = {"method": method, "model": heads[method]}
+    with pytest.raises(HeadMismatchError):
+        llm.load_method(other)
+
+
+def test_heads_in_a_stage_read_the_draft_models_row_behind_which_the_last_token_came(
+    llm: LLM, heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was accepted and rejected meanwhile, by the draft model and by the target."""
+    read: list[tuple[list[int], int, Tensor]] = []
+    num_begun = num_drafts = 0
+    stock = RowHeadsProposer._logits
+
+    def noted(self: RowHeadsProposer, growths: Sequence[Growth]) -> dict[int, Tensor]:
+        nonlocal num_begun
+        for growth in growths:
+            num_begun += not growth.request.path
+            feature = self._features[growth.request.sequence.seq_id]
+            read.append((growth.request.text(0), feature.position, feature.hidden))
+        return stock(self, growths)
+
+    monkeypatch.setattr(RowHeadsProposer, "_logits", noted)
+    asked = staged({"method": "medusa", "model": heads["medusa"], "num_draft_tokens": 2})
+    for params in ({"temperature": 0}, {"temperature": 1.3}):
+        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24, **params), speculation=asked)
+        num_drafts += sum(output.stats.num_drafts - 1 for output in outputs)
+    (proposer,) = llm.engine.proposers.prepare(llm.resolve(asked))
+    assert isinstance(proposer, StagedProposer)
+    draft, last = Target(proposer.runner), Target(proposer.runner).num_layers
+    for text, position, hidden in read:
+        stock_hidden = draft.run_apart(text[: position + 1], aux_layers=(last,)).aux_hidden_states[last][-1]
+        assert torch.allclose(hidden, stock_hidden, atol=1e-9)
+    behind = Counter(len(text) - 2 - position for text, position, _ in read)
+    assert behind.keys() == {0, 1}, "where the whole draft stood, the row of its last token is not computed yet"
+    assert num_begun > 0.8 * num_drafts, "the last row that stands is shown again where the target took another token"
+
+
+def test_a_head_in_a_stage_that_does_not_fit_is_named_by_its_place(llm: LLM, tmp_path: Any) -> None:
+    of_target = save_random_heads(tmp_path / "heads", default_model("target"), "medusa")
+    asked = staged({"method": "medusa", "model": of_target})
+    for place, nested in (
+        ("drafter.model", asked),
+        ("methods.1.drafter.model", {"method": "merge", "methods": ["ngram", asked]}),
+    ):
+        with pytest.raises(HeadMismatchError) as raised:
+            llm.load_method(nested)
+        assert str(raised.value).startswith(f"{place}: ")
+    with pytest.raises(InvalidParameterError) as refused:
+        llm.load_method({"method": "then", "methods": ["ngram", staged({"method": "eagle3", "model": of_target})]})
+    assert refused.value.field == "methods.1.drafter.method"

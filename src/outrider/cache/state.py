@@ -252,6 +252,12 @@ class KVView:
         return self._state.num_computed
 
     @property
+    def end(self) -> int:
+        """Position of the next token to compute: of the target's KV the same, and behind what a draft model has computed
+        ahead of its text."""
+        return self._state.end
+
+    @property
     def running(self) -> RunningText:
         """What layers with a running state keep of the text."""
         return self._state.running

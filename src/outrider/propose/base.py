@@ -110,6 +110,11 @@ class ProposeRequest:
         """Tokens that the draft follows: committed ones, then those of `path`."""
         return len(self.sequence.token_ids) + len(self.path)
 
+    def text(self, start: int) -> list[int]:
+        """The tokens that the draft follows, from a position on."""
+        size = len(self.sequence.token_ids)
+        return [*self.sequence.token_ids[start:], *self.path[max(start - size, 0) :]]
+
     @property
     def last_token_id(self) -> int:
         """The token that the draft follows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 from weakref import WeakValueDictionary
 
@@ -48,16 +48,27 @@ class ProposerContext:
     """What a method may use to build its proposer.
 
     Attributes:
-        target: The target.
+        target: Whose tokens are guessed: the target, or inside a stage the draft model.
         max_num_batched_tokens: Rows that a pass may hold.
         load_runner: Loads another model.
         loaded: Models that proposers have loaded and may share, by their settings, as long as one of them is alive.
+        outermost: The target of all stages; None outside of stages.
     """
 
     target: Target
     max_num_batched_tokens: int
     load_runner: LoadRunner
     loaded: WeakValueDictionary[Hashable, ModelRunner] = field(default_factory=WeakValueDictionary, compare=False)
+    outermost: Target | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the probabilities that drafts are drawn from: that of the target, inside a stage too."""
+        return (self.outermost or self.target).vocab_size
+
+    def inside(self, runner: ModelRunner) -> ProposerContext:
+        """The same for who drafts for a draft model."""
+        return replace(self, target=Target(runner), outermost=self.outermost or self.target)
 
     def build(self, method: Method) -> Proposer:
         """The proposer of a method, for a nested method to build its members; it belongs to the one that asks.
@@ -97,6 +108,8 @@ class Method(Frozen):
     #: Whether drafts may have more rows than their longest path without such a shape. Where they may not, no more rows are
     #: granted than a path may be long.
     branches_freely: ClassVar[bool] = False
+    #: Whether its proposer keeps layers beside those of the target (`Target.add_layers`). A stage has no room for them.
+    adds_layers: ClassVar[bool] = False
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

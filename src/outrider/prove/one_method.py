@@ -29,6 +29,8 @@ _STAGES: tuple[dict[str, Any], ...] = (
     {"model": TARGET, "dtype": "float64"},
     {"model": DRAFT, "dtype": "float64", "revision": "main"},
 )
+#: Methods that draft with layers of the model whose tokens they guess.
+_LAYERS = frozenset({"early_exit", "layer_skip"})
 #: Fields of SpeculationConfig that the settings of a proof vary.
 _VARIED = frozenset({"num_draft_tokens", "tree", "rule", "draft_sampling"})
 
@@ -82,7 +84,8 @@ def _with_models(asked: Mapping[str, Any] | str, stage: int = 0) -> dict[str, An
         stage: How many stages they draft for.
     """
     method = {"method": asked} if isinstance(asked, str) else dict(asked)
-    usual = {"draft_model": _STAGES[stage], "staged": _STAGES[stage], "cross_vocabulary": {"model": OTHER_DRAFT}}
+    staged = _model_of_stage(method.get("drafter"), stage)
+    usual = {"draft_model": _STAGES[stage], "staged": staged, "cross_vocabulary": {"model": OTHER_DRAFT}}
     filled = {**({} if "model" in method else usual.get(method["method"], {})), **method}
     if "drafter" in method:
         filled["drafter"] = _with_models(method["drafter"], stage + 1)
@@ -92,6 +95,15 @@ def _with_models(asked: Mapping[str, Any] | str, stage: int = 0) -> dict[str, An
         members = method.get("methods") or ("suffix", "draft_model")
         filled["methods"] = [_with_models(each, stage) for each in members]
     return filled
+
+
+def _model_of_stage(drafter: Any, stage: int) -> dict[str, Any]:
+    """The draft model of a stage. Heads and first layers draft for one that has several layers, and that the heads of the
+    proof were made for."""
+    name = drafter.get("method") if isinstance(drafter, Mapping) else drafter
+    if name in HEAD_METHODS or name in _LAYERS:
+        return next(model for model in _STAGES[stage:] if model["model"] == TARGET)
+    return _STAGES[stage]
 
 
 def method_proofs(

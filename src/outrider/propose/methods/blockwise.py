@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from outrider.propose.base import Proposer
+from outrider.propose.bridge import SameVocabulary
 from outrider.propose.method import ProposerContext
 from outrider.propose.methods.head_method import HeadMethod
 from outrider.propose.methods.row_heads import RowHeadsProposer
@@ -28,4 +29,4 @@ class Blockwise(HeadMethod):
     default_num_draft_tokens: ClassVar[int] = 4
 
     def build(self, context: ProposerContext) -> Proposer:
-        return RowHeadsProposer(self.open(context), self.min_confidence)
+        return RowHeadsProposer(self.open(context), SameVocabulary(context.vocab_size), self.min_confidence)

@@ -66,7 +66,7 @@ class DraftModel(Method):
         return (self.model, self.dtype, self.quantization, self.revision, self.trust_remote_code)
 
     def build(self, context: ProposerContext) -> Proposer:
-        runner, bridge = self.runner(context), SameVocabulary(context.target.vocab_size)
+        runner, bridge = self.runner(context), SameVocabulary(context.vocab_size)
         return DraftModelProposer(runner, bridge, context.max_num_batched_tokens, self.min_confidence)
 
     def runner(self, context: ProposerContext) -> ModelRunner:
@@ -295,6 +295,10 @@ class OwnText:
     def num_missing(self) -> int:
         """Tokens before a draft whose rows are due."""
         return self.length - self.state.end
+
+    def tokens(self, start: int = 0) -> list[int]:
+        """All of them from a position on."""
+        return [*self.settled[start:], *self.loose[max(start - len(self.settled), 0) :]]
 
     def due(self, prompt: PromptRows) -> int:
         """Settled tokens that are as large a part of the text as the target will have computed."""

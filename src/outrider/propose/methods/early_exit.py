@@ -15,6 +15,7 @@ from pydantic import Field
 from outrider.errors import InvalidParameterError
 from outrider.model.target import Target
 from outrider.propose.base import Proposer
+from outrider.propose.bridge import SameVocabulary
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.methods.shared_layers import SharedLayersProposer, check_enough_layers
 
@@ -34,7 +35,8 @@ class EarlyExit(Method):
     layers: int | None = Field(None, ge=1, description="Use 1 or more, fewer than the target has, or None.")
 
     def build(self, context: ProposerContext) -> Proposer:
-        return SharedLayersProposer(context.target, tuple(range(self._count(context.target))))
+        layers = tuple(range(self._count(context.target)))
+        return SharedLayersProposer(context.target, layers, SameVocabulary(context.vocab_size))
 
     def _count(self, target: Target) -> int:
         check_enough_layers("layers", self.layers, target)

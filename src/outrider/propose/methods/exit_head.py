@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from outrider.propose.base import Proposer
+from outrider.propose.bridge import SameVocabulary
 from outrider.propose.method import ProposerContext
 from outrider.propose.methods.head_method import HeadMethod
 from outrider.propose.methods.shared_layers import SharedLayersProposer
@@ -23,5 +24,5 @@ class ExitHead(HeadMethod):
     name: ClassVar[str] = "exit"
 
     def build(self, context: ProposerContext) -> Proposer:
-        heads = self.open(context)
-        return SharedLayersProposer(context.target, tuple(range(heads.config.layer)), heads, self.min_confidence)
+        heads, bridge = self.open(context), SameVocabulary(context.vocab_size)
+        return SharedLayersProposer(context.target, tuple(range(heads.config.layer)), bridge, heads, self.min_confidence)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from outrider.errors import HeadMismatchError
 from outrider.heads.eagle_head import EagleHead
 from outrider.heads.feature_config import FeatureHeadConfig
@@ -16,6 +18,8 @@ from outrider.propose.methods.head_method import FolderMethod
 
 class FeatureMethod(FolderMethod):
     """A published head drafts from the target's features."""
+
+    adds_layers: ClassVar[bool] = True
 
     def added_token_bytes(self, target: LoadedModel) -> int:
         return read_head_config(self.folder()).kept_per_token * target.dtype.itemsize

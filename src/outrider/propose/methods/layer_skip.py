@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field
 from outrider.errors import InvalidParameterError
 from outrider.model.target import Target
 from outrider.propose.base import Proposer
+from outrider.propose.bridge import SameVocabulary
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.methods.shared_layers import SharedLayersProposer, check_enough_layers
 
@@ -41,9 +42,8 @@ class LayerSkip(Method):
 
     def build(self, context: ProposerContext) -> Proposer:
         skipped = self._skipped(context.target)
-        return SharedLayersProposer(
-            context.target, tuple(layer for layer in range(context.target.num_layers) if layer not in skipped)
-        )
+        layers = tuple(layer for layer in range(context.target.num_layers) if layer not in skipped)
+        return SharedLayersProposer(context.target, layers, SameVocabulary(context.vocab_size))
 
     def _skipped(self, target: Target) -> tuple[int, ...]:
         check_enough_layers("skip", self.skip, target)

@@ -24,6 +24,7 @@ from outrider.propose.base import (
     Requirements,
     RowStatus,
 )
+from outrider.propose.bridge import Bridge
 from outrider.propose.trees.growth import Growth, add_level
 
 
@@ -46,12 +47,14 @@ class RowHeadsProposer(Proposer):
 
     Args:
         heads: The heads.
+        bridge: From the tokens that they draft to the target's.
         min_confidence: Nothing is drafted behind a token whose own draft probability is smaller.
     """
 
-    def __init__(self, heads: RunningHeads, min_confidence: float = 0.0) -> None:
+    def __init__(self, heads: RunningHeads, bridge: Bridge, min_confidence: float = 0.0) -> None:
         self.requires = Requirements(aux_layers=(heads.config.layer,))
         self._heads = heads
+        self._bridge = bridge
         self._min_confidence = min_confidence
         self._features: dict[int, _Feature] = {}
 
@@ -81,15 +84,19 @@ class RowHeadsProposer(Proposer):
 
     def _growth(self, request: ProposeRequest) -> Growth:
         """An empty draft where the row was not seen, as in the first step of a text that the heads are given late."""
-        feature = self._features.get(request.sequence.seq_id)
-        seen = feature is not None and feature.position == len(request.sequence.token_ids) - 2
-        depth = min(request.max_depth, self._heads.config.num_heads - len(request.path))
+        seen = request.sequence.seq_id in self._features and self._first(request) >= 0
+        depth = min(request.max_depth, self._heads.config.num_heads - self._first(request)) if seen else 0
         return Growth.of(request, request.budget if seen else 0, depth, self._min_confidence)
+
+    def _first(self, request: ProposeRequest) -> int:
+        """The first head that guesses behind the request's path: one for each token that has come behind the row and the
+        token that was written there."""
+        return request.length - 2 - self._features[request.sequence.seq_id].position
 
     def _logits(self, growths: Sequence[Growth]) -> dict[int, Tensor]:
         """By draft: logits [depth, vocab_size] of the tokens at each depth of it."""
         hidden = torch.stack([self._features[growth.request.sequence.seq_id].hidden for growth in growths])
-        starts = [len(growth.request.path) for growth in growths]
+        starts = [self._first(growth.request) for growth in growths]
         ends = [start + min(g.max_depth, g.budget) for start, g in zip(starts, growths, strict=True)]
-        logits = self._heads.logits(hidden, max(ends))
+        logits = self._bridge.logits(self._heads.logits(hidden, max(ends)))
         return {id(growth): logits[start:, i] for i, (growth, start) in enumerate(zip(growths, starts, strict=True))}

@@ -19,6 +19,7 @@ from outrider.errors import InvalidParameterError
 from outrider.heads.running import RunningHeads
 from outrider.model.target import Target, TargetRows
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
+from outrider.propose.bridge import Bridge
 from outrider.propose.trees.growth import Growth, add_level, level_logits
 
 
@@ -28,6 +29,7 @@ class SharedLayersProposer(Proposer):
     Args:
         target: The target.
         layers: Which of its layers run, in ascending order.
+        bridge: From the tokens of its head to those that are drafted.
         heads: Whose first head reads what these layers leave; None for the target's own norm and head.
         min_confidence: Nothing is drafted behind a token whose own draft probability is smaller.
 
@@ -36,18 +38,24 @@ class SharedLayersProposer(Proposer):
     """
 
     def __init__(
-        self, target: Target, layers: tuple[int, ...], heads: RunningHeads | None = None, min_confidence: float = 0.0
+        self,
+        target: Target,
+        layers: tuple[int, ...],
+        bridge: Bridge,
+        heads: RunningHeads | None = None,
+        min_confidence: float = 0.0,
     ) -> None:
         target.try_layers(layers)
         self.target = target
         self.layers = layers
+        self._bridge = bridge
         self._heads = heads
         self._min_confidence = min_confidence
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
         growths = [Growth.of(request, request.budget, request.max_depth, self._min_confidence) for request in requests]
         while alive := [growth for growth in growths if growth.growing]:
-            add_level(alive, level_logits(alive, self._logits(alive)), noise)
+            add_level(alive, self._bridge.logits(level_logits(alive, self._logits(alive))), noise)
         return [growth.draft() for growth in growths]
 
     def _logits(self, growths: Sequence[Growth]) -> Tensor:
@@ -67,14 +75,12 @@ class SharedLayersProposer(Proposer):
         since its rows see only their ancestors.
         """
         request, nodes = growth.request, growth.nodes
-        kv, path = request.sequence.kv, request.path
-        start = len(request.sequence.token_ids) - 1
+        kv, last = request.sequence.kv, request.length - 1
         if nodes and not growth.branches:
-            return self.target.rows(
-                kv, [nodes[-1].token_id], start + len(path) + len(nodes), logits_from=0 if with_logits else 1
-            )
-        root = len(path)
-        tokens = [request.sequence.token_ids[-1], *path, *(node.token_id for node in nodes)]
+            return self.target.rows(kv, [nodes[-1].token_id], last + len(nodes), logits_from=0 if with_logits else 1)
+        start = min(kv.end, last)
+        root = last - start
+        tokens = [*request.text(start), *(node.token_id for node in nodes)]
         parents = None
         if growth.branches:
             parents = (*range(-1, root), *(root if node.parent < 0 else root + 1 + node.parent for node in nodes))

@@ -6,8 +6,17 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from outrider.cache.state import KVView
 from outrider.draft import EMPTY, Draft
-from outrider.propose.base import DraftNoise, ObservedRows, PromptRows, Proposer, ProposeRequest, ProposerSequence
+from outrider.propose.base import (
+    DraftNoise,
+    ObservedRows,
+    PromptRows,
+    Proposer,
+    ProposeRequest,
+    ProposerSequence,
+    Tokens,
+)
 from outrider.propose.inspection import sound_prefix
 from outrider.propose.speculation import SpeculationConfig
 from outrider.propose.trees.tree import CHAIN, StaticTree
@@ -22,6 +31,7 @@ class Guess:
     Attributes:
         request: The request that the stage itself drafts for.
         path: Tokens behind those that the request's draft follows, which the stage has drafted already.
+        kv: What the draft model keeps of the text, with room for the guess.
         round: The text's round in this stage; part of the keys of all that is drawn in it.
         num_rows: Most nodes.
         max_depth: Longest path that may be of use.
@@ -29,6 +39,7 @@ class Guess:
 
     request: ProposeRequest
     path: tuple[int, ...]
+    kv: KVView
     round: int
     num_rows: int
     max_depth: int
@@ -37,9 +48,9 @@ class Guess:
 class StageDrafter:
     """Asks a proposer for guesses at what a draft model will write.
 
-    It is shown each text as a sequence of its own, whose rounds are the verify passes of the draft model. What it raises,
-    or answers against the rules, costs its own guesses: it is not asked for that text again, and the draft model goes on
-    without it.
+    It is shown each text as a sequence of its own, whose rounds are the verify passes of the draft model, and whose KV is
+    the draft model's. What it raises, or answers against the rules, costs its own guesses: it is not asked for that text
+    again, and the draft model goes on without it.
 
     Args:
         proposer: The drafter.
@@ -74,10 +85,19 @@ class StageDrafter:
         self._tell("prefill", [prompt.sequence for prompt in sound], shown)
 
     def observe(self, rows: Sequence[ObservedRows]) -> None:
-        """As for any proposer."""
+        """Rows of the draft model."""
         sound = [seen for seen in rows if seen.sequence.seq_id not in self._faults]
-        shown = [replace(seen, sequence=self._views[seen.sequence.seq_id]) for seen in sound]
-        self._tell("observe", [seen.sequence for seen in sound], shown)
+        self._tell("observe", [seen.sequence for seen in sound], sound)
+
+    def forget(self, sequence: ProposerSequence) -> None:
+        """What it was shown of a text is not so any more: it begins anew."""
+        if sequence.seq_id not in self._faults:
+            self._tell("finish", [sequence], self._views[sequence.seq_id])
+            self._tell("begin", [sequence], self._views[sequence.seq_id])
+
+    def view(self, sequence: ProposerSequence, token_ids: list[int]) -> ProposerSequence:
+        """A text as it is shown, with these tokens."""
+        return replace(self._views[sequence.seq_id], token_ids=Tokens(token_ids))
 
     def finish(self, sequence: ProposerSequence) -> None:
         """As for any proposer."""
@@ -127,9 +147,11 @@ class StageDrafter:
         config, asked = self.config, guess.request
         shape = config.tree
         assert not isinstance(shape, str), "a drafter's tree has a fixed shape"
+        view = self._views[asked.sequence.seq_id]
+        view.kv = guess.kv
         return replace(
             asked,
-            sequence=self._views[asked.sequence.seq_id],
+            sequence=view,
             budget=guess.num_rows,
             max_depth=guess.max_depth,
             path=asked.path + guess.path,

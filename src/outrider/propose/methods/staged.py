@@ -16,17 +16,19 @@ import torch
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
+from outrider.cache.state import KVView
 from outrider.draft import Draft
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ModelError
 from outrider.model.batch import Segment
-from outrider.model.runner import ModelRunner
+from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.params import SamplingParams
-from outrider.propose.base import DraftNoise, ObservedRows, PromptRows, Proposer, ProposeRequest, ProposerSequence
+from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest, ProposerSequence
 from outrider.propose.bridge import SameVocabulary
 from outrider.propose.compositions import Composition, check_depth, check_drafts, named
 from outrider.propose.method import ProposerContext
 from outrider.propose.methods.draft_model import Drafting, DraftModel, DraftModelProposer, Work
 from outrider.propose.methods.stage_drafter import Guess, StageDrafter
+from outrider.propose.methods.stage_rows import StageRows, VerifiedRows
 from outrider.propose.speculation import SpeculationConfig
 from outrider.verify.logits import target_probs
 from outrider.verify.verifier import Candidate, CandidateKeys, Verdict, Verifier, rule_for
@@ -49,7 +51,8 @@ class Staged(DraftModel):
 
     Attributes:
         drafter: Who drafts for the draft model: whole settings of a method of its own, such as "suffix", a smaller draft
-            model, heads of the target, or another staged method. Its rule says how the draft model verifies it.
+            model, heads or first layers of the draft model itself, or another staged method. Its rule says how the draft
+            model verifies it.
     """
 
     name: ClassVar[str] = "staged"
@@ -67,6 +70,10 @@ class Staged(DraftModel):
         if isinstance(self.drafter.method, Composition):
             problem = "a stage has one drafter"
             raise InvalidParameterError("drafter.method", self.drafter.name, problem, "Name one of its methods.")
+        if self.drafter.method is not None and self.drafter.method.adds_layers:
+            problem = "it keeps layers beside the target's, and a stage has no room for such"
+            remedy = 'Use heads of the draft model without layers of attention, such as "medusa".'
+            raise InvalidParameterError("drafter.method", self.drafter.name, problem, remedy)
         if isinstance(self.drafter.tree, str):
             problem = "trees adapt to what the target takes, and the draft model verifies this one"
             raise InvalidParameterError("drafter.tree", self.drafter.tree, problem, "Give the children by depth.")
@@ -91,11 +98,11 @@ class Staged(DraftModel):
         runner = self.runner(context)
         assert self.drafter.method is not None, "a stage without a drafter is refused"
         try:
-            drafter = context.build(self.drafter.method)
+            drafter = context.inside(runner).build(self.drafter.method)
         except (InputError, ModelError) as error:
             raise named("drafter", error) from None
-        stage = StageDrafter(drafter, self.drafter, context.target.vocab_size)
-        return StagedProposer(runner, stage, context.target.vocab_size, context.max_num_batched_tokens, self.min_confidence)
+        stage = StageDrafter(drafter, self.drafter, context.vocab_size)
+        return StagedProposer(runner, stage, context.vocab_size, context.max_num_batched_tokens, self.min_confidence)
 
 
 def _models_inside(config: SpeculationConfig, place: str) -> Iterator[tuple[str, DraftModel]]:
@@ -114,12 +121,14 @@ class _Round:
         work: Rows of the text that are due.
         guess: What the drafter guesses behind them.
         number: The text's round in this stage.
+        place: Of its segment in the pass.
         rows: (first, end) of its logits in the pass: behind the text, then behind each node of the guess.
     """
 
     work: Work
     guess: Draft
     number: int
+    place: int = 0
     rows: tuple[int, int] = (0, 0)
 
     @property
@@ -137,6 +146,11 @@ class _Round:
             return replace(due, token_ids=tokens)
         behind = (last if parent < 0 else last + 1 + parent for parent in guess.parents)
         return replace(due, token_ids=tokens, parents=(*range(-1, last), *behind))
+
+    def verified(self, verdict: Verdict) -> VerifiedRows:
+        """Its rows after the verdict."""
+        d, num_due = self.drafting, self.work.segment.num_rows
+        return VerifiedRows(d.growth.request.sequence, d.text, self.segment, num_due, self.place, tuple(verdict.path))
 
 
 class StagedProposer(DraftModelProposer):
@@ -160,7 +174,7 @@ class StagedProposer(DraftModelProposer):
     ) -> None:
         super().__init__(runner, SameVocabulary(vocab_size), max_num_batched_tokens, min_confidence)
         self.stage = stage
-        self.requires = stage.proposer.requires
+        self._rows = StageRows(stage)
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -174,12 +188,10 @@ class StagedProposer(DraftModelProposer):
         super().prefill(prompts)
         self.stage.prefill(prompts)
 
-    def observe(self, rows: Sequence[ObservedRows]) -> None:
-        self.stage.observe(rows)
-
     def finish(self, sequence: ProposerSequence) -> None:
         super().finish(sequence)
         self.stage.finish(sequence)
+        self._rows.finish(sequence)
 
     def snapshot(self) -> object | None:
         return self.stage.proposer.snapshot()
@@ -200,14 +212,18 @@ class StagedProposer(DraftModelProposer):
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
         drafting = [self.begin_draft(request, requests) for request in requests]
         growing = [d for d in drafting if d.growth.budget > 0]
+        for d in growing:
+            self._rows.begin_draft(d.growth.request.sequence, d.text)
         while growing:
             rounds = self._guessed(self.due(growing), noise.member(_GUESSES))
-            processed = self._computed(rounds)
+            out = self.runner.forward([each.segment for each in rounds], self._rows.aux_layers)
+            processed = self._processed(rounds, out)
             checked = [each for each in rounds if each.work.wanted]
             candidates = [self._candidate(each, noise.member(_CHECKS)) for each in checked]
             verdicts = Verifier(noise.source).verify(candidates, processed)
             for each, verdict in zip(checked, verdicts, strict=True):
                 self._extend(each, verdict, processed[slice(*each.rows)])
+            self._rows.show([each.verified(verdict) for each, verdict in zip(checked, verdicts, strict=True)], out)
             growing = [each.drafting for each in checked if each.drafting.growth.level]
         return [d.growth.draft() for d in drafting]
 
@@ -224,6 +240,7 @@ class StagedProposer(DraftModelProposer):
                 rows_left -= asked[-1].num_rows
         for place, guess in zip(places, self.stage.guesses(asked, noise), strict=True):
             rounds[place].guess = guess
+        self.runner.partial_rows.clear()  # the pass to come computes all layers
         return rounds
 
     def _wish(self, d: Drafting, number: int, rows_left: int) -> Guess:
@@ -236,15 +253,15 @@ class StagedProposer(DraftModelProposer):
         rows = rows if config.tree or config.method.branches_freely else min(rows, depth)
         if rows > 0 and not self._reserve(text.state, text.num_missing + rows):
             rows = min(rows, text.state.capacity - text.length)
-        return Guess(growth.request, growth.path(len(growth.nodes) - 1), number, max(rows, 0), depth)
+        path, kv = growth.path(len(growth.nodes) - 1), KVView(text.state)
+        return Guess(growth.request, path, kv, number, max(rows, 0), depth)
 
-    def _computed(self, rounds: list[_Round]) -> Tensor:
-        """Run the pass; returns logits [num_logits, vocab_size] as the requests' parameters leave them, and notes in each
-        round which are its own."""
-        out = self.runner.forward([each.segment for each in rounds])
+    def _processed(self, rounds: list[_Round], out: ForwardOutput) -> Tensor:
+        """Note what a pass has computed, and in each round what is its own; returns logits [num_logits, vocab_size] as the
+        requests' parameters leave them."""
         logits, done = self._bridge.logits(out.logits), list[Tensor]()
-        for each, rows in zip(rounds, out.logits_spans, strict=True):
-            each.rows = rows
+        for place, (each, rows) in enumerate(zip(rounds, out.logits_spans, strict=True)):
+            each.place, each.rows = place, rows
             each.drafting.text.record(each.work.segment.token_ids)
             done.append(_processed(each, logits[slice(*rows)]))
         return torch.cat(done)

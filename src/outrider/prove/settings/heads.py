@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from outrider.prove.settings.methods import (
     BLOCKWISE,
     EAGLE1,
@@ -14,6 +16,8 @@ from outrider.prove.settings.methods import (
     MEDUSA,
     MEDUSA_ONE,
     ONE,
+    TARGET,
+    TWIN,
     drafted,
     staged,
 )
@@ -21,6 +25,12 @@ from outrider.prove.settings.setting import Setting
 
 #: The row that heads read was computed for an earlier text here, so a text begins with a token that is decoded plainly.
 _FOUR, _PAIR = {"max_tokens": 4}, {"n": 2, "max_tokens": 3, "top_k": 2}
+
+
+def _of_draft(drafter: dict[str, Any]) -> dict[str, Any]:
+    """A stage whose draft model computes what the target does, so that the heads of the proof are heads of it."""
+    return staged(drafter, model=TARGET, num_draft_tokens=4)
+
 
 #: Methods that draft with heads on the target's hidden states. They need the pair with several layers.
 HEADS_SETTINGS = (
@@ -78,7 +88,15 @@ HEADS_SETTINGS = (
     Setting("the draft model behind EAGLE-3", EAGLE3_ONE, turns=((EAGLE3_ONE, ONE),)),
     Setting("EAGLE-3 behind Medusa", EAGLE3_ONE, turns=((MEDUSA_ONE, EAGLE3_ONE),), params=_FOUR),
     Setting("EAGLE-3, then the draft model", {"method": "then", "methods": (EAGLE3_ONE, ONE)}),
-    Setting("staged, EAGLE-3 drafts for the draft model", staged(EAGLE3_ONE)),
+    *(
+        Setting(f"staged, {name}", {"method": "merge", "methods": (_of_draft(drafter), TWIN)}, {"top_k": 2, **params})
+        for name, drafter, params in (
+            ("Medusa's heads of the draft model", MEDUSA, {"max_tokens": 5}),
+            ("a tree of the draft model's heads, seeded", BLOCKWISE | {"tree": (2, 1)}, {"max_tokens": 5, "seed": 6}),
+            ("the first layer of the draft model", EXIT, {}),
+            ("the draft model's head for an exit", EXIT_HEAD | {"rule": "token"}, {}),
+        )
+    ),
     *(
         Setting(f"merge of {name}, {rule}", {"method": "merge", "methods": members, "rule": rule})
         for name, members in (
