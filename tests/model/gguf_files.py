@@ -28,9 +28,9 @@ def blocks(kind: str, rows: int, cols: int, seed: int) -> np.ndarray:
     if kind == "MXFP4":
         found[:, 0] = random.integers(118, 124, len(found))
         return found.reshape(rows, -1)
-    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "IQ4_NL": (0,)}[kind]
+    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind, (0,))
     for place in places:
-        size = {"Q2_K": 0.02, "IQ4_NL": 0.002, "Q6_K": 0.0001}.get(kind, 0.0006)
+        size = {"Q2_K": 0.02, "IQ4_NL": 0.002, "Q6_K": 0.0001, "Q8_0": 0.001, "Q4_0": 0.01}.get(kind, 0.0006)
         scale = (size * random.uniform(0.5, 1, len(found))).astype(np.float16)
         found[:, place : place + 2] = scale[:, None].view(np.uint8)
     return found.reshape(rows, -1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.loading import shown_loading
 from outrider.cli.startup import light_imports
 from outrider.errors import ContradictionError, InvalidParameterError
 
@@ -195,10 +196,10 @@ def sampling(**given: Any) -> Any:
 
 
 def load(console: Console, model: str | None, settings: Any, **options: Any) -> LLM:
-    """Load the target and its proposer behind a spinner.
+    """Load the target and its proposer behind a spinner, or a bar where a GGUF file is read.
 
     Args:
-        console: Where the spinner turns.
+        console: Where it is shown.
         model: As LLM takes it.
         settings: A SpeculationConfig, fields of a draft of the embedded pair, or None.
         options: Passed on to LLM.
@@ -210,10 +211,12 @@ def load(console: Console, model: str | None, settings: Any, **options: Any) -> 
     if changes and model is not None:
         name, value = next(iter(changes.items()))
         raise ContradictionError(name, value, "nothing drafts for this model", "Add --method or --draft-model.")
-    with _spinner(console, f"loading {model or 'the embedded pair'}"), light_imports():
+    with shown_loading(console, f"loading {model or 'the embedded pair'}") as show, light_imports():
         from outrider.llm import LLM
+        from outrider.model.loading.reading import watched_reading
 
-        return LLM(model, speculation={"method": "draft_model", **changes} if changes else settings, **options)
+        with watched_reading(show):
+            return LLM(model, speculation={"method": "draft_model", **changes} if changes else settings, **options)
 
 
 @contextmanager
@@ -233,12 +236,3 @@ def progress(console: Console) -> Iterator[Progress]:
     with Bars(*columns, console=console, transient=True) as bars:
         task = bars.add_task("", total=1)
         yield Progress(lambda what, turns: bars.reset(task, description=what, total=turns), lambda: bars.advance(task))
-
-
-@contextmanager
-def _spinner(console: Console, text: str) -> Iterator[None]:
-    if console.is_terminal:
-        with console.status(text):
-            yield
-    else:
-        yield

@@ -19,6 +19,7 @@ from outrider.model.loading.gguf.header import GgufFile, GgufTensor
 from outrider.model.loading.gguf.names import stock_name
 from outrider.model.loading.gguf.rotary import FREQUENCY_FACTORS
 from outrider.model.loading.gguf.values import AGAIN, ORIGINAL
+from outrider.model.loading.reading import Reading
 
 
 class GgufCheckpoint:
@@ -102,7 +103,10 @@ class GgufCheckpoint:
         Raises:
             ModelLoadError: Numbers of a tensor are not finite, or it has no such layer.
         """
-        modules = dict(model.named_modules())
+        modules, reading = (
+            dict(model.named_modules()),
+            Reading(sum(tensor.data.nbytes for tensor in self._tensors.values())),
+        )
         for name, tensor in self._single():
             if is_packed(tensor):
                 check_wanted()
@@ -111,9 +115,11 @@ class GgufCheckpoint:
                 keep_quantised(module, stored)
                 if name == "model.embed_tokens.weight" and self._config.tie_word_embeddings:
                     keep_quantised(modules["lm_head"], stored)
+            reading.advance(tensor.data.nbytes)
         for projection in projections(model):
             check_wanted()
             projection.fill(self._file.path, self._tensors, dtype)
+            reading.advance(sum(self._tensors[part].data.nbytes for part in (*projection.parts, *projection.bias_parts)))
         hf.use_stored_experts(model)
         self._scale_frequencies(model)
 

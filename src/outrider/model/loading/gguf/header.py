@@ -213,6 +213,18 @@ class _Reader:
             raise _MalformedError(f"it has a name of {length:,} bytes")
         return self.take(length).decode("utf-8")
 
+    def _strings(self, count: int) -> list[str]:
+        """The next strings. A vocabulary has some hundred thousands, so this is one loop without calls of its own."""
+        found, rest, at = [], self._bytes, self.at
+        for _ in range(count):
+            begin = at + 8
+            at = begin + int.from_bytes(rest[at:begin], "little")
+            if at > len(rest):
+                raise _MalformedError(f"it ends at byte {len(rest):,}, within its header")
+            found.append(str(rest[begin:at], "utf-8"))
+        self.at = at
+        return found
+
     def value(self, key: str) -> Any:
         """A value with its type before it."""
         (kind,) = self.numbers("I")
@@ -223,7 +235,7 @@ class _Reader:
         element, count = self.numbers("IQ")
         if element == _STRING:
             self.check_count(count, 8, f"strings in {key}")
-            return [self.string() for _ in range(count)]
+            return self._strings(count)
         if element not in _VALUES:
             raise _MalformedError(f"{key} is a list of values of type {element}, which is not known")
         size = struct.calcsize(_VALUES[element])

@@ -90,7 +90,7 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
         _put_first(backend, vocabulary, "bos_token_id")
     template = file.metadata.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=_Given(backend),
         chat_template=template if isinstance(template, str) else None,
         clean_up_tokenization_spaces=False,
         **{name: token for name, token in named.items() if token is not None},
@@ -144,6 +144,7 @@ class _Vocabulary:
         known = set(names)
         return [turned[name] if name in turned and turned[name] not in known else name for name in names]
 
+    @cached_property
     def tokens(self) -> dict[str, int]:
         """Their numbers."""
         tokens: dict[str, int] = {}
@@ -168,7 +169,7 @@ class _Vocabulary:
         return found
 
     def merges(self) -> list[tuple[str, str]]:
-        tokens, merges = self.tokens(), []
+        tokens, merges = self.tokens, []
         for merge in self.texts("merges"):
             first, _, second = merge.partition(" ")
             if first not in tokens or second not in tokens or first + second not in tokens:
@@ -211,7 +212,7 @@ def _byte_level(vocabulary: _Vocabulary) -> Any:
     if splitting is None:
         problem = f"its pre-tokenizer is {name!r}, and {', '.join(SPLITTINGS)} are known"
         raise UnsupportedModelError(vocabulary.file.path, problem, _UNKNOWN)
-    model = models.BPE(vocab=vocabulary.tokens(), merges=vocabulary.merges(), ignore_merges=splitting.whole_pieces)
+    model = models.BPE(vocab=vocabulary.tokens, merges=vocabulary.merges(), ignore_merges=splitting.whole_pieces)
     tokenizer = Tokenizer(model)
     if splitting.composes:
         tokenizer.normalizer = normalizers.NFC()
@@ -232,10 +233,9 @@ def _sentence_piece(vocabulary: _Vocabulary) -> Any:
     """The BPE of SentencePiece: of two neighbours the pair whose whole has the highest score is merged first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens = vocabulary.tokens()
     model = models.BPE(
-        vocab=tokens,
-        merges=_merges_by_score(vocabulary, tokens),
+        vocab=vocabulary.tokens,
+        merges=_merges_by_score(vocabulary),
         byte_fallback=True,
         fuse_unk=True,
         unk_token=vocabulary.named("unknown_token_id"),
@@ -249,28 +249,37 @@ def _sentence_piece(vocabulary: _Vocabulary) -> Any:
     return tokenizer
 
 
-def _merges_by_score(vocabulary: _Vocabulary, tokens: dict[str, int]) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """All ways to make a token of two, the best one first.
 
     Tokens that users define are whole before anything is merged, as runs of spaces are in Gemma, whatever their scores.
     Among the ways to make one token, Gemma's tokenizer tries the longest first part first, and Llama's the first one in
     the vocabulary.
     """
+    names, tokens = vocabulary.names, vocabulary.tokens
     scores, types = vocabulary.scores(), vocabulary.types()
     by_length = vocabulary.file.metadata.get("general.architecture") != "llama"
-    merges: list[tuple[tuple[float, ...], str, str]] = []
-    for token, number in tokens.items():
-        parts = [(token[:i], token[i:]) for i in range(1, len(token))]
-        for first, second in parts:
-            if first in tokens and second in tokens:
-                key: tuple[float, ...] = (-scores[number], number, tokens[first], tokens[second])
-                if by_length:
-                    key = (-scores[number], number, -len(first))
-                if types[number] == _USER_DEFINED:
-                    key = (-float("inf"), -len(first), -len(second), number)
-                merges.append((key, first, second))
-    merges.sort()
-    return [(first, second) for _, first, second in merges]
+    whole: list[tuple[int, int, int, str, str]] = []
+    merges: list[tuple[str, str]] = []
+    for number in sorted(range(len(names)), key=lambda number: -scores[number]):  # equal ones stay in order
+        token = names[number]
+        ends = [end for end in range(len(token) - 1, 0, -1) if token[:end] in tokens and token[end:] in tokens]
+        ways = [(token[:end], token[end:]) for end in ends]
+        if types[number] == _USER_DEFINED:
+            whole += [(-len(first), -len(second), number, first, second) for first, second in ways]
+            continue
+        merges += ways if by_length else sorted(ways, key=lambda way: (tokens[way[0]], tokens[way[1]]))
+    return [(first, second) for *_, first, second in sorted(whole)] + merges
+
+
+class _Given:
+    """A tokenizer that transformers takes as it is: a copy of a large vocabulary takes as long as all before it."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._backend
 
 
 def _put_first(tokenizer: Any, vocabulary: _Vocabulary, name: str) -> None:

@@ -1,0 +1,49 @@
+"""How GGUF files are loaded: they lie in memory once, and their bytes are counted while they are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from outrider import LLM, SamplingParams
+from outrider.kernels.library import available_sets
+from outrider.measure.machine import MemoryWatch
+from outrider.model.loading.reading import watched_reading
+from tests.model.drawn_files import q4_k_m, write_drawn
+
+pytest.importorskip("gguf")
+SHAPE = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
+SETTINGS = {"speculation": "none", "kv_cache_tokens": 64, "max_model_len": 64, "max_num_seqs": 1}
+
+
+def resident() -> int:
+    """Bytes of this process that lie in memory."""
+    lines = Path("/proc/self/status").read_text("ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak of a part of a process")
+@pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
+def test_a_file_lies_in_memory_once(tmp_path: Path) -> None:
+    small = LlamaConfig(num_hidden_layers=1, vocab_size=256, **SHAPE | {"intermediate_size": 256})
+    large = LlamaConfig(num_hidden_layers=12, vocab_size=2048, **SHAPE)
+    files = []
+    for name, config in (("small", small), ("large", large)):
+        files.append(tmp_path / f"{name}.gguf")
+        size = write_drawn(files[-1], config, q4_k_m(config))
+    greedy = SamplingParams(temperature=0, max_tokens=2)
+    with LLM(str(files[0]), **SETTINGS) as llm:  # so that nothing is imported later
+        llm.generate([[1, 2]], greedy)
+    before, watch, told = resident(), MemoryWatch(torch.device("cpu")), []
+    with watched_reading(lambda done, total: told.append((done, total))), LLM(str(files[1]), **SETTINGS) as llm:
+        llm.generate([[1, 2]], greedy)
+        peak = watch.peak().resident
+    assert peak is not None
+    room = 32_000_000  # for what one tensor takes after another, whatever the file's size
+    assert peak - before < 1.1 * size + room, f"{(peak - before) / size:.2f} of the file"
+    assert told[-1][0] == told[-1][1] <= size
+    assert len(told) > 30
+    assert [done for done, _ in told] == sorted(done for done, _ in told)

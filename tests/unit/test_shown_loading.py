@@ -1,0 +1,43 @@
+"""What a terminal shows while a file is read: its bytes; and nothing where there is no terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from outrider.cli.loading import shown_loading
+from outrider.model.loading.reading import Reading, watched_reading
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_bytes_of_a_file_are_shown_on_a_terminal_alone(terminal: bool) -> None:
+    paper = io.StringIO()
+    console = Console(file=paper, force_terminal=terminal, width=90)
+    with shown_loading(console, "loading m.gguf") as show, watched_reading(show):
+        for total in (4_000_000, 2_000_000):  # of the target and of its draft model
+            reading = Reading(total)
+            for _ in range(4):
+                reading.advance(total // 4)
+    Reading(1_000).advance(500)  # nobody looks any more
+    shown = paper.getvalue()
+    assert shown.startswith("\x1b") is terminal
+    assert ("4.0/4.0 MB" in shown) is ("2.0/2.0 MB" in shown) is terminal
+    assert "bytes" not in shown
+
+
+def test_a_bar_ends_with_a_load_that_fails() -> None:
+    paper = io.StringIO()
+    console = Console(file=paper, force_terminal=True, width=90)
+
+    def fail() -> None:
+        with shown_loading(console, "loading m.gguf") as show:
+            show(500, 1_000)
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        fail()
+    shown = paper.getvalue()
+    assert "0.5/1.0 kB" in shown
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is shown again"
