@@ -334,7 +334,7 @@ class Governor:
 def _saving(decision: Decision) -> Decision:
     if decision.method is None:
         return decision
-    return Decision(None, 0, "plain, until a draft may cost as much as it would if none of it stood", "saving")
+    return Decision(None, 0, "plain, since what trials may cost is used up for now", "saving")
 
 
 def _pause(num_texts: int) -> int:
