@@ -75,6 +75,15 @@ class Target:
         self.dtype = loaded.dtype
         self.device = loaded.device
 
+    @property
+    def config(self) -> Any:
+        """transformers' configuration of its decoder, to read."""
+        return self._runner.loaded.model.config.get_text_config(decoder=True)
+
+    def folder(self) -> str:
+        """The folder of its checkpoint, which may hold more than the model; for errors see `LoadedModel.folder`."""
+        return self._runner.loaded.folder()
+
     @torch.inference_mode()
     def embed(self, token_ids: Tensor | Sequence[int]) -> Tensor:
         """Rows of the embedding table, as the model's layers would be given them through `inputs_embeds`.

@@ -12,7 +12,9 @@ import torch
 
 from outrider.cache.layer_spec import LayerSpec
 from outrider.config import ModelConfig
+from outrider.errors import UnsupportedModelError
 from outrider.model import hf
+from outrider.model.loading.hub import local_folder
 
 #: What is taken from a generation config, and its name here; the same as vLLM takes.
 _GENERATION_DEFAULTS = {
@@ -42,6 +44,7 @@ class LoadedModel:
         long_rope_after: Texts longer than this use other rotary factors for all their tokens; None where none do.
         generation_defaults: What its generation config says of sampling, by the names of SamplingParams; not validated.
         rounds_rows: Whether what enters its linear layers is rounded to 8 bits.
+        source: How the files of its checkpoint are found again; None where it is no folder and not on the hub.
     """
 
     name: str
@@ -56,6 +59,7 @@ class LoadedModel:
     long_rope_after: int | None = None
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     rounds_rows: bool = False
+    source: Mapping[str, Any] | None = None
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -72,6 +76,18 @@ class LoadedModel:
         """The dtype by whose rounding two right passes may differ. Where rows are rounded to 8 bits, a number in the middle
         between two may go to either, and that is as much as the rounding of bfloat16."""
         return torch.bfloat16 if self.rounds_rows else self.dtype
+
+    def folder(self) -> str:
+        """The folder of its checkpoint.
+
+        Raises:
+            UnsupportedModelError: It comes from a file of another kind, or was handed over as a module.
+            ModelLoadError: The hub does not give it.
+        """
+        if self.source is None:
+            problem = "its weights are not in a folder with safetensors"
+            raise UnsupportedModelError(self.name, problem, "Load the model from its folder or from the hub.")
+        return str(local_folder(self.name, dict(self.source)))
 
     def uses_long_rope(self, num_tokens: int) -> bool:
         """Whether a text of so many tokens uses the long rotary factors."""

@@ -66,7 +66,8 @@ def load_model(config: ModelConfig, tokenizer: Any | None = None, *, kv_tokens: 
     own_tokenizer = checkpoint_tokenizer(config, source) if tokenizer is None else given_tokenizer(tokenizer)
     load = _load_weights if layout_of(config.model, hf_config) is None else _load_quantised
     with exclusive_transformers():
-        return _loaded(config, load(config, hf_config, source, device), own_tokenizer, device, longest)
+        loaded = _loaded(config, load(config, hf_config, source, device), own_tokenizer, device, longest)
+    return replace(loaded, source=source)
 
 
 def adopt_model(model: Any, config: ModelConfig, tokenizer: Any | None = None, *, consume: bool = False) -> LoadedModel:

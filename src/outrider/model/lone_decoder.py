@@ -1,0 +1,199 @@
+"""LoneDecoder: one decoder layer with the norm behind it, computed by the code of a model's own type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from outrider.errors import ModelLoadError
+from outrider.kernels.library import KernelLibrary
+from outrider.model import hf
+from outrider.model.backends.paged import Scores
+from outrider.model.loading.attempts import attempt
+from outrider.model.loading.exclusive import exclusive_transformers
+from outrider.model.lone_layer import Look, SeenRows, attend_alone
+
+_DOWNLOAD = "Download or save the checkpoint again."
+#: The tensors that a model must have and a lone layer does not use, each with one row.
+_UNUSED = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+class KeptWidths(NamedTuple):
+    """What a layer keeps of a token: so many heads with keys and values of so many numbers."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class LoneDecoder(nn.Module):
+    """A decoder layer behind which a norm comes. Its rows see what they are told.
+
+    Args:
+        model: A causal language model of one layer; taken over.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        hf.set_attention(model, hf.register_attention("outrider_alone", _attention))
+        if model.dtype == torch.float64:
+            hf.use_plain_experts(model)
+        self.stack = model.base_model
+
+    @property
+    def norm(self) -> nn.Module:
+        """The norm behind the layer."""
+        norm: nn.Module = self.stack.norm
+        return norm
+
+    def forward(self, states: Tensor, positions: Sequence[int], look: Look) -> Tensor:
+        """What the layer leaves of rows, behind the norm.
+
+        Args:
+            states: [n, hidden_size] what the layer reads.
+            positions: Of the rows.
+            look: Is given their keys and values.
+
+        Returns:
+            [n, hidden_size]
+        """
+        with _looking(look):
+            places = torch.tensor([list(positions)], device=states.device)
+            left: Tensor = self.stack(inputs_embeds=states[None], position_ids=places, use_cache=False).last_hidden_state[0]
+        return left
+
+    def keys_and_values(self, states: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """What the layer keeps of rows, [n, num_kv_heads, dim] each; the arguments are those of `forward`. What comes
+        behind the keys and values is not computed."""
+
+        def stop(keys: Tensor, values: Tensor) -> list[SeenRows]:
+            raise _EnoughError(keys, values)
+
+        try:
+            self.forward(states, positions, stop)
+        except _EnoughError as found:
+            return found.kept
+        raise AssertionError("the layer does not attend")
+
+    def use_packed_experts(self, library: KernelLibrary) -> None:
+        """Let our kernels compute a mixture of experts, where it has a form that they know."""
+        hf.use_packed_experts(self.stack, library)
+
+
+def lone_config(config: Any, *, experts: bool, layer_type: str | None) -> Any:
+    """The configuration of a model of one layer, of the same type.
+
+    Args:
+        config: Of a model of that type.
+        experts: Whether the layer has a mixture of experts, where layers of the type may have one.
+        layer_type: Its kind of attention, where the type has several.
+    """
+    lone = deepcopy(config)
+    lone.__dict__.pop("quantization_config", None)
+    values: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "vocab_size": 1,
+        "tie_word_embeddings": False,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    }
+    known = {
+        "layer_types": [layer_type],
+        "mlp_layer_types": ["sparse" if experts else "dense"],
+        "first_k_dense_replace": 0 if experts else 1,
+        "mlp_only_layers": [] if experts else [0],
+        "decoder_sparse_step": 1,
+    }
+    values |= {name: value for name, value in known.items() if getattr(lone, name, None) is not None}
+    for name, value in values.items():
+        setattr(lone, name, value)
+    return lone
+
+
+def kept_widths(config: Any) -> KeptWidths:
+    """What the layer of a `lone_config` keeps of a token, as its own code says."""
+    with torch.device("meta"):
+        decoder = LoneDecoder(_empty(str(config.model_type), config))
+        keys, values = decoder.keys_and_values(torch.empty(1, config.hidden_size, dtype=decoder.stack.dtype), [0])
+    return KeptWidths(keys.shape[1], keys.shape[2], values.shape[2])
+
+
+def load_lone_decoder(
+    name: str, config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> LoneDecoder:
+    """A layer with its weights.
+
+    Args:
+        name: Of the checkpoint, to show.
+        config: From `lone_config`.
+        tensors: By name, as a checkpoint of the type names them behind "model.": "layers.0.*" and "norm.weight".
+        dtype: Of the weights.
+        device: Where they lie.
+
+    Raises:
+        ModelLoadError: A tensor is missing, of another shape, or belongs to no part of the layer.
+    """
+    state = {f"model.{key}": tensor for key, tensor in tensors.items()}
+    state |= {key: torch.zeros(1, config.hidden_size) for key in _UNUSED}
+    load, how = type(_empty(name, config)).from_pretrained, {"config": config, "state_dict": state, "dtype": dtype}
+    problem = "its layers that predict several tokens cannot be read"
+    with exclusive_transformers():
+        model, info = attempt(name, problem, load, None, output_loading_info=True, ignore_mismatched_sizes=True, **how)
+    faults = {"mismatched_keys": "of another shape", "missing_keys": "missing", "unexpected_keys": "of no known use"}
+    for kind, fault in faults.items():
+        found = sorted(str(each[0] if isinstance(each, tuple) else each) for each in info.get(kind) or ())
+        if found:
+            raise ModelLoadError(name, f"{problem}: {found[0].removeprefix('model.')} is {fault}", _DOWNLOAD)
+    return LoneDecoder(model.eval().requires_grad_(False).to(device))
+
+
+def _empty(name: str, config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return attempt(name, "a layer of it cannot be built", AutoModelForCausalLM.from_config, config)
+
+
+class _EnoughError(Exception):
+    """Ends a pass at the keys and values of its layer."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.kept = keys, values
+
+
+_look: ContextVar[Look | None] = ContextVar("outrider_look", default=None)
+
+
+@contextmanager
+def _looking(look: Look) -> Iterator[None]:
+    token = _look.set(look)
+    try:
+        yield
+    finally:
+        _look.reset(token)
+
+
+def _attention(
+    module: Any,
+    query: Tensor,  # [1, num_heads, num_rows, head_dim], rotary embedding applied
+    key: Tensor,  # [1, num_kv_heads, num_rows, head_dim]
+    value: Tensor,  # [1, num_kv_heads, num_rows, value_dim]
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in the layer."""
+    look = _look.get()
+    assert look is not None, "attention called outside a pass of a lone decoder"
+    seen = look(key[0].transpose(0, 1), value[0].transpose(0, 1))
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    return attend_alone(query[0].transpose(0, 1), seen, scores)[None], None
