@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from outrider.propose.methods.layer_skip import LayerSkip
     from outrider.propose.methods.lookahead import Lookahead
     from outrider.propose.methods.medusa import Medusa
+    from outrider.propose.methods.mtp import Mtp
     from outrider.propose.methods.ngram import Ngram
     from outrider.propose.methods.prediction import Prediction
     from outrider.propose.methods.staged import Staged
@@ -60,6 +61,7 @@ _HOMES = {
     "LayerSkip": "outrider.propose.methods.layer_skip",
     "Medusa": "outrider.propose.methods.medusa",
     "Merge": "outrider.propose.compositions",
+    "Mtp": "outrider.propose.methods.mtp",
     "Ngram": "outrider.propose.methods.ngram",
     "Prediction": "outrider.propose.methods.prediction",
     "Staged": "outrider.propose.methods.staged",
@@ -103,6 +105,7 @@ __all__ = [
     "Lookahead",
     "Medusa",
     "Merge",
+    "Mtp",
     "Ngram",
     "OutriderError",
     "Prediction",

@@ -40,7 +40,7 @@ def _config(family: str) -> Any:
         )
     if family == "gpt2":
         return t.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=4, n_head=4, n_positions=160, **_NO_ENDS)
-    name, values = {**_MORE, **_OUTSIDE, **_RUNNING}[family]
+    name, values = {**_MORE, **_OUTSIDE, **_RUNNING, **_PREDICTING}[family]
     return getattr(t, name)(**{**_SHAPE, **values})
 
 
@@ -196,6 +196,26 @@ _RUNNING: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 RUNNING = tuple(_RUNNING)
+
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+}  # fmt: skip
+#: Families that are published with layers which predict several tokens, beside those above.
+_PREDICTING: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4_moe": (
+        "Glm4MoeConfig", {**_ROUTED, "head_dim": 8, "first_k_dense_replace": 1, "n_shared_experts": 1, "use_qk_norm": True},
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig",
+        {
+            **_DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig", {**_ROUTED, "head_dim": 8, "v_head_dim": 6, "sliding_window": WINDOW},
+    ),
+}  # fmt: skip
 
 FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gpt2", *_MORE)
 #: Whose layers all, or some, look back over a window only.

@@ -11,6 +11,7 @@ from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.embedded import default_model
 from outrider.propose import registry
 from outrider.prove.published_heads import save_random_eagle
+from outrider.prove.published_mtp import save_random_mtp
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model.vocabularies import save_permuted_and_cut
 
@@ -44,6 +45,8 @@ WAYS: list[dict[str, Any]] = [
     {"method": "eagle1", "tree": "best_first"},
     {"method": "eagle3", "num_draft_tokens": 4},
     {"method": "eagle3", "tree": "best_first"},
+    {"method": "mtp", "num_draft_tokens": 4},
+    {"method": "mtp", "tree": (3, 2)},
     {"method": "token_recycling", "num_draft_tokens": 9},
     {"method": "lookahead"},
     {"method": "ngram", "min_match": 1},
@@ -79,6 +82,7 @@ def test_a_batch_of_all_methods_writes_what_each_request_writes_alone(llm: LLM, 
         models[method] = {"model": save_random_heads(tmp_path / method, default_model("target"), method, scale=0.05)}
     for method, layout in (("eagle1", "safeailab1"), ("eagle3", "safeailab")):
         models[method] = {"model": save_random_eagle(tmp_path / method, default_model("target"), layout, scale=0.1)}
+    models["mtp"] = {"model": save_random_mtp(tmp_path / "mtp", default_model("target"), "deepseek_v3", 2, scale=0.1)}
     requests = [
         (prompt, PARAMS[(place + turn) % len(PARAMS)], {**way, **models.get(way["method"], {})})
         for turn, prompt in enumerate(PROMPTS)

@@ -38,7 +38,7 @@ def test_joint_distribution_of_generate(proof: EngineProof, name: str) -> None:
     assert stats.num_draft_tokens > stats.num_accepted_tokens > 0, "otherwise the proof would say nothing about drafts"
     assert stats.num_proposer_faults == 0
     named = str((BY_NAME[name].speculation, BY_NAME[name].turns))
-    assert {method for method in ("eagle1", "eagle3") if f"'{method}'" in named} <= {*stats.drafted_by_method}
+    assert {method for method in ("eagle1", "eagle3", "mtp") if f"'{method}'" in named} <= {*stats.drafted_by_method}
     assert ("staged" in named) == any(stats.drafted_by_stage.values()), "heads of the draft model have guessed"
 
 

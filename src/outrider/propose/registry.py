@@ -28,6 +28,7 @@ _BUILT_IN = {
     "lookahead": "outrider.propose.methods.lookahead:Lookahead",
     "medusa": "outrider.propose.methods.medusa:Medusa",
     "merge": "outrider.propose.compositions:Merge",
+    "mtp": "outrider.propose.methods.mtp:Mtp",
     "ngram": "outrider.propose.methods.ngram:Ngram",
     "prediction": "outrider.propose.methods.prediction:Prediction",
     "staged": "outrider.propose.methods.staged:Staged",

@@ -13,12 +13,13 @@ from outrider.heads.networks import build_network, randomise
 from outrider.heads.pairing import describe_target, take_witness
 from outrider.model.loading.exclusive import exclusive_transformers
 from outrider.prove.published_heads import save_random_eagle
+from outrider.prove.published_mtp import save_random_mtp
 
 #: Methods that draft with heads, and a spread of random weights for a tiny target, so that they guess unevenly and are not
 #: sure of anything.
 HEAD_METHODS = {"medusa": 0.7, "blockwise": 0.25, "exit": 0.7}
 #: Methods whose heads keep keys and values of the text.
-FEATURE_METHODS = frozenset({"eagle1", "eagle3"})
+FEATURE_METHODS = frozenset({"eagle1", "eagle3", "mtp"})
 
 
 def random_config(method: str, target: HeadTarget) -> HeadsConfig:
@@ -55,7 +56,8 @@ def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
         eagle_aux_hidden_state_layer_ids=[0, 1, 2],
     )
     eagle1 = save_random_eagle(folder / "eagle1", target, "safeailab1", scale=0.7)
-    return found | {"eagle1": eagle1, "eagle3": eagle3}
+    mtp = save_random_mtp(folder / "mtp", target, "deepseek_v3", 2, scale=0.7)
+    return found | {"eagle1": eagle1, "eagle3": eagle3, "mtp": mtp}
 
 
 def save_random_heads(folder: Path, target: str, method: str, seed: int = 1, *, scale: float = 0.3, **changes: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +32,7 @@ def read_config(folder: str) -> dict[str, Any]:
         InvalidParameterError: No such folder.
         ModelLoadError: It holds no configuration, or one that is no mapping.
     """
-    if not Path(folder).is_dir():
-        raise InvalidParameterError("model", folder, "no such folder", f"Give the folder that holds the head's {CONFIG}.")
-    check_files(folder)
+    _check_folder(folder, f"Give the folder that holds the head's {CONFIG}.")
     try:
         found = json.loads((Path(folder) / CONFIG).read_text("utf-8"))
     except FileNotFoundError as error:
@@ -45,26 +44,52 @@ def read_config(folder: str) -> dict[str, Any]:
     return found
 
 
-def read_tensors(folder: str) -> dict[str, HeadTensor]:
-    """All tensors in a folder, by name.
+def list_tensors(folder: str) -> list[str]:
+    """The names of all tensors in a folder.
+
+    Raises:
+        InvalidParameterError: No such folder.
+        ModelLoadError: There are none, they are pickled, or a file is corrupt.
+    """
+    _check_folder(folder, f"Give the folder that holds {WHOLE}.")
+    return [key for _, _, keys in _opened(folder) for key in keys]
+
+
+def read_tensors(folder: str, wanted: Collection[str] | None = None) -> dict[str, HeadTensor]:
+    """Tensors in a folder, by name.
+
+    Args:
+        folder: Which.
+        wanted: Their names; None for all.
 
     Raises:
         ModelLoadError: There are none, they are pickled, a file is corrupt, or a tensor holds NaN or infinity.
     """
-    from safetensors import SafetensorError, safe_open
-
     found: dict[str, HeadTensor] = {}
-    for name in _weight_files(folder):
-        try:
-            with safe_open(Path(folder) / name, "pt") as file:
-                for key in file.keys():  # noqa: SIM118 - it is no mapping
-                    found[key] = HeadTensor(file.get_tensor(key), name)
-        except (OSError, SafetensorError) as error:
-            raise ModelLoadError(folder, f"{name} cannot be read ({error})", _DOWNLOAD) from error
+    for name, file, keys in _opened(folder):
+        found |= {key: HeadTensor(file.get_tensor(key), name) for key in keys if wanted is None or key in wanted}
     for key, (tensor, name) in found.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise ModelLoadError(folder, f"{key} in {name} holds NaN or infinity", _DOWNLOAD)
     return found
+
+
+def _check_folder(folder: str, remedy: str) -> None:
+    if not Path(folder).is_dir():
+        raise InvalidParameterError("model", folder, "no such folder", remedy)
+    check_files(folder)
+
+
+def _opened(folder: str) -> Iterator[tuple[str, Any, list[str]]]:
+    """Each file of weights in a folder: its name, the open file, and the names of its tensors."""
+    from safetensors import SafetensorError, safe_open
+
+    for name in _weight_files(folder):
+        try:
+            with safe_open(Path(folder) / name, "pt") as file:
+                yield name, file, list(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(folder, f"{name} cannot be read ({error})", _DOWNLOAD) from error
 
 
 def _weight_files(folder: str) -> list[str]:

@@ -15,6 +15,8 @@ from outrider.prove.settings.methods import (
     LOOKUP,
     MEDUSA,
     MEDUSA_ONE,
+    MTP,
+    MTP_ONE,
     ONE,
     TARGET,
     TWIN,
@@ -25,6 +27,7 @@ from outrider.prove.settings.setting import Setting
 
 #: The row that heads read was computed for an earlier text here, so a text begins with a token that is decoded plainly.
 _FOUR, _PAIR = {"max_tokens": 4}, {"n": 2, "max_tokens": 3, "top_k": 2}
+_OF_TWO, _PAIR_OF_TWO = {"top_k": 2}, {"n": 2, "max_tokens": 2, "top_k": 2}
 
 
 def _of_draft(drafter: dict[str, Any]) -> dict[str, Any]:
@@ -113,4 +116,13 @@ HEADS_SETTINGS = (
     Setting("EAGLE, tree, traversal", EAGLE1 | {"tree": (2, 1), "rule": "block"}),
     Setting("EAGLE-2: the likeliest tokens first", EAGLE1 | {"tree": "best_first", "num_draft_tokens": 4}),
     Setting("EAGLE-3 behind EAGLE", {"method": "then", "methods": (EAGLE1 | {"num_draft_tokens": 1}, EAGLE3_ONE)}),
+    Setting("MTP, block", MTP | {"rule": "block"}),
+    Setting("MTP, seeded", MTP, {"seed": 5}),
+    Setting("MTP, most likely tokens", MTP | {"draft_sampling": "greedy"}),
+    Setting("MTP, two samples", MTP_ONE, _PAIR_OF_TWO),
+    Setting("MTP, tree, traversal", MTP | {"tree": (2, 1), "rule": "block"}),
+    Setting("MTP, tree, recursive rejection", MTP | {"tree": (2, 1), "rule": "token"}),
+    Setting("MTP behind a lookup", MTP, turns=((LOOKUP | {"num_draft_tokens": 1}, MTP),)),
+    Setting("merge of MTP and the draft model", {"method": "merge", "methods": (MTP_ONE, ONE), "rule": "block"}, _OF_TWO),
+    Setting("the engine chooses, MTP", {"method": "auto", "methods": (MTP_ONE,)}, {"max_tokens": 4, "top_k": 2}),
 )

@@ -1,0 +1,207 @@
+"""Drafts of layers that checkpoints carry to predict several tokens, in the whole engine, against a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from outrider import LLM, Mtp, SpeculationConfig
+from outrider.errors import InvalidParameterError, ModelError, ModelLoadError, UnsupportedModelError
+from outrider.heads.mtp_head import MtpHead, MtpLayer
+from outrider.propose.methods.feature_drafts import FeatureHeadProposer
+from outrider.prove.cache_truth import CacheAudit
+from outrider.prove.own_model import KV_BOUND
+from outrider.prove.published_mtp import save_random_mtp
+from tests.model import checkpoints
+from tests.model.mtp_reference import MtpReference
+from tests.model.test_feature_heads import BOUND, GREEDY, PROMPTS, SEEDED, Watch, faults, texts
+from tests.model.test_target import Oracle
+
+
+class Family(NamedTuple):
+    """A family of checkpoints with such layers, the layout that they have, and how many there are."""
+
+    name: str
+    layout: str
+    num_layers: int = 1
+
+
+QWEN, DEEPSEEK, MIMO = (
+    Family("qwen3_next", "qwen3_next"),
+    Family("deepseek_v3", "deepseek_v3"),
+    Family("mimo_v2_flash", "mimo_v2", 3),
+)
+#: A family of whole passes in the kernels, which nobody publishes with such layers.
+LLAMA = Family("llama", "deepseek_v3", 2)
+MORE = (
+    Family("qwen3_5_text", "qwen3_next"),
+    Family("qwen3_5_moe_text", "qwen3_next", 2),
+    Family("glm4_moe", "deepseek_v3"),
+    Family("deepseek_v3", "deepseek_v3", 2),
+)
+
+
+def made(family: Family, folder: Path) -> str:
+    """A checkpoint of the family with random layers."""
+    path = checkpoints.save(family.name, folder / f"{family.name}_{family.num_layers}", seed=3)
+    return save_random_mtp(Path(path), path, family.layout, family.num_layers, scale=0.15)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint without such layers."""
+    return checkpoints.save("llama", tmp_path_factory.mktemp("llama"), seed=3)
+
+
+def load(path: str, **how: Any) -> LLM:
+    return LLM(path, **{"dtype": "float64", "block_size": 4, "speculation": "none", **how})
+
+
+def way(**settings: Any) -> SpeculationConfig:
+    return SpeculationConfig(method=Mtp(), **(settings if "tree" in settings else {"num_draft_tokens": 4, **settings}))
+
+
+def watched(family: Family, path: str, patch: pytest.MonkeyPatch) -> Watch:
+    return Watch(MtpReference(path, family.layout, family.num_layers, Oracle(path).model), patch)
+
+
+@pytest.mark.parametrize(
+    "family", [DEEPSEEK, MIMO, *(pytest.param(each, marks=pytest.mark.slow) for each in (LLAMA, QWEN, *MORE))], ids=str
+)
+def test_logits_are_those_of_the_reference_over_ten_levels(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = made(family, tmp_path)
+    watch, llm = watched(family, path, monkeypatch), load(path, dtype="float32")
+    outputs = llm.generate(PROMPTS[:2], GREEDY.replace(max_tokens=13), speculation=way(num_draft_tokens=11))
+    assert faults(outputs) == 0
+    assert watch.worst <= BOUND
+    assert watch.num_rows > 20
+    assert watch.deepest == 10
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        (LLAMA, {"tree": (2, 2, 1)}),
+        (QWEN, {"num_draft_tokens": 11}),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((LLAMA, {}), (QWEN, {"tree": (2, 2, 1)}))),
+    ],
+    ids=str,
+)
+def test_every_draft_is_what_the_reference_says(
+    family: Family, shape: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After rejected drafts, prefix hits, preemptions and forks."""
+    path = made(family, tmp_path)
+    watch, llm = watched(family, path, monkeypatch), load(path, kv_cache_tokens=72, max_num_batched_tokens=48)
+    params = [each.replace(max_tokens=10) for each in (GREEDY, SEEDED.replace(temperature=0, n=2), SEEDED) * 2]
+    outputs = llm.generate([*PROMPTS, *PROMPTS], params, speculation=way(**shape))
+    stats = llm.stats.finished
+    assert faults(outputs) == 0
+    # Running states are float32 in stock transformers, whatever the dtype of the model.
+    assert watch.worst <= (BOUND if family is LLAMA else 10 * BOUND)
+    assert watch.num_rows > 50
+    assert stats.num_preemptions > 0
+    assert (stats.num_cached_tokens > 0) == (family is LLAMA)  # blocks hold no running states
+    assert stats.num_draft_tokens > stats.num_accepted_tokens
+    assert texts(outputs) == texts(llm.generate([*PROMPTS, *PROMPTS], params, speculation="none"))
+    llm.engine.check_integrity()
+    llm.engine.check_rest()
+
+
+@pytest.mark.parametrize("family", [LLAMA, MIMO], ids=str)
+def test_the_added_layers_hold_what_a_fresh_prefill_gives(family: Family, tmp_path: Path) -> None:
+    llm = load(made(family, tmp_path), kv_cache_tokens=60)
+    for prompt in PROMPTS:
+        llm.engine.add_request(tuple(prompt), SEEDED.replace(n=2, max_tokens=8), way(tree=(2, 1)))
+    audit = CacheAudit(llm.engine)
+    audit.run()
+    assert audit.num_checked > 20
+    assert audit.worst <= KV_BOUND
+    (added,) = llm.engine.runner.memory.added
+    assert added.shape.num_layers == family.num_layers
+    per_token = Mtp().added_token_bytes(llm.engine.runner.loaded)
+    assert per_token == added.shape.numbers_per_token * 8
+
+
+def _takes_out(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (_takes_out("model.layers.4.eh_proj.weight"), "has no eh_proj.weight"),
+        (_takes_out("model.layers.4.mlp.up_proj.weight"), "layers.0.mlp.up_proj.weight is missing"),
+        (lambda t: t.update({"model.layers.4.mlp.up_proj.bias": torch.zeros(48)}), "mlp.up_proj.bias is of no known use"),
+        (lambda t: t.update({"model.layers.4.self_attn.k_proj.weight": torch.zeros(3, 4)}), "is of another shape"),
+        (lambda t: t.update({"model.layers.4.hnorm.weight": torch.zeros(7)}), "hidden_norm of shape [7], and [32]"),
+        (lambda t: t.update({"model.layers.6.hnorm.weight": torch.zeros(32)}), "number 5 is missing"),
+        (lambda t: t.update({"model.layers.4.hnorm.weight": torch.full((32,), torch.nan)}), "holds NaN"),
+    ],
+)
+def test_layers_that_cannot_be_read_are_refused(
+    spoil: Callable[[dict[str, torch.Tensor]], Any], told: str, llama: str, tmp_path: Path
+) -> None:
+    folder = save_random_mtp(tmp_path, llama, "deepseek_v3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError) as caught:
+        load(llama).generate([1, 2], GREEDY, speculation=SpeculationConfig(method=Mtp(model=folder)))
+    assert told in caught.value.problem
+    assert caught.value.remedy.endswith(".")
+
+
+def test_a_checkpoint_without_such_layers_is_refused(llama: str, tmp_path: Path) -> None:
+    for how, told in (({}, "carries no layers"), ({"model": str(tmp_path)}, "has no model.safetensors")):
+        with pytest.raises(ModelError, match=told):
+            load(llama).generate([1, 2], GREEDY, speculation=SpeculationConfig(method=Mtp(**how)))
+    with pytest.raises(InvalidParameterError, match="no such folder"):
+        load(llama).generate([1, 2], GREEDY, speculation=SpeculationConfig(method=Mtp(model=str(tmp_path / "none"))))
+    module = AutoModelForCausalLM.from_pretrained(llama)
+    with pytest.raises(UnsupportedModelError, match="not in a folder"):
+        LLM(module, speculation="none").generate([1, 2], GREEDY, speculation=way())
+
+
+def _before_the_final_norm(patch: pytest.MonkeyPatch) -> None:
+    stock = MtpHead.__init__
+
+    def init(self: MtpHead, *args: Any) -> None:
+        stock(self, *args)
+        self.aux_layers = (self.aux_layers[0] - 1,)
+
+    patch.setattr(MtpHead, "__init__", init)
+
+
+def _halves_swapped(patch: pytest.MonkeyPatch) -> None:
+    stock = MtpLayer.enter
+    patch.setattr(MtpLayer, "enter", lambda self, embeddings, features: stock(self, features, embeddings))
+
+
+def _prompt_not_read(patch: pytest.MonkeyPatch) -> None:
+    stock = FeatureHeadProposer._keep
+
+    def keep(self: Any, read: Any, layer: int, keys: Any, values: Any) -> Any:
+        prompt = read[0].start == 0
+        return stock(self, read, layer, *(torch.zeros_like(each) if prompt else each for each in (keys, values)))
+
+    patch.setattr(FeatureHeadProposer, "_keep", keep)
+
+
+@pytest.mark.parametrize("plant", [_before_the_final_norm, _halves_swapped, _prompt_not_read])
+def test_control_a_head_that_reads_something_else_is_seen(
+    plant: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = made(LLAMA, tmp_path)
+    watch, llm = watched(LLAMA, path, monkeypatch), load(path)
+    plant(monkeypatch)
+    assert faults(llm.generate(PROMPTS[:2], GREEDY, speculation=way())) == 0
+    assert watch.worst > 100 * BOUND
