@@ -1,0 +1,95 @@
+"""Every verb takes GGUF files, as the target and as the draft, with the vocabularies that are in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.cli.app import app
+from outrider.convert.gguf import write_gguf
+from outrider.convert.gguf_vocabulary import own_vocabulary
+from tests.model import checkpoints
+from tests.model.test_gguf_vocabularies import byte_level_tokenizer
+
+pytest.importorskip("gguf")
+SHAPE: dict[str, Any] = {"layers": 2, "hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 4096}
+
+
+def write(folder: Path, family: str, splitting: str, seed: int) -> str:
+    """A small random model with a vocabulary of its own."""
+    tokenizer = byte_level_tokenizer(splitting)
+    changes = SHAPE | {"vocab_size": len(tokenizer) + 3, "eos_token_id": tokenizer.eos_token_id}
+    checkpoint = checkpoints.save(family, folder / f"{family}-{seed}", seed=seed, head_dim=16, **changes)
+    tokenizer.save_pretrained(checkpoint)
+    return write_gguf(checkpoint, folder / f"{family}-{seed}.gguf", "int8", own_vocabulary(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A target, a draft model with the same tokens and one with others, and prompts."""
+    folder = tmp_path_factory.mktemp("verbs")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{i} words are low"}) + "\n" for i in range(12)), "utf-8")
+    models = [write(folder, *which) for which in (("qwen3", "qwen2", 1), ("qwen3", "qwen2", 2), ("llama", "gpt-2", 3))]
+    names = ("target", "draft", "other")
+    return {**dict(zip(names, models, strict=True)), "prompts": str(prompts), "folder": str(folder)}
+
+
+def run(files: dict[str, str], *asked: str, typed: str | None = None) -> tuple[int, str]:
+    """Run a verb, where words in capitals are files, and tell how it ended and what it wrote."""
+    words = [files.get(word.lower(), word) if word.isupper() else word for word in asked]
+    done = CliRunner().invoke(app, words, input=typed, catch_exceptions=False)
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize("way", [("DRAFT", "draft_model"), ("DRAFT", "auto"), ("OTHER", "cross_vocabulary")], ids=str)
+def test_texts_are_written_with_drafts_of_another_file(files: dict[str, str], way: tuple[str, str]) -> None:
+    asked = ("generate", "TARGET", "-p", "low world", "-p", "a b", "--max-tokens", "12", "--json", "--temperature", "0")
+    drafts = ("--draft-model", way[0], "--method", way[1])
+    told = [run(files, *asked, *more) for more in (("--method", "none"), drafts)]
+    assert [code for code, _ in told] == [0, 0]
+    plain, ours = ([each["samples"][0] for each in json.loads(shown)["requests"]] for _, shown in told)
+    assert [each["token_ids"] for each in plain] == [each["token_ids"] for each in ours]
+    assert way[1] == "auto" or sum(each["stats"]["num_draft_tokens"] for each in ours) > 0
+
+
+def test_a_chat_uses_the_template_of_the_file(files: dict[str, str]) -> None:
+    code, shown = run(files, "chat", "TARGET", "--draft-model", "DRAFT", "--max-tokens", "8", typed="Hello\n")
+    assert code == 0, shown
+    assert "8 tokens in" in shown
+
+
+def test_files_are_examined_and_tuned(files: dict[str, str]) -> None:
+    pair = ("TARGET", "--draft-model", "DRAFT")
+    code, shown = run(files, "doctor", *pair, "--num-prompts", "1", "--max-tokens", "8")
+    assert code in (0, 1), shown  # 1 where nothing gains
+    assert "acceptance" in shown
+    out = str(Path(files["folder"]) / "tuned")
+    asked = ("--traffic", "PROMPTS", "--way", "draft_model:2", "-n", "4", "--max-tokens", "16", "--out", out)
+    code, shown = run(files, "tune", *pair, *asked)
+    assert code == 0, shown
+
+
+@pytest.mark.slow
+def test_a_file_writes_data_and_its_draft_is_trained(files: dict[str, str]) -> None:
+    folder = Path(files["folder"])
+    data, out = str(folder / "data"), str(folder / "trained")
+    asked = ("--prompts", "PROMPTS", "--out", data, "--max-tokens", "8", "--held-out", "0.4")
+    code, shown = run(files, "train", "data", "--target", "TARGET", *asked)
+    assert code == 0, shown
+    asked = ("--target", "TARGET", "--init", "DRAFT", "--steps", "2", "--out", out)
+    code, shown = run(files, "train", "distill", "--data", data, *asked)
+    assert code == 0, shown
+    code, shown = run(files, "generate", "TARGET", "--draft-model", out, "-p", "low", "--max-tokens", "4")
+    assert code == 0, shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["bench", "prove"])
+def test_files_are_measured_and_proven(files: dict[str, str], verb: str) -> None:
+    code, shown = run(files, verb, "TARGET", "--draft-model", "DRAFT", "--quick")
+    assert code == 0, shown
