@@ -30,7 +30,7 @@ def nothing_is_left(llm: LLM) -> Iterator[None]:
 
 
 def run(job: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(job, 60))
+    return asyncio.run(asyncio.wait_for(job, 300))
 
 
 def test_many_at_a_time_get_their_own_texts(llm: LLM, alone: dict[str, tuple[int, ...]]) -> None:

@@ -50,7 +50,7 @@ def test_who_waits_is_told_and_later_calls_are_refused(
     async def ask() -> list[Any]:
         server = AsyncLLM(llm)
         calls = [server.generate("x", ENDLESS) for _ in range(3)]
-        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 120)
 
     assert [type(found) for found in asyncio.run(ask())] == [EngineDiedError] * 3
     assert not llm.health.alive

@@ -234,7 +234,7 @@ def test_what_would_never_end_is_refused_after_a_trial(careful: GrammarCompiler,
     before = time.process_time()
     with pytest.raises(InvalidParameterError, match="structured_outputs=") as caught:
         careful.start(StructuredOutputs(**ENDLESS[name]))
-    assert time.process_time() - before < 0.5  # in this process
+    assert time.process_time() - before < 5  # in this process, where it would never end
     assert "too much for an automaton" in caught.value.problem or "malformed" in caught.value.problem
     assert caught.value.remedy
     assert "\n" not in str(caught.value)

@@ -42,6 +42,10 @@ def tried() -> Iterator[Trials]:
     found.close()
 
 
+#: Seconds after which the clock would end a trial that the system should have ended, also on a busy machine.
+PATIENT = 120.0
+
+
 def _pids(tried: Trials) -> set[int]:
     return {trier._process.pid for trier in tried._all}
 
@@ -53,7 +57,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def _until(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
+def _until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while not holds() and time.monotonic() < end:
         time.sleep(0.02)
@@ -68,13 +72,14 @@ def test_nothing_is_started_before_it_is_needed(tried: Trials, vocabulary: Calla
 
 
 def test_what_never_ends_is_ended_by_the_system_and_the_process_is_replaced(
-    tried: Trials, vocabulary: Callable[[], Vocabulary]
+    tried: Trials, vocabulary: Callable[[], Vocabulary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(trials, "_PATIENCE", PATIENT)
     assert tried.verdict(FINE, vocabulary) is None
     (first,) = _pids(tried)
     begun = time.monotonic()
     assert tried.verdict(ENDLESS, vocabulary) == TOO_MUCH_WORK
-    assert time.monotonic() - begun < trials._PATIENCE / 2
+    assert time.monotonic() - begun < PATIENT / 2
     assert not tried._all
     assert not _runs(first)
     assert tried.verdict(Written("regex", "[ef]"), vocabulary) is None
@@ -86,9 +91,10 @@ def test_a_trial_has_a_limit_of_memory(
 ) -> None:
     monkeypatch.setattr(trials, "SECONDS", 60.0)
     monkeypatch.setattr(trials, "NUM_BYTES", 2**24)
+    monkeypatch.setattr(trials, "_PATIENCE", PATIENT)
     begun = time.monotonic()
     assert tried.verdict(ENDLESS, vocabulary) == TOO_MUCH_WORK
-    assert time.monotonic() - begun < trials._PATIENCE / 2
+    assert time.monotonic() - begun < PATIENT / 2
 
 
 def test_where_the_system_cannot_limit_it_the_clock_does(
@@ -145,7 +151,7 @@ def test_closing_breaks_off_the_trial_under_way(
     pids = _pids(tried)
     time.sleep(0.5)
     tried.close()
-    asking.join(10)
+    asking.join(60)
     assert not asking.is_alive()
     assert found
     assert not any(_runs(pid) for pid in pids)
