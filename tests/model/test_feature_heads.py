@@ -149,8 +149,11 @@ def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
 # -- what is drafted ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+#: Every layout in float32, whose bound is for it, and one in float64.
+LAYOUTS = [*((name, "float32") for name in HEADS), ("safeailab", "float64")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), LAYOUTS)
 def test_logits_are_those_of_the_reference_over_ten_levels(
     made: Made, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,8 +166,14 @@ def test_logits_are_those_of_the_reference_over_ten_levels(
     assert watch.deepest == 10
 
 
-@pytest.mark.parametrize("name", ["safeailab", "speculators, normed residual", "eagle1"])
-@pytest.mark.parametrize("shape", [{}, {"tree": (3, 2)}, {"tree": "best_first", "num_draft_tokens": 6}], ids=str)
+DRAFTING = ["safeailab", "speculators, normed residual", "eagle1"]
+SHAPES: list[dict[str, Any]] = [{}, {"tree": (3, 2)}, {"tree": "best_first", "num_draft_tokens": 6}]
+#: Every head with every shape on one backend; on the others every head once, and every shape once.
+CROWDS = [("fused", name, shape) for name in DRAFTING for shape in SHAPES]
+CROWDS += [(backend, name, shape) for backend in BACKENDS[1:] for name, shape in zip(DRAFTING, SHAPES, strict=True)]
+
+
+@pytest.mark.parametrize(("crowded", "name", "shape"), CROWDS, indirect=["crowded"], ids=str)
 def test_every_draft_is_what_the_reference_says(
     crowded: LLM, made: Made, name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,8 @@ from tests.model.double import Double
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 NAMES = tuple(name for name in checkpoints.FAMILIES if checkpoints.is_described(name))
+#: The best instruction set of this machine.
+TAKEN = available_sets()[-1] if available_sets() else ""
 TEXT = [(5 * i * i + 3 * i + 1) % checkpoints.VOCAB_SIZE for i in range(45)]
 
 
@@ -61,7 +63,12 @@ def test_every_family_is_tested() -> None:
     assert {checkpoints.model_type(name) for name in NAMES} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+#: Every family with the instruction set that is taken here, and those between them that use each kernel with all others.
+KERNELS = ("llama", "gemma2", "gpt2", "gpt_neox", "cohere", "granite", "mixtral", "gpt_oss")
+WAYS = [(name, found) for name in NAMES for found in available_sets() if name in KERNELS or found == TAKEN]
+
+
+@pytest.mark.parametrize(("name", "instruction_set"), WAYS, indirect=["instruction_set"])
 def test_logits_and_hidden_states_are_the_stock_ones(paths: dict[str, str], name: str, instruction_set: str) -> None:
     runner = runner_of(paths[name], "float64")
     want = stock(paths[name], TEXT)
@@ -87,7 +94,11 @@ def test_narrow_types_stay_close(paths: dict[str, str], name: str, dtype: str, i
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2"])
-@pytest.mark.parametrize("name", ["llama", "phi"])
+@pytest.mark.parametrize(
+    ("name", "instruction_set"),
+    [*(("llama", found) for found in available_sets()), ("phi", TAKEN)],
+    indirect=["instruction_set"],
+)
 def test_every_activation_with_and_without_a_gate(
     paths: dict[str, str], name: str, activation: str, instruction_set: str, tmp_path: Path
 ) -> None:

@@ -30,7 +30,18 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProof]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+#: A rule reads the drafts of all heads alike, and so does a parameter: EAGLE-3 and draft models have them all.
+REPEATS = (
+    *("Medusa, walk", "Medusa, temperature and filters", "Medusa, penalties", "Medusa, stop tokens"),
+    *("Medusa, tree, recursive rejection", "exit, tree, recursive rejection", "exit, two samples", "exit behind Medusa"),
+    *("blockwise, seeded", "blockwise, two samples", "EAGLE, seeded", "EAGLE, two samples", "Medusa behind early exit"),
+    *("merge of EAGLE-3 and the draft model, token", "merge of a tree of EAGLE-3 and EAGLE, token"),
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in REPEATS else []) for name in BY_NAME]
+)
 def test_joint_distribution_of_generate(proof: EngineProof, name: str) -> None:
     proof.llm.stats.reset()
     assert proof.prove(BY_NAME[name], 3).measured <= BOUND
@@ -44,6 +55,7 @@ def test_joint_distribution_of_generate(proof: EngineProof, name: str) -> None:
 
 def test_every_setting_has_a_name_of_its_own() -> None:
     assert len(BY_NAME) == len(HEADS_SETTINGS)
+    assert set(REPEATS) < set(BY_NAME)
 
 
 @pytest.mark.parametrize(

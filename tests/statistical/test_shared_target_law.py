@@ -28,7 +28,16 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProof]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+#: The same layers under a rule that reads their drafts as another does.
+REPEATS = (
+    *("early exit, tree, recursive rejection", "layer skip, tree, recursive rejection"),
+    *("merge of early exit and the draft model, token", "merge of a tree and a chain of unlike laws, token"),
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in REPEATS else []) for name in BY_NAME]
+)
 def test_joint_distribution_of_generate(proof: EngineProof, name: str) -> None:
     proof.llm.stats.reset()
     assert proof.prove(BY_NAME[name], 3).measured <= BOUND
@@ -41,6 +50,7 @@ def test_joint_distribution_of_generate(proof: EngineProof, name: str) -> None:
 
 def test_every_setting_has_a_name_of_its_own() -> None:
     assert len(BY_NAME) == len(SHARED_TARGET_SETTINGS)
+    assert set(REPEATS) < set(BY_NAME)
 
 
 @pytest.mark.parametrize("error", ["one layer late", "other hidden states", "rows in another order"])

@@ -81,8 +81,17 @@ def test_heads_learn_what_comes_and_the_engine_accepts_it(job: Job, kind: HeadSe
     assert (job.out / "README.md").read_text().startswith(f"# {kind.method.capitalize()} heads for")
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], KINDS[4]], ids=["medusa", "blockwise", "exit"])
-@pytest.mark.parametrize("wrong", [-1, 1])
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        pytest.param(KINDS[0], -1, id="medusa, before"),
+        pytest.param(KINDS[0], 1, id="medusa, behind"),
+        pytest.param(KINDS[3], -1, id="blockwise, before", marks=pytest.mark.slow),
+        pytest.param(KINDS[3], 1, id="blockwise, behind"),
+        pytest.param(KINDS[4], -1, id="exit, before"),
+        pytest.param(KINDS[4], 1, id="exit, behind", marks=pytest.mark.slow),
+    ],
+)
 def test_an_offset_that_is_wrong_by_one_yields_nothing(
     job: Job, kind: HeadSettings, wrong: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
