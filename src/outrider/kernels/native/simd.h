@@ -133,6 +133,17 @@ INLINE floats fused(floats a, floats b, floats sum) {
 #endif
 }
 
+/* Rounds a number or a vector to what it holds, so that a product is not fused with the sum behind it. */
+#if defined(__AVX512F__)
+#define SETTLE(x) __asm__("" : "+v"(x))
+#elif defined(__x86_64__)
+#define SETTLE(x) __asm__("" : "+x"(x))
+#elif defined(__aarch64__)
+#define SETTLE(x) __asm__("" : "+w"(x))
+#else
+#define SETTLE(x) __asm__("" : "+m"(x))
+#endif
+
 /* The same number in every lane. A compiler adds it to a vector of zeros where it is told so, since -0 would become 0. */
 INLINE floats splat(float value) {
     int32_t bits;
@@ -190,6 +201,33 @@ INLINE floats floats_from_bf16(const uint16_t *values) {
 #else
     return (floats){float_from_bf16(values[0]), float_from_bf16(values[1]), float_from_bf16(values[2]),
                     float_from_bf16(values[3])};
+#endif
+}
+
+/* Halves of IEEE in the lower bits of each lane, which are finite, as floats. Where no instruction does it, the exponent is moved by a
+ * product that is exact for small numbers, too. */
+INLINE floats floats_of_halves(uint_lanes halves) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)halves));
+#else
+    uint_lanes bits = (halves & 0x7fffu) << 13;
+    floats size;
+    memcpy(&size, &bits, sizeof size);
+    size *= 0x1p112f;
+    memcpy(&bits, &size, sizeof bits);
+    bits |= (halves & 0x8000u) << 16;
+    memcpy(&size, &bits, sizeof size);
+    return size;
+#endif
+}
+
+/* The same for halves that lie together. */
+INLINE floats floats_from_halves(const uint16_t *values) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)values));
+#else
+    typedef uint16_t few __attribute__((vector_size(VECTOR_BYTES / 2), aligned(1), may_alias));
+    return floats_of_halves(__builtin_convertvector(*(const few *)values, uint_lanes));
 #endif
 }
 
