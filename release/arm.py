@@ -4,8 +4,8 @@
     python release/arm.py -m pytest tests/unit/test_packed_linear.py  some of them; what follows goes to that Python
 
 The first run makes the folder .arm: Debian's Python and its libraries, which are unpacked there and not installed, and
-wheels of the package index. It needs Debian on x86-64 with the package qemu-user. The kernels are compiled anew when their
-sources have changed.
+wheels of the package index. It needs Debian on x86-64 with the package qemu-user, and the version of Python that this
+Debian has. The kernels are compiled anew when their sources have changed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from wheels import ROOT, TARGETS
@@ -23,6 +24,8 @@ HOME = ROOT / ".arm"
 SYSTEM, PACKAGES, PACKAGE = HOME / "system", HOME / "packages", HOME / "package"
 PLATFORM = "manylinux_2_28_aarch64"
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+#: The programs that this one runs, with Debian's packages that have them.
+PROGRAMS = {"qemu-aarch64": "qemu-user", "apt-get": "apt", "dpkg": "dpkg"}
 #: What Python and the wheels need of the system.
 DEBIAN = (
     f"python{VERSION}-minimal", f"libpython{VERSION}-minimal", f"libpython{VERSION}-stdlib", "libc6", "libgcc-s1",
@@ -37,11 +40,23 @@ WHEELS = (
 )  # fmt: skip
 
 
-def unpack_system() -> None:
+def make_once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Make a folder where it is missing. A run that is cut off leaves another name, and the next one begins anew."""
+    if folder.exists():
+        return
+    begun = folder.with_name(f"{folder.name}.begun")
+    if begun.exists():
+        shutil.rmtree(begun)
+    begun.mkdir(parents=True)
+    make(begun)
+    begun.rename(folder)
+
+
+def unpack_system(system: Path) -> None:
     """Unpack Debian's Python for ARM, with lists of packages of its own: those of this machine stay as they are."""
-    apt, debs = HOME / "apt", HOME / "debs"
+    apt, debs = system / "apt", system / "debs"
     for folder in (apt / "lists" / "partial", apt / "cache" / "archives" / "partial", debs):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True)
     (apt / "status").touch()
     options = {
         "APT::Architecture": "arm64",
@@ -52,15 +67,19 @@ def unpack_system() -> None:
     }
     command = ["apt-get", "-q", *(f"-o{name}={value}" for name, value in options.items())]
     subprocess.run([*command, "update"], check=True)
-    subprocess.run([*command, "download", *DEBIAN], check=True, cwd=debs)
+    if subprocess.run([*command, "download", *DEBIAN], cwd=debs).returncode != 0:
+        sys.exit(
+            "apt-get, whose messages are above, did not find a Python for arm64 and its libraries. The sources of packages "
+            f"must be those of a Debian that has Python {VERSION}: Debian 12 has 3.11."
+        )
     for deb in sorted(debs.iterdir()):
-        subprocess.run(["dpkg", "-x", deb, SYSTEM], check=True)
+        subprocess.run(["dpkg", "-x", deb, system], check=True)
 
 
-def install_packages() -> None:
+def install_packages(folder: Path) -> None:
     """Install wheels for ARM. PyTorch's comes without what it asks for, since pip would ask as if for this machine."""
     tags = [PLATFORM, "manylinux2014_aarch64", "manylinux_2_17_aarch64"]
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(PACKAGES), "--only-binary=:all:"]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), "--only-binary=:all:"]
     command += [f"--python-version={VERSION}", *(f"--platform={tag}" for tag in tags)]
     subprocess.run([*command, "--no-deps", TORCH], check=True)
     subprocess.run([*command, *WHEELS], check=True)
@@ -94,12 +113,12 @@ def python(*arguments: str) -> int:
 
 
 def main() -> None:
-    if shutil.which("qemu-aarch64") is None:
-        sys.exit("There is no qemu-aarch64. On Debian: apt-get install qemu-user")
-    if not SYSTEM.exists():
-        unpack_system()
-    if not PACKAGES.exists():
-        install_packages()
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        packages = " ".join(PROGRAMS[program] for program in missing)
+        sys.exit(f"There is no {' and no '.join(missing)}. It needs Debian on x86-64. As root: apt-get install {packages}")
+    make_once(SYSTEM, unpack_system)
+    make_once(PACKAGES, install_packages)
     build_package()
     sys.exit(python(*sys.argv[1:]))
 
