@@ -49,6 +49,15 @@ def test_every_option_of_the_command_is_in_the_reference(site: Path) -> None:
     assert [option for option in set(options()) if option not in said] == []
 
 
+def test_every_variable_and_every_parameter_is_in_the_reference() -> None:
+    sources = (path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    variables = {name for source in sources for name in re.findall(r"\bOUTRIDER_[A-Z_]*[A-Z]\b", source)}
+    assert len(variables) >= 5
+    for page, names in (("command", variables), ("parameters", set(outrider.SamplingParams.model_fields))):
+        rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "reference" / f"{page}.md").read_text("utf-8"), re.MULTILINE)
+        assert sorted(names - set(rows)) == [], page
+
+
 def maker() -> ModuleType:
     spec = importlib.util.spec_from_file_location("make_metrics", ROOT / "docs" / "make_metrics.py")
     assert spec is not None
