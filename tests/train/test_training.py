@@ -105,7 +105,7 @@ class KillAt(Watcher):
 @pytest.mark.parametrize(
     ("learning", "change"),
     [
-        (DistillSettings(), {}),
+        pytest.param(DistillSettings(), {}, marks=pytest.mark.slow),  # the others are this one with more
         (DistillSettings(on_policy=0.5), {"accumulation": 2}),
         (DistillSettings(loss="jsd"), {"save_every": 4, "evaluate_every": 3, "patience": 9}),
     ],
@@ -125,7 +125,7 @@ def test_a_training_goes_on_to_the_bit(job: Job, learning: DistillSettings, chan
     ]
 
 
-@pytest.mark.parametrize("moment", [1, 3])
+@pytest.mark.parametrize("moment", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_training_that_ends_before_its_first_step_is_kept_goes_on(job: Job, moment: int) -> None:
     whole = replace(job, out=job.out.with_name("whole"))
     with pytest.raises(Killed):
