@@ -116,11 +116,13 @@ class CacheConfig(Frozen):
         block_size: Tokens a block.
         num_tokens: Capacity in tokens, rounded down to blocks; None sizes it from free memory and the scheduler's limits.
         prefix_caching: Whether finished blocks are kept for later requests that start with the same tokens.
+        state_cache_mib: Memory for running states beside these blocks, in MiB; None for a share of free memory.
     """
 
     block_size: int = Field(16, ge=1, le=1024, description="Use 1 to 1024 tokens.")
     num_tokens: int | None = Field(None, ge=1, description="Use 1 token or more, or None.")
     prefix_caching: bool = True
+    state_cache_mib: int | None = Field(None, ge=0, description="Use 0 MiB or more, or None.")
 
 
 class SchedulerConfig(Frozen):

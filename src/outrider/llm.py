@@ -87,6 +87,8 @@ class LLM:
         block_size: Tokens a KV block.
         kv_cache_tokens: KV capacity in tokens; None sizes it from free memory.
         prefix_caching: Whether prompts that begin alike share KV.
+        state_cache_mib: Memory, in MiB, for running states that prompts which begin alike share; only models with such
+            states use it. None takes a sixteenth of free memory.
         quantization: Rounds linear layers' weights at load: "int8" (a scale for each output), "int8-g128" (for each group
             of 128 inputs; also 64, 32), "int4" (the same as "int4-g128"; also "int4-g64", "int4-g32"), or with a zero
             point for each group "int4-g128-asym" (also 64, 32). What is lossless is then relative to the rounded model.
@@ -121,6 +123,7 @@ class LLM:
         block_size: int = 16,
         kv_cache_tokens: int | None = None,
         prefix_caching: bool = True,
+        state_cache_mib: int | None = None,
         quantization: QuantizationName | None = None,
         activations: ActivationsName | None = None,
         draft_quantization: QuantizationName | None = None,
@@ -144,7 +147,12 @@ class LLM:
         )
         self._plan = EnginePlan(
             config,
-            CacheConfig(block_size=block_size, num_tokens=kv_cache_tokens, prefix_caching=prefix_caching),
+            CacheConfig(
+                block_size=block_size,
+                num_tokens=kv_cache_tokens,
+                prefix_caching=prefix_caching,
+                state_cache_mib=state_cache_mib,
+            ),
             SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
             SpeculationDefaults.of(speculation, draft, default_model("draft") if model is None else None),
             None if profile is None else RecommendedSettings.read(profile, speculation, draft),

@@ -260,6 +260,7 @@ def test_unknown_methods(llm: LLM) -> None:
         {"max_num_seqs": 8, "max_num_batched_tokens": 4},
         {"block_size": 0},
         {"kv_cache_tokens": 0},
+        {"state_cache_mib": -1},
         {"dtype": "int8"},
         {"attention_backend": "magic"},
         {"max_model_len": 1},

@@ -106,6 +106,17 @@ def test_blocks_that_are_asked_for_and_states_must_fit_together(tmp_path: Path, 
         load(path, kv_cache_tokens=tokens)
 
 
+def test_states_that_the_prefix_cache_keeps_must_fit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved("qwen3_next", tmp_path)
+    limited(2 * 2**20, monkeypatch)
+    with pytest.raises(ModelTooLargeError, match=r"GB for those of the prefix cache.* a smaller state_cache_mib"):
+        load(path, state_cache_mib=2)
+    states = load(path).engine.runner.blocks.states
+    assert states is not None
+    by_text = load(path).engine.runner.text_bytes
+    assert 0 < states.capacity * by_text / 6 <= 2 * 2**20 / 16
+
+
 def test_doctor_says_what_a_text_takes(tmp_path: Path) -> None:
     facts = model_facts(load(saved("qwen3_next", tmp_path)).engine.runner)
     paper = Console(width=200, record=True, file=StringIO())

@@ -41,4 +41,25 @@ RUNNING_MUTANTS = (
         "running_tree",
         PROBE_DIFFERS,
     ),
+    _mutant(
+        "a state is kept with the block before its own",
+        "cache/state.py",
+        "self.block_table[place // size - 1], text",
+        "self.block_table[place // size - 2], text",
+        "running_prefixes",
+    ),
+    _mutant(
+        "a kept state lacks the window of the convolution",
+        _CACHE,
+        "(Anchor(position, state),), position, empty",
+        "(Anchor(position, state * 0),), position, empty",
+        "running_prefixes",
+    ),
+    _mutant(
+        "a kept state is given away and then written",
+        "cache/kept_states.py",
+        "return self._states[block].fork()",
+        "return self._states[block]",
+        "running_prefixes",
+    ),
 )

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Sequence, Set
 
+from outrider.cache.kept_states import KeptStates
+from outrider.cache.running import RunningText
+
 PrefixKey = tuple[Hashable, tuple[int, ...]]
 
 
@@ -20,12 +23,17 @@ class BlockManager:
         num_blocks: Blocks in the pool.
         block_size: Tokens a block.
         prefix_caching: Whether freed published blocks stay findable until their memory is needed.
+        states: Running states at the ends of published blocks; None for a model that has none. With them, a text begins
+            behind a block with a state or at its first token.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, states: KeptStates | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self.states = states
         self._next_uid = 1
         self.reset()
 
@@ -39,6 +47,8 @@ class BlockManager:
         self._published: dict[PrefixKey, int] = {}
         self._held: list[set[int]] = [set() for _ in range(self.num_blocks)]  # added layers of which a block is full
         self._unfound: dict[int, PrefixKey] = {}  # full blocks whose twins are published
+        if self.states is not None:
+            self.states.clear()
 
     @property
     def num_free(self) -> int:
@@ -109,11 +119,21 @@ class BlockManager:
             block = self._published.get((parent, self._tokens_of(token_ids, index)))
             if block is None or not needs <= self._held[block]:
                 break
-            self._idle.pop(block, None)
-            self._ref_count[block] += 1
             table.append(block)
             parent = self._uid[block]
+        while self.states is not None and table and table[-1] not in self.states:
+            table.pop()
+        for block in table:
+            self._idle.pop(block, None)
+            self._ref_count[block] += 1
         return table
+
+    def keep_states(self, block: int, text: RunningText) -> None:
+        """Keep what a text holds at the end of one of its settled blocks, with the block that others find."""
+        twin_of = self._unfound.get(block)
+        found = block if twin_of is None else self._published.get(twin_of)
+        if self.states is not None and found is not None and self._key[found] is not None:
+            self.states.add(found, text)
 
     def hold(self, blocks: Iterable[int], number: int) -> None:
         """Note that these blocks are full of keys and values of an added layer too. One that holds more than its published
@@ -124,6 +144,8 @@ class BlockManager:
             twin = None if key is None else self._published.get(key)
             if key is not None and (twin is None or self._held[twin] < self._held[block]):
                 if twin is not None:
+                    if self.states is not None:
+                        self.states.move(twin, block)
                     self._withdraw(twin)
                 self._show(block, key)
 
@@ -164,6 +186,9 @@ class BlockManager:
         assert all(self._key[b] is None for b in self._free), "a published block on the plain free list"
         assert all(self._key[b] is not None for b in self._idle), "an unpublished block among the idle ones"
         assert all(self._key[b] == key for key, b in self._published.items()), "prefix index out of step"
+        if self.states is not None:
+            assert all(self._key[b] is not None for b in self.states.blocks), "a state of a block that is not published"
+            assert len(self.states) <= self.states.capacity, "more states than there may be"
 
     def _show(self, block: int, key: PrefixKey) -> None:
         """Let a block be found."""
@@ -177,6 +202,8 @@ class BlockManager:
         assert key is not None
         del self._published[key]
         self._key[block] = None
+        if self.states is not None:
+            self.states.drop(block)
         if block in self._idle:
             del self._idle[block]
             self._free.append(block)

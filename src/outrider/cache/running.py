@@ -48,12 +48,14 @@ class CellRecord:
         tape_start: Position of the first row of the tape.
         tape: [n, ...] each, inputs of the rows from there on. Row i stands for the token at tape_start + i, as a slot of
             the memory of keys and values does: who writes there again replaces it.
+        passed: Known states at places that the last pass went past, until the prefix cache has taken them.
     """
 
     function: Advance
     anchors: tuple[Anchor, ...]
     tape_start: int
     tape: tuple[Tensor, ...]
+    passed: tuple[Anchor, ...] = ()
 
     @property
     def state_bytes(self) -> int:
@@ -77,6 +79,18 @@ class CellRecord:
             return anchor.state
         assert anchor.position >= self.tape_start, f"the inputs behind position {anchor.position} are gone"
         return self.function.replay(anchor.state, self.rows(anchor.position, position))
+
+    def cut(self, position: int) -> CellRecord | None:
+        """All that a text needs that goes on at a position; None where the state there is not known and cannot be computed
+        any more."""
+        state = next((anchor.state for anchor in self.passed if anchor.position == position), None)
+        known = (a.position for a in self.anchors if a.position == position or self.tape_start <= a.position <= position)
+        if state is None and any(True for _ in known):
+            state = self.state_at(position)
+        if state is None:
+            return None
+        empty = tuple(kept.new_empty((0, *kept.shape[1:])) for kept in self.tape)  # a view would keep the whole tape
+        return CellRecord(self.function, (Anchor(position, state),), position, empty)
 
     def rows(self, start: int, stop: int) -> list[Tensor]:
         """The inputs of the tokens from position `start` to `stop`."""
@@ -112,6 +126,22 @@ class RunningText:
     def line_up(self, start: int, rows: Sequence[int]) -> None:
         """Move rows that were written from position `start` on behind each other, in this order."""
         self.records = {cell: record.lined_up(start, rows) for cell, record in self.records.items()}
+
+    def cut(self, position: int) -> RunningText | None:
+        """The states behind so many leading tokens, for another text that begins with these; None where they are gone."""
+        records = {cell: record.cut(position) for cell, record in self.records.items()}
+        found = {cell: record for cell, record in records.items() if record is not None}
+        if not found or len(found) < len(records):
+            return None
+        text = RunningText()
+        text.records = found
+        return text
+
+    def leave_passed(self) -> None:
+        """Keep no longer what the last pass left for the prefix cache."""
+        for cell, record in self.records.items():
+            if record.passed:  # as in hardly any step
+                self.records[cell] = replace(record, passed=())
 
     def fork(self) -> RunningText:
         """The same states for a second text that begins alike."""

@@ -44,6 +44,7 @@ class SequenceState:
             begins, and then behind all that is computed.
         long_rope: Whether they were computed with the rotary factors of long texts.
         running: What layers with a running state keep of the text.
+        end_of_prompt: Where the last full block ends of what the text began with.
 
     Args:
         memory: The model's.
@@ -62,6 +63,7 @@ class SequenceState:
         self.writable_from = 0
         self.long_rope = False
         self.running = RunningText()
+        self.end_of_prompt = 0
 
     @property
     def space(self) -> Hashable:
@@ -98,6 +100,9 @@ class SequenceState:
         self.num_published = len(self.block_table)
         self.num_computed = self.writable_from = self.num_published * self._blocks.block_size
         self.num_filled = dict.fromkeys(needs, self.num_computed)
+        self.end_of_prompt = (len(token_ids) - 1) // self._blocks.block_size * self._blocks.block_size
+        if self.block_table and self._blocks.states is not None:
+            self.running = self._blocks.states.begin_at(self.block_table[-1])
 
     def roll_back(self, token_ids: Sequence[int], loose: Sequence[int] = ()) -> None:
         """Keep what the committed tokens confirm of the tokens computed ahead, and forget the others.
@@ -182,9 +187,25 @@ class SequenceState:
 
     def publish(self, token_ids: Sequence[int]) -> None:
         """Let others find the blocks that are full of computed tokens of this text."""
-        if self.num_computed // self._blocks.block_size > self.num_published:
+        first = self.num_published
+        if self.num_computed // self._blocks.block_size > first:
             tokens = token_ids[: self.num_computed]
-            self.num_published = self._blocks.publish(tokens, self.block_table, self.num_published, self.space)
+            self.num_published = self._blocks.publish(tokens, self.block_table, first, self.space)
+            self._keep_states(first)
+
+    def places(self, start: int, stop: int) -> tuple[int, ...]:
+        """Positions behind `start`, up to `stop`, where a pass leaves the running states to the prefix cache."""
+        states = self._blocks.states
+        return () if states is None else states.places(start, stop, self.end_of_prompt)
+
+    def _keep_states(self, first: int) -> None:
+        """Leave running states with the blocks from index `first` on that are published by now."""
+        size = self._blocks.block_size
+        for place in self.places(first * size, self.num_published * size):
+            text = self.running.cut(place)
+            if text is not None:
+                self._blocks.keep_states(self.block_table[place // size - 1], text)
+        self.running.leave_passed()
 
     def fork(self) -> SequenceState:
         """A second state over the same blocks; whoever writes first copies."""
@@ -193,6 +214,7 @@ class SequenceState:
         twin.block_table = self._blocks.fork(self.block_table)
         twin.num_computed, twin.ahead, twin.num_published = self.num_computed, list(self.ahead), self.num_published
         twin.num_filled, twin.long_rope, twin.running = dict(self.num_filled), self.long_rope, self.running.fork()
+        twin.end_of_prompt = self.end_of_prompt
         self.writable_from = twin.writable_from = self.num_computed
         return twin
 
@@ -261,6 +283,10 @@ class KVView:
     def running(self) -> RunningText:
         """What layers with a running state keep of the text."""
         return self._state.running
+
+    def places(self, start: int, stop: int) -> tuple[int, ...]:
+        """Positions behind `start`, up to `stop`, where a pass leaves the running states to the prefix cache."""
+        return self._state.places(start, stop)
 
     @property
     def capacity(self) -> int:

@@ -54,6 +54,10 @@ MaxModelLen = Annotated[int | None, typer.Option(help="Longest text, prompt and 
 MaxNumSeqs = Annotated[int, typer.Option(help="Texts that are written at a time.")]
 MaxRows = Annotated[int, typer.Option(help="Rows of a pass.")]
 KVTokens = Annotated[int | None, typer.Option(help="KV memory; sized from free memory unless given.")]
+StateCache = Annotated[
+    int | None,
+    typer.Option(help="MiB for running states that equal beginnings share; a sixteenth of free memory unless given."),
+]
 NoPrefixCaching = Annotated[
     bool,
     typer.Option(
@@ -91,6 +95,7 @@ _LOADING = (
     "max_num_batched_tokens",
     "kv_cache_tokens",
     "prefix_caching",
+    "state_cache_mib",
 )
 _LIMITS = (
     "max_queue",
@@ -134,6 +139,7 @@ def serve(
     max_num_batched_tokens: MaxRows = 1024,
     kv_cache_tokens: KVTokens = None,
     no_prefix_caching: NoPrefixCaching = False,
+    state_cache_mib: StateCache = None,
     max_queue: MaxQueue = 256,
     max_n: MaxN = 16,
     max_body_bytes: MaxBody = 4 * 2**20,

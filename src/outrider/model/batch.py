@@ -32,6 +32,7 @@ class Segment:
         long_rope: Whether its text uses the long factors of a "longrope" model.
         running: What layers with a running state keep of the text; None for a text of which nothing is kept.
         certain: Leading tokens of the text that nothing will take back, rows of this pass among them.
+        places: Positions behind certain rows where the pass leaves the running states to the prefix cache.
     """
 
     token_ids: Sequence[int]
@@ -43,6 +44,7 @@ class Segment:
     long_rope: bool = False
     running: RunningText | None = None
     certain: int = 0
+    places: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -57,6 +59,7 @@ class Segment:
     ) -> Self:
         """Rows of the text that `state` is of; the other arguments are the attributes. What is computed is certain, if
         nothing else is said."""
+        certain = state.num_computed if certain is None else certain
         return cls(
             token_ids=token_ids,
             start=start,
@@ -66,7 +69,8 @@ class Segment:
             logits_until=logits_until,
             long_rope=state.long_rope,
             running=state.running,
-            certain=state.num_computed if certain is None else certain,
+            certain=certain,
+            places=state.places(start, min(certain, start + len(token_ids))),
         )
 
     @property

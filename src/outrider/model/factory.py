@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from outrider.cache.blocks import BlockManager
 from outrider.config import CacheConfig, SchedulerConfig
 from outrider.errors import UnsupportedModelError
 from outrider.kernels.library import kernel_library
@@ -21,7 +20,7 @@ from outrider.model.backends.row_by_row import RowByRowAttention
 from outrider.model.loading.exclusive import check_wanted, exclusive_transformers
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.loading.numbers import check_numbers
-from outrider.model.memory import TextBytes, num_blocks
+from outrider.model.memory import TextBytes, make_blocks
 from outrider.model.probe import probe, probe_bits, reference
 from outrider.model.runner import ModelRunner
 
@@ -79,9 +78,7 @@ def make_runner(
             failures[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
             continue
         taken = replace(taken, by_token=taken.by_token + added_token_bytes)
-        count = num_blocks(loaded, cache, scheduling, taken)
-        shares = cache.prefix_caching and not loaded.running_layers  # blocks hold no running states
-        return ModelRunner(loaded, backend, BlockManager(count, cache.block_size, prefix_caching=shares), taken.by_text)
+        return ModelRunner(loaded, backend, make_blocks(loaded, cache, scheduling, taken), taken.by_text)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
     remedy = "Report it." if attention_backend == "auto" else "Use attention_backend='auto', or report it."
     raise UnsupportedModelError(loaded.name, f"no attention backend reproduces its forward pass ({reasons})", remedy)

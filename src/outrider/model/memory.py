@@ -1,16 +1,23 @@
-"""Computes how many KV blocks a model gets, beside the running states of its texts."""
+"""Computes how many KV blocks a model gets, and how many running states its prefix cache may keep."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Self
 
+from outrider.cache.blocks import BlockManager
+from outrider.cache.kept_states import STATE_SPACING, KeptStates
 from outrider.cache.running import MOST_STATES
 from outrider.cache.state import SequenceState
 from outrider.config import CacheConfig, SchedulerConfig
 from outrider.errors import ModelTooLargeError
 from outrider.model.loading.available import available_bytes
 from outrider.model.loading.loaded_model import LoadedModel
+
+#: The part of the memory beside the states of running texts that states of the prefix cache get.
+_STATES_SHARE = 1 / 16
+#: Free memory of a device that does not say how much it has.
+_UNKNOWN = 2**31
 
 
 @dataclass(frozen=True)
@@ -20,12 +27,14 @@ class TextBytes:
     Attributes:
         by_token: Keys and values of a token.
         by_text: Running states of a text, at most; 0 for a model without them.
+        by_state: Running states behind one token of a text.
         by_row: The inputs of a draft row, which are kept until it is known whether the row stands; 0 for a model without
             running states.
     """
 
     by_token: int
     by_text: int = 0
+    by_state: int = 0
     by_row: int = 0
 
     @classmethod
@@ -33,8 +42,8 @@ class TextBytes:
         """What texts of the same model take, for a state that holds one. A pass reads what the pass before it has left, and
         leaves as much again before that is given back."""
         records = state.running.records.values()
-        by_text = MOST_STATES * sum(record.state_bytes for record in records)
-        return cls(by_token, 2 * by_text, 2 * sum(record.row_bytes for record in records))
+        by_state = sum(record.state_bytes for record in records)
+        return cls(by_token, 2 * MOST_STATES * by_state, by_state, 2 * sum(record.row_bytes for record in records))
 
     def running(self, scheduling: SchedulerConfig) -> int:
         """All running states that there can be at a time, and the inputs of all draft rows. Every text that runs takes part
@@ -42,8 +51,9 @@ class TextBytes:
         return scheduling.max_num_seqs * self.by_text + scheduling.max_num_batched_tokens * self.by_row
 
 
-def num_blocks(loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerConfig, taken: TextBytes) -> int:
-    """Capacity: as asked, or what every running sequence could fill, within a share of what running states leave free.
+def make_blocks(loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerConfig, taken: TextBytes) -> BlockManager:
+    """The blocks of a model: as many as were asked for, or as every running sequence could fill, within a share of what
+    running states leave free. The states that its prefix cache keeps get a smaller share, unless their size was given.
 
     Raises:
         ModelTooLargeError: There is no memory for the running states of so many texts, beside the blocks.
@@ -51,30 +61,39 @@ def num_blocks(loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerCon
     free, running = available_bytes(loaded.device), taken.running(scheduling)
     if running and free is not None:
         _check_fit(loaded, cache, scheduling, taken, free)
+    left = (_UNKNOWN if free is None else free) - running
+    states = None
+    if taken.by_state:
+        kept = int(_STATES_SHARE * left) if cache.state_cache_mib is None else cache.state_cache_mib * 2**20
+        states = KeptStates(kept // taken.by_state, max(1, STATE_SPACING // cache.block_size) * cache.block_size)
+        left -= states.capacity * taken.by_state
     if cache.num_tokens is not None:
         tokens = cache.num_tokens
     else:
         share = 0.8 if loaded.device.type == "cuda" else 0.25
         tokens = scheduling.max_num_seqs * loaded.max_model_len
         if taken.by_token:  # a model without attention keeps nothing of single tokens
-            tokens = min(tokens, int(share * ((2**31 if free is None else free) - running)) // taken.by_token)
-    return max(1, tokens // cache.block_size)
+            tokens = min(tokens, int(share * left) // taken.by_token)
+    count = max(1, tokens // cache.block_size)
+    return BlockManager(count, cache.block_size, prefix_caching=cache.prefix_caching, states=states)
 
 
 def _check_fit(loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerConfig, taken: TextBytes, free: int) -> None:
     """Raise ModelTooLargeError where running states, and the blocks that there must be, take more than is free."""
-    running = taken.running(scheduling)
+    running, kept = taken.running(scheduling), (cache.state_cache_mib or 0) * 2**20
     blocks = (cache.num_tokens or cache.block_size) * taken.by_token
-    if running + blocks <= free:
+    if running + kept + blocks <= free:
         return
     texts = scheduling.max_num_seqs
     keys = "" if cache.num_tokens is None else f" and {blocks / 1e9:.2f} GB for keys and values"
+    keys = f" and {kept / 1e9:.2f} GB for those of the prefix cache{keys}" if kept else keys
     problem = (
         f"it needs {running / 1e9:.2f} GB for the running states of max_num_seqs={texts} texts{keys}, "
         f"and {free / 1e9:.2f} GB of memory are available"
     )
-    most = (free - blocks - scheduling.max_num_batched_tokens * taken.by_row) // taken.by_text
+    most = (free - kept - blocks - scheduling.max_num_batched_tokens * taken.by_row) // taken.by_text
     ways = [f"max_num_seqs={most} or less"] if most > 0 else ["a smaller max_num_seqs and max_num_batched_tokens"]
+    ways += ["a smaller state_cache_mib"] if kept else []
     ways += [] if cache.num_tokens is None else ["a smaller kv_cache_tokens"]
     remedy = f"Use {', '.join(ways)}, or a machine with more memory."
     raise ModelTooLargeError(loaded.name, problem, remedy, 0, blocks, free, running)

@@ -90,7 +90,8 @@ class ModelRunner:
     def with_own_memory(self, num_tokens: int) -> ModelRunner:
         """The same model over a small memory of its own, with room for so many tokens and some more, to try things out."""
         size = self.blocks.block_size
-        return ModelRunner(self.loaded, self.backend, BlockManager(-(-num_tokens // size) + 3, size))
+        shares = not self.loaded.running_layers  # it keeps no running states for other texts
+        return ModelRunner(self.loaded, self.backend, BlockManager(-(-num_tokens // size) + 3, size, prefix_caching=shares))
 
     @torch.inference_mode()
     def forward(
@@ -98,7 +99,7 @@ class ModelRunner:
     ) -> ForwardOutput:
         """Compute every row of `segments` in one pass and leave in the memory what it keeps; `part` chooses layers."""
         batch = RaggedBatch(segments, self.blocks.block_size, self.loaded.device)
-        running = RunningPass(batch) if self.loaded.running_layers else None
+        running = RunningPass(batch, self._room_for_states(batch)) if self.loaded.running_layers else None
         context = ForwardContext(batch, self.pool, self._reaches, running=running)
         out = self.backend.forward(self.loaded, context, aux_layers, part)
         if running is not None:
@@ -112,6 +113,11 @@ class ModelRunner:
             aux_hidden_states=out.aux_hidden_states,
             hidden=out.hidden,
         )
+
+    def _room_for_states(self, batch: RaggedBatch) -> int:
+        """At how many of its places a pass may leave running states to the prefix cache, which makes room for these."""
+        states, wanted = self.blocks.states, sum(len(segment.places) for segment in batch.segments)
+        return 0 if states is None or not wanted else states.make_room(wanted)
 
 
 def upcast_logits(logits: Tensor) -> Tensor:

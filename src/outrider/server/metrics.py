@@ -108,6 +108,7 @@ class EngineState:
     Attributes:
         running, waiting: Sequences.
         cache_usage: Share of the KV blocks that running sequences hold.
+        kept_states: Running states that the prefix cache keeps.
         num_tokens, num_steps, num_rows: Output tokens, target passes, and their rows.
         seconds: Time by phase of a step.
         by_method: Counts of sequences that have ended.
@@ -122,6 +123,7 @@ class EngineState:
     running: int
     waiting: int
     cache_usage: float
+    kept_states: int
     num_tokens: int
     num_steps: int
     num_rows: int
@@ -142,6 +144,7 @@ class EngineState:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             cache_usage=1.0 - blocks.num_free / blocks.num_blocks,
+            kept_states=0 if blocks.states is None else len(blocks.states),
             num_tokens=stats.num_committed_tokens,
             num_steps=stats.num_steps,
             num_rows=stats.num_rows,
@@ -202,6 +205,8 @@ class _EngineCollector(Collector):
         yield self._gauge("vllm:num_requests_running", "Texts that are written, each sample by itself.", state.running)
         yield self._gauge("vllm:num_requests_waiting", "Texts that wait, each sample by itself.", state.waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV memory in use, 0 to 1.", state.cache_usage)
+        text = "Running states that the prefix cache keeps; only models with such states have any."
+        yield self._gauge("outrider:kept_states", text, state.kept_states)
         users = GaugeMetricFamily(
             "outrider:proposer_users",
             "Texts that proposers work for, by `method`; zero when nothing runs or waits.",
@@ -215,6 +220,9 @@ class _EngineCollector(Collector):
         yield self._total("vllm:generation_tokens", "Tokens of texts.", {(): state.num_tokens})
         yield self._total("outrider:target_passes", "Passes of the target.", {(): state.num_steps})
         yield self._total("outrider:target_rows", "Rows of these passes.", {(): state.num_rows})
+        cached = sum(stats.num_cached_tokens for stats in state.by_method.values())
+        text = "Tokens that texts which have ended took from the prefix cache."
+        yield self._total("vllm:prefix_cache_hits", text, {(): cached})
         phases = {(phase,): seconds for phase, seconds in state.seconds.items()}
         yield self._total(
             "outrider:step_seconds",

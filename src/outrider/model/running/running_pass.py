@@ -17,10 +17,15 @@ class RunningPass:
 
     Args:
         batch: The rows.
+        most_places: Most places whose states may be left to the prefix cache.
     """
 
-    def __init__(self, batch: RaggedBatch) -> None:
+    def __init__(self, batch: RaggedBatch, most_places: int = 0) -> None:
         self._batch = batch
+        self._places: list[tuple[int, ...]] = []
+        for segment in batch.segments:
+            self._places.append(segment.places[: max(most_places, 0)])
+            most_places -= len(segment.places)
         self._texts = [RunningText() if s.running is None else s.running for s in batch.segments]
         self._left: list[dict[Cell, CellRecord]] = [{} for _ in self._texts]
         self._cell: Cell = (-1, 0)
@@ -44,7 +49,7 @@ class RunningPass:
             segment = self._batch.segments[index]
             inputs, asked = (tuple(each[first:end] for each in some) for some in (tape, queries))
             rows = StateRows(inputs, asked, segment.parents)
-            out, record = _computed(self._texts[index], cell, function, segment, rows)
+            out, record = _computed(self._texts[index], cell, function, segment, rows, self._places[index])
             self._left[index][cell] = record
             outputs.append(out)
         return torch.cat(outputs)
@@ -56,12 +61,13 @@ class RunningPass:
 
 
 def _computed(
-    text: RunningText, cell: Cell, function: StateFunction, segment: Segment, rows: StateRows
+    text: RunningText, cell: Cell, function: StateFunction, segment: Segment, rows: StateRows, passed: tuple[int, ...]
 ) -> tuple[Tensor, CellRecord]:
     """The outputs of the rows of one text, and what the text keeps of them.
 
     The rows of earlier passes that are certain by now are applied first, and for good. Those behind them, which some
-    proposer has computed ahead of the text, are applied for this pass alone.
+    proposer has computed ahead of the text, are applied for this pass alone. States behind some rows (`passed`, positions)
+    are for the prefix cache.
     """
     start, end = segment.start, segment.start + rows.num_rows
     base = min(segment.certain, start)
@@ -75,9 +81,10 @@ def _computed(
         ahead = known.rows(base, start) if base < start else [each[:0] for each in rows.tape]
     mark = min(segment.certain, end)
     places = {row for row in (mark - start - 1, rows.num_rows - 1 if rows.parents is None else -1) if row >= 0}
-    out, states = function.run(before.state, rows, places)
+    out, states = function.run(before.state, rows, places | {position - start - 1 for position in passed})
     anchors = (first, *(Anchor(start + row + 1, states[row]) for row in sorted(places)))
     if mark > start:
         tape = tuple(each[mark - start :].clone() for each in rows.tape)
-        return out, CellRecord(function, anchors, mark, tape)
+        left = tuple(Anchor(position, states[position - start - 1]) for position in passed)
+        return out, CellRecord(function, anchors, mark, tape, left)
     return out, CellRecord(function, anchors, base, tuple(torch.cat(pair) for pair in zip(ahead, rows.tape, strict=True)))
