@@ -17,8 +17,8 @@ from outrider.errors import UnsupportedModelError
 from outrider.model.batch import Segment
 from outrider.model.pass_timer import PassTimer
 from outrider.model.running.convolution import Convolution
-from outrider.model.running.delta_rule import DeltaRule
 from outrider.model.running.function import StateRows
+from outrider.model.running.recurrence import Recurrence
 from outrider.propose.methods.draft_model import DraftModel
 from outrider.propose.methods.early_exit import EarlyExit
 from outrider.propose.methods.layer_skip import LayerSkip
@@ -144,7 +144,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "the window of a convolution is left out": lambda patch: patch.setattr(
         Convolution, "replay", lambda _, state, tape: torch.zeros_like(state)
     ),
-    "accepted rows are not applied": lambda patch: patch.setattr(DeltaRule, "replay", lambda _, state, tape: state),
+    "accepted rows are not applied": lambda patch: patch.setattr(Recurrence, "replay", lambda _, state, tape: state),
     "a preempted text keeps its states": lambda patch: patch.setattr(RunningText, "clear", lambda _: None),
     "texts share one state": lambda patch: patch.setattr(
         SequenceState, "running", property(lambda state: _shared, lambda state, _: None), raising=False
@@ -190,7 +190,7 @@ def test_a_pass_that_fails_leaves_the_states_as_they_were(tmp_path: Path, monkey
     runner.forward([Segment.of(state, PROMPT[:9], 0, certain=9)])
     state.commit(0, range(9))
     want = runner.forward([Segment.of(state, PROMPT[9:14], 9)]).logits
-    monkeypatch.setattr(DeltaRule, "read", lambda *_: 1 / 0)
+    monkeypatch.setattr(Recurrence, "run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         runner.forward([Segment.of(state, PROMPT[14:], 9, certain=18)])
     monkeypatch.undo()

@@ -85,6 +85,14 @@ class FeedForward(IntEnum):
     EXPERTS = 2
 
 
+class Decay(IntEnum):
+    """What has a factor of its own by which a running state decays: a head, a key of it, or every number."""
+
+    OF_HEADS = 0
+    OF_KEYS = 1
+    OF_ALL = 2
+
+
 class BlocksStruct(ctypes.Structure):
     """What weights in blocks are."""
 
@@ -256,6 +264,17 @@ class ResidualCall(ctypes.Structure):
     ]
 
 
+class RecurrenceCall(ctypes.Structure):
+    """Rows of a text over a running state."""
+
+    _fields_ = [
+        *((name, _I64) for name in ("rows", "heads", "key_heads", "key_dim", "value_dim", "decay")),
+        *((name, _POINTER) for name in ("state", "keys", "values", "decays", "shares", "queries")),
+        *((name, _POINTER) for name in ("parents", "kept", "out", "scratch")),
+        ("threads", _I64),
+    ]
+
+
 #: The structures by their names in C.
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "blocks": BlocksStruct,
@@ -270,6 +289,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "probs_call": ProbsCall,
     "draw_call": DrawCall,
     "residual_call": ResidualCall,
+    "recurrence_call": RecurrenceCall,
 }
 
 
@@ -312,7 +332,8 @@ def _constants(instruction_set: str, real: torch.dtype) -> dict[str, int]:
     constants |= {f"norm {kind.name}": kind.value for kind in NormKind}
     constants |= {f"feed-forward {kind.name}": kind.value for kind in FeedForward}
     constants |= {f"activation {name}": value for name, value in ACTIVATIONS.items()}
-    constants["panel width"] = panel_width(instruction_set, real)
+    constants |= {f"decay {kind.name}": kind.value for kind in Decay}
+    constants["panel width"] = constants["columns at once"] = panel_width(instruction_set, real)
     for name, struct in STRUCTS.items():
         last = struct._fields_[-1][0]
         constants[f"size of {name}"] = ctypes.sizeof(struct)

@@ -19,6 +19,7 @@
 #include "decoder.inc"
 #include "paged.inc"
 #include "sampling.inc"
+#include "recurrence.inc"
 #include "layout.inc"
 #include "undefine.inc"
 
@@ -36,4 +37,5 @@
 #include "decoder.inc"
 #include "paged.inc"
 #include "sampling.inc"
+#include "recurrence.inc"
 #include "layout.inc"

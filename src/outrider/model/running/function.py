@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -56,34 +55,3 @@ class StateFunction(ABC):
         Returns:
             The outputs [num_rows, ...], and the states by row.
         """
-
-
-class Recurrence(StateFunction):
-    """A state that every row changes by the same few operators. Their shapes are always those of one row, so the bits of a
-    row do not depend on the rows that are computed with it."""
-
-    @abstractmethod
-    def step(self, state: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
-        """The state behind one more row."""
-
-    @abstractmethod
-    def read(self, state: Tensor, queries: tuple[Tensor, ...]) -> Tensor:
-        """The output of a row, from the state behind it."""
-
-    def replay(self, state: Tensor, tape: Sequence[Tensor]) -> Tensor:
-        for inputs in zip(*(each.unbind(0) for each in tape), strict=True):
-            state = self.step(state, inputs)
-        return state
-
-    def run(self, state: Tensor, rows: StateRows, wanted: Collection[int]) -> tuple[Tensor, dict[int, Tensor]]:
-        inputs = list(zip(*(each.unbind(0) for each in rows.tape), strict=True))
-        queries = list(zip(*(each.unbind(0) for each in rows.queries), strict=True))
-        last_child = {rows.parent(row): row for row in range(len(inputs))}
-        states, outputs = {-1: state}, []
-        for row in range(len(inputs)):
-            parent = rows.parent(row)
-            states[row] = self.step(states[parent], inputs[row])
-            outputs.append(self.read(states[row], queries[row]))
-            if last_child[parent] == row and parent not in wanted:
-                del states[parent]  # a long chain keeps no more than it needs
-        return torch.stack(outputs), {row: states[row] for row in wanted}

@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from outrider.model.running.convolution import Convolution
-from outrider.model.running.delta_rule import DeltaRule
+from outrider.model.running.recurrence import Recurrence
 from outrider.model.running.running_pass import RunningPass
-from outrider.model.running.selective_scan import SelectiveScan
 
 _NORM_EPS = 1e-6
 
@@ -50,14 +49,13 @@ def apply_delta_rule(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The gated delta rule, or that of Kimi Delta Attention: [1, num_rows, num_heads, value_dim], and no state to keep."""
-    dtype, repeats = _wide(query), value.shape[2] // key.shape[2]
+    dtype = _wide(query)
     queries, keys, values, decay, share = (each[0].to(dtype).contiguous() for each in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         queries, keys = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + _NORM_EPS) for each in (queries, keys))
     queries = queries * query.shape[-1] ** -0.5
-    queries, keys = queries.repeat_interleave(repeats, 1), keys.repeat_interleave(repeats, 1)
     factors = decay.exp() if decay.dim() == keys.dim() else decay.exp()[..., None]
-    out = running.compute(DeltaRule(), (keys, values, factors, share[..., None]), (queries,))
+    out = running.compute(Recurrence(), (keys, values, factors, share[..., None]), (queries,))
     return out[None].to(query.dtype), None
 
 
@@ -76,13 +74,13 @@ def scan_heads(
     **_: Any,
 ) -> Tensor:
     """The scan of Mamba-2: [1, num_rows, num_heads, head_dim]."""
-    dtype, repeats = _wide(hidden_states), hidden_states.shape[2] // B.shape[2]
+    dtype = _wide(hidden_states)
     steps = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)[0].to(dtype)  # [num_rows, num_heads]
     rows = hidden_states[0].to(dtype)
-    writes, reads = (each[0].to(dtype).repeat_interleave(repeats, 1) for each in (B, C))
+    writes, reads = (each[0].to(dtype).contiguous() for each in (B, C))
     decay = (steps * A.to(dtype)).exp()[..., None]
-    out = running.compute(SelectiveScan(), (rows * steps[..., None], writes, decay), (reads,))
+    out = running.compute(Recurrence(), (writes, rows * steps[..., None], decay), (reads,))
     return (out if D is None else out + rows * D.to(dtype)[:, None])[None]
 
 
@@ -105,8 +103,8 @@ def scan_channels(
     steps = (F.softplus(steps) if delta_softplus else steps)[0].t().to(dtype).contiguous()  # [num_rows, num_channels]
     rows = hidden_states[0].t().to(dtype).contiguous()
     writes, reads = (each[0].t().to(dtype).contiguous()[:, None] for each in (B, C))
-    decay = (steps[..., None] * A.to(dtype)).exp()
-    out = running.compute(SelectiveScan(), ((rows * steps)[..., None], writes, decay), (reads,))[..., 0]
+    decay = (steps[:, None, None] * A.to(dtype).t().contiguous()).exp()  # [num_rows, 1, state_size, num_channels]
+    out = running.compute(Recurrence(), (writes, (rows * steps)[:, None], decay), (reads,))[:, 0]
     if D is not None:
         out = out + rows * D.to(dtype)
     if z is not None:
