@@ -528,6 +528,16 @@ def kernels_attention_operator() -> None:
             test_attention_kernel.test_every_row_attends_to_what_it_sees(library.instruction_set, way, *shape)
 
 
+def kernels_recurrence() -> None:
+    """Rows over running states, chains and trees, against their definition."""
+    from outrider.kernels.library import kernel_library
+    from tests.unit import test_recurrence_kernel
+
+    library = kernel_library()
+    assert library is not None
+    test_recurrence_kernel.test_rows_are_what_their_definition_says(library.instruction_set, torch.float64)
+
+
 def kernels_families() -> None:
     """A fused pass of families that differ in norms, positions, activations, scales and order, against transformers."""
     from transformers import AutoModelForCausalLM

@@ -536,6 +536,21 @@ NATIVE_MUTANTS = (
         "kernels_rounding",
     ),
     _mutant(
+        "a branch goes on from the row before it",
+        "recurrence.inc",
+        "(call->parents[r] + 1) * size",
+        "r * size",
+        "kernels_recurrence",
+    ),
+    _mutant("a correction is made as a whole", "recurrence.inc", ".line[c]) * share;", ".line[c]);", "kernels_recurrence"),
+    _mutant(
+        "heads that share keys have those of the first",
+        "recurrence.inc",
+        "head / (call->heads / call->key_heads)",
+        "0",
+        "kernels_recurrence",
+    ),
+    _mutant(
         "all rows have the scale of the first", "pack.inc", "work->scale[row], 1,", "work->scale[0], 1,", "kernels_rounding"
     ),
     *DESCRIPTION_MUTANTS,
