@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from outrider.propose.compositions import Merge, Then
     from outrider.propose.methods.blockwise import Blockwise
     from outrider.propose.methods.cross_vocabulary import CrossVocabulary
+    from outrider.propose.methods.dflash import DFlash
     from outrider.propose.methods.draft_model import DraftModel
     from outrider.propose.methods.eagle1 import Eagle1
     from outrider.propose.methods.eagle3 import Eagle3
@@ -53,6 +54,7 @@ _HOMES = {
     "Auto": "outrider.propose.auto",
     "Blockwise": "outrider.propose.methods.blockwise",
     "CrossVocabulary": "outrider.propose.methods.cross_vocabulary",
+    "DFlash": "outrider.propose.methods.dflash",
     "DraftModel": "outrider.propose.methods.draft_model",
     "Eagle1": "outrider.propose.methods.eagle1",
     "Eagle3": "outrider.propose.methods.eagle3",
@@ -95,6 +97,7 @@ __all__ = [
     "Blockwise",
     "CompletionOutput",
     "CrossVocabulary",
+    "DFlash",
     "DraftModel",
     "Eagle1",
     "Eagle3",

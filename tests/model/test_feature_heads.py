@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -95,12 +96,13 @@ class Watch:
     Args:
         reference: Of the head that drafts.
         patch: Where the proposer is watched.
+        grower: The module that grows drafts.
     """
 
-    def __init__(self, reference: EagleReference, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, reference: Any, patch: pytest.MonkeyPatch, grower: ModuleType = feature_drafts) -> None:
         self._reference = reference
         self.worst, self.num_rows, self.deepest = 0.0, 0, 0
-        stock = feature_drafts.add_level
+        stock: Any = vars(grower)["add_level"]
 
         def watched(growths: Any, logits: torch.Tensor, noise: Any) -> None:
             places = [(growth, node) for growth in growths for node in growth.level]
@@ -108,12 +110,12 @@ class Watch:
                 self._compare(growth, node, row)
             stock(growths, logits, noise)
 
-        patch.setattr(feature_drafts, "add_level", watched)
+        patch.setattr(grower, "add_level", watched)
 
     def _compare(self, growth: Any, node: int, row: torch.Tensor) -> None:
         text = tuple(growth.request.sequence.token_ids)
         path = (*growth.request.path, *growth.path(node))
-        want = self._reference.logits(text, path)
+        want = self._reference.logits(text, path)  # of the token behind both
         drafted = want > float("-inf")
         assert (row[~drafted] < -1e29).all()
         difference = (row[drafted].double() - want[drafted]).abs().max() / want[drafted].abs().max()

@@ -1,4 +1,4 @@
-"""EagleHead: runs a published EAGLE head beside its target, on our kernels where these multiply."""
+"""EagleHead: runs a published EAGLE head beside its target."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from torch import Tensor
 
 from outrider.cache.added_layers import AddedShape
 from outrider.heads.feature_head import FeatureHead
-from outrider.heads.feature_networks import LayerInput
-from outrider.heads.feature_pairing import check_embedding, paired_layers
+from outrider.heads.feature_networks import FeatureHeadNetwork, LayerInput
 from outrider.heads.formats.published import PublishedHead
-from outrider.heads.running import use_kernels
+from outrider.heads.placed_network import PlacedNetwork
 from outrider.model.backends.paged import Scores
-from outrider.model.lone_layer import Look, RotaryFactors, attend_alone
-from outrider.model.runner import upcast_logits
+from outrider.model.lone_layer import Look, attend_alone
 from outrider.model.target import Target
 
 
@@ -32,31 +30,27 @@ class EagleHead(FeatureHead):
 
     def __init__(self, head: PublishedHead, target: Target) -> None:
         super().__init__(target)
-        config = head.config
-        self.aux_layers = paired_layers(head.folder, config, target)
-        check_embedding(head.folder, config, head.network.embed_tokens, target)
-        layer = config.layer
-        self.shape = AddedShape(1, layer.num_key_value_heads, layer.head_dim, feature_size=config.hidden_size)
-        self._network = head.network.to(target.device, target.dtype)
-        self.dtype = use_kernels(self._network, target)
-        self._rotary = RotaryFactors(layer, target.device)
+        assert isinstance(head.network, FeatureHeadNetwork), head.config
+        self._placed = PlacedNetwork(head.folder, head.config, head.network, target)
+        self._network, self.aux_layers, self.dtype = self._placed.network, self._placed.aux_layers, self._placed.dtype
+        layer, width = head.config.layer, head.config.hidden_size
+        self.shape = AddedShape(1, layer.num_key_value_heads, layer.head_dim, feature_size=width)
 
     @torch.inference_mode()
     def fuse(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        states = [hidden[layer].to(self.dtype) for layer in self.aux_layers]
-        return self._network.fuse(states).to(self._target.dtype)
+        return self._placed.fuse(hidden)
 
     @torch.inference_mode()
     def keys_and_values(
         self, layer: int, token_ids: Sequence[int], features: Tensor, positions: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         rows = self._enter(token_ids, features).rows
-        keys, values = self._network.layer.self_attn.keys_and_values(rows, self._rotary.at(positions, self.dtype))
+        keys, values = self._network.layer.self_attn.keys_and_values(rows, self._placed.tables(positions))
         return keys.to(self._target.dtype), values.to(self._target.dtype)
 
     @torch.inference_mode()
     def run(self, layer: int, token_ids: Sequence[int], features: Tensor, positions: Sequence[int], look: Look) -> Tensor:
-        read, tables = self._enter(token_ids, features), self._rotary.at(positions, self.dtype)
+        read, tables = self._enter(token_ids, features), self._placed.tables(positions)
         attention = self._network.layer.self_attn
         queries = attention.queries(read.rows, tables)
         seen = look(*attention.keys_and_values(read.rows, tables))
@@ -69,14 +63,10 @@ class EagleHead(FeatureHead):
 
     @torch.inference_mode()
     def logits(self, left: Tensor) -> Tensor:
-        return upcast_logits(self._network.logits(left, self._target.head))
+        return self._placed.logits(left)
 
     def _enter(self, token_ids: Sequence[int], features: Tensor) -> LayerInput:
         return self._network.enter(self._embed(token_ids), features.to(self.dtype))
 
     def _embed(self, token_ids: Sequence[int]) -> Tensor:
-        own = self._network.embed_tokens
-        if own is None:
-            return super()._embed(token_ids)
-        rows: Tensor = own(torch.tensor(token_ids, device=self._target.device))
-        return rows.to(self.dtype)
+        return self._placed.embed(token_ids)

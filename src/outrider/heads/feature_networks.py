@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from outrider.heads.feature_config import FeatureHeadConfig, FeatureNorm
 from outrider.heads.networks import TargetHead
+from outrider.heads.published_network import PublishedNetwork
 from outrider.model.lone_layer import activation
 
 
@@ -24,24 +25,16 @@ class LayerInput(NamedTuple):
     residual: Tensor
 
 
-class FeatureHeadNetwork(nn.Module):
-    """The layers of a head; a subclass for each method. Modules carry the names that such heads are published with.
+class FeatureHeadNetwork(PublishedNetwork):
+    """The layers of a head that drafts token by token; a subclass for each method.
 
     Attributes:
-        config: Its shape.
         layer: Its layer.
-        embed_tokens: Embeddings of its own; None where the target lends its own.
     """
 
     def __init__(self, config: FeatureHeadConfig, layer: HeadLayer, *, own_embedding: bool) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, own_embedding=own_embedding)
         self.layer = layer
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
-
-    def fuse(self, hidden: list[Tensor]) -> Tensor:
-        """Features [n, hidden_size] of the target's hidden states [n, target_hidden_size], low to high."""
-        raise NotImplementedError
 
     def enter(self, embeddings: Tensor, features: Tensor) -> LayerInput:
         """From embeddings of tokens and the features of the tokens before them, both [n, hidden_size]."""
@@ -50,15 +43,6 @@ class FeatureHeadNetwork(nn.Module):
     def next_feature(self, left: Tensor) -> Tensor:
         """What the next token reads [n, hidden_size], of what the layer left."""
         return left
-
-    def logits(self, left: Tensor, target_head: TargetHead) -> Tensor:
-        """Logits [n, draft_vocab_size], of what the layer left [n, hidden_size].
-
-        Args:
-            left: What the layer left.
-            target_head: The target's output layer, for heads without one of their own.
-        """
-        raise NotImplementedError
 
 
 class Eagle1Network(FeatureHeadNetwork):

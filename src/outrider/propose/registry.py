@@ -22,6 +22,7 @@ _BUILT_IN = {
     "draft_model": "outrider.propose.methods.draft_model:DraftModel",
     "eagle1": "outrider.propose.methods.eagle1:Eagle1",
     "eagle3": "outrider.propose.methods.eagle3:Eagle3",
+    "dflash": "outrider.propose.methods.dflash:DFlash",
     "early_exit": "outrider.propose.methods.early_exit:EarlyExit",
     "exit": "outrider.propose.methods.exit_head:ExitHead",
     "layer_skip": "outrider.propose.methods.layer_skip:LayerSkip",

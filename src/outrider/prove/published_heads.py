@@ -54,13 +54,13 @@ def save_random_eagle(
     wide = int(mapping.get("target_hidden_size") or layer["hidden_size"])
     of_eagle1 = layout == "safeailab1"
     shapes = _eagle1_shapes(layer, mapping) if of_eagle1 else _eagle3_shapes(layout, layer, mapping, wide, len(chosen))
-    tensors = _random(shapes, seed, scale)
+    tensors = random_tensors(shapes, seed, scale)
     if draft_tokens is not None:
         tensors["d2t"] = chosen - torch.arange(len(chosen))
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, chosen, True)
     if own_embedding:
         copy = load_file(Path(target) / "model.safetensors")["model.embed_tokens.weight"]
-        random = _random({"": (config.vocab_size, layer["hidden_size"])}, seed + 1, scale)[""]
+        random = random_tensors({"": (config.vocab_size, layer["hidden_size"])}, seed + 1, scale)[""]
         tensors["embed_tokens.weight"] = copy.clone() if copy.shape == random.shape else random
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(mapping), "utf-8")
@@ -80,8 +80,13 @@ def _mapping(layout: str, target: str, layer: dict[str, Any], fields: dict[str, 
     }  # fmt: skip
 
 
-def _layer_shapes(layer: dict[str, Any], read: int) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a layer whose attention reads so many numbers."""
+def layer_shapes(layer: dict[str, Any], read: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a layer but for its first norms.
+
+    Args:
+        layer: Its sizes, by transformers' names.
+        read: Numbers that its attention reads.
+    """
     hidden, inner, dim = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
     queries, kept = layer["num_attention_heads"] * dim, layer["num_key_value_heads"] * dim
     shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (hidden,)}
@@ -101,7 +106,7 @@ def _layer_shapes(layer: dict[str, Any], read: int) -> dict[str, tuple[int, ...]
 def _eagle1_shapes(layer: dict[str, Any], mapping: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of all tensors of an EAGLE-1 head but the embeddings."""
     hidden = layer["hidden_size"]
-    shapes = {LAYOUTS["safeailab1"] + name: shape for name, shape in _layer_shapes(layer, hidden).items()}
+    shapes = {LAYOUTS["safeailab1"] + name: shape for name, shape in layer_shapes(layer, hidden).items()}
     return shapes | {"fc.weight": (hidden, 2 * hidden)} | ({"fc.bias": (hidden,)} if mapping.get("bias", True) else {})
 
 
@@ -110,7 +115,7 @@ def _eagle3_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Of all tensors of an EAGLE-3 head but the embeddings and the columns of tokens."""
     hidden, count = layer["hidden_size"], len(mapping.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0))
-    of_layer = dict.fromkeys(("hidden_norm.weight", "input_layernorm.weight"), (hidden,)) | _layer_shapes(layer, 2 * hidden)
+    of_layer = dict.fromkeys(("hidden_norm.weight", "input_layernorm.weight"), (hidden,)) | layer_shapes(layer, 2 * hidden)
     shapes = {LAYOUTS[layout] + name: shape for name, shape in of_layer.items()}
     shapes |= {"fc.weight": (hidden, count * wide), "norm.weight": (hidden,), "lm_head.weight": (drafted, hidden)}
     if mapping.get("norm_before_fc"):
@@ -120,8 +125,14 @@ def _eagle3_shapes(
     return shapes
 
 
-def _random(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[str, Tensor]:
-    """Normal numbers; norms lie around 1."""
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[str, Tensor]:
+    """Normal numbers; norms lie around 1.
+
+    Args:
+        shapes: By name.
+        seed: Fixes them.
+        scale: Their standard deviation.
+    """
     generator = torch.Generator().manual_seed(seed)
     found = {name: torch.randn(shape, generator=generator) * scale for name, shape in shapes.items()}
     return {name: values + 1.0 if "norm" in name else values for name, values in found.items()}

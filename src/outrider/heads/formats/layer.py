@@ -11,6 +11,8 @@ from outrider.model.lone_layer import knows_activation, layer_config
 
 #: Kinds of layers that heads are published with, by transformers' name.
 KINDS = ("llama", "qwen3")
+#: transformers' name for a layer with a window.
+SLIDING = "sliding_attention"
 #: Rotary factors that do not change with the length of a text.
 _ROTARY = ("default", "linear", "llama3", "yarn")
 _SIZES = (
@@ -25,7 +27,17 @@ _OTHER = "Use another head."
 
 
 def read_layer(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
-    """transformers' configuration of the layer that a mapping describes; what it leaves out has transformers' defaults.
+    """The configuration of a head's only layer, which sees the whole text; else as `read_layers`."""
+    layer = read_layers(folder, mapping, kind)
+    if layer.num_hidden_layers != 1:
+        raise refused(folder, "num_hidden_layers", layer.num_hidden_layers, "heads of one layer are read", _OTHER)
+    if SLIDING in (getattr(layer, "layer_types", None) or ()):
+        raise refused(folder, "layer_types", layer.layer_types, "a window is not computed", _OTHER)
+    return layer
+
+
+def read_layers(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
+    """transformers' configuration of the layers that a mapping describes; what it leaves out has transformers' defaults.
 
     Args:
         folder: Of the head, to name.
@@ -33,7 +45,7 @@ def read_layer(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
         kind: transformers' name for the model that has such layers.
 
     Raises:
-        ModelLoadError: It cannot be read, or is a layer that this version does not compute.
+        ModelLoadError: It cannot be read, or has layers that this version does not compute.
     """
     if kind not in KINDS:
         raise refused(
@@ -52,31 +64,27 @@ def read_layer(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
         shape = [layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim]
         problem = "heads, key-value heads and width of a head do not go together"
         raise refused(folder, "num_attention_heads", shape, problem, _OTHER)
-    if layer.num_hidden_layers != 1:
-        raise refused(folder, "num_hidden_layers", layer.num_hidden_layers, "heads of one layer are read", _OTHER)
     rotary = (layer.rope_parameters or {}).get("rope_type", "default")
     if rotary not in _ROTARY:
         problem = "such rotary factors change with the length of a text"
         raise refused(folder, "rope_type", rotary, problem, f"Use heads with one of {', '.join(_ROTARY)}.")
-    if "sliding_attention" in (getattr(layer, "layer_types", None) or ()):
-        raise refused(folder, "layer_types", layer.layer_types, "a window is not computed", _OTHER)
     if not knows_activation(layer.hidden_act):
         raise refused(folder, "hidden_act", layer.hidden_act, "no such activation", _OTHER)
     return layer
 
 
-def read_layer_ids(folder: str, ids: Any) -> tuple[int, ...]:
-    """Layers of the target whose inputs a head reads.
+def read_layer_ids(folder: str, ids: Any, field: str = "eagle_aux_hidden_state_layer_ids") -> tuple[int, ...]:
+    """The ids of the target's layers that a head reads, as its format counts them.
 
     Raises:
         ModelLoadError: They are no layers in ascending order. vLLM joins their states in the order of the layers and others
             in the order of the list, so a list in another order says two things.
     """
     if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
-        raise refused(folder, "eagle_aux_hidden_state_layer_ids", ids, "no list of layers", _OTHER)
+        raise refused(folder, field, ids, "no list of layers", _OTHER)
     if ids != sorted(set(ids)):
         problem = "it does not say in which order their states are joined"
-        raise refused(folder, "eagle_aux_hidden_state_layer_ids", ids, problem, "Use a head with ascending layers.")
+        raise refused(folder, field, ids, problem, "Use a head with ascending layers.")
     return tuple(ids)
 
 

@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelLoadError
+from outrider.heads.block_config import BlockHeadConfig
+from outrider.heads.block_network import BlockHeadNetwork
 from outrider.heads.feature_config import FeatureHeadConfig
-from outrider.heads.feature_networks import Eagle1Network, Eagle3Network, FeatureHeadNetwork
-from outrider.heads.formats import safeailab, safeailab1, speculators
+from outrider.heads.feature_networks import Eagle1Network, Eagle3Network
+from outrider.heads.formats import safeailab, safeailab1, speculators, speculators_dflash, zlab
 from outrider.heads.formats.folder import CONFIG, HeadTensor, read_config, read_tensors
 from outrider.heads.formats.layer import refused
+from outrider.heads.published_network import PublishedNetwork
 
-_FORMATS: tuple[Any, ...] = (safeailab, speculators, safeailab1)
-_EMBEDDING = "embed_tokens.weight"
+_FORMATS: tuple[Any, ...] = (speculators_dflash, zlab, safeailab, speculators, safeailab1)
+_EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 #: Copies of the target's own weights, which a target lends anyway.
 _COPIES = ("verifier_norm.", "verifier_lm_head.")
 _OTHER = "Use the head as it was published, or another one."
@@ -33,7 +36,7 @@ class PublishedHead(NamedTuple):
 
     folder: str
     config: FeatureHeadConfig
-    network: FeatureHeadNetwork
+    network: PublishedNetwork
     tokens: Tensor | None
 
 
@@ -85,9 +88,12 @@ def _read_config(folder: str) -> tuple[FeatureHeadConfig, Any]:
     return config, form
 
 
-def _network(config: FeatureHeadConfig, tensors: dict[str, HeadTensor]) -> FeatureHeadNetwork:
+def _network(config: FeatureHeadConfig, tensors: dict[str, HeadTensor]) -> PublishedNetwork:
     """The layers, without their weights."""
     own = _EMBEDDING in tensors
+    if isinstance(config, BlockHeadConfig):
+        reduced = config.draft_vocab_size < config.vocab_size
+        return BlockHeadNetwork(config, own_embedding=own, own_output=reduced or _OUTPUT in tensors)
     if config.method == "eagle1":
         return Eagle1Network(config, own_embedding=own, bias="fc.bias" in tensors)
     return Eagle3Network(config, own_embedding=own)

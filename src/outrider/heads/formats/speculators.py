@@ -43,7 +43,7 @@ def read(folder: str, mapping: Mapping[str, Any]) -> FeatureHeadConfig:
         remedy = "Write which of them the head was trained with."
         raise refused(folder, "norm_before_residual", mapping.get("norm_before_residual"), problem, remedy)
     ids = mapping.get(_IDS)
-    verifier = _verifier(mapping)
+    verifier = read_verifier(mapping)
     return FeatureHeadConfig(
         method="eagle3",
         layer=layer,
@@ -69,7 +69,7 @@ def _feature_norm(folder: str, mapping: Mapping[str, Any]) -> FeatureNorm:
     return FeatureNorm.EACH if each else FeatureNorm.ALL if together else FeatureNorm.NONE
 
 
-def _verifier(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+def read_verifier(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the head says of the model that it was made for; empty where it says nothing."""
     outer = mapping.get("speculators_config")
     inner = outer.get("verifier") if isinstance(outer, Mapping) else None

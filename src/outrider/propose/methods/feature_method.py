@@ -7,8 +7,9 @@ from typing import ClassVar
 from outrider.errors import HeadMismatchError
 from outrider.heads.eagle_head import EagleHead
 from outrider.heads.feature_config import FeatureHeadConfig
-from outrider.heads.formats.published import read_head, read_head_config
+from outrider.heads.formats.published import PublishedHead, read_head, read_head_config
 from outrider.model.loading.loaded_model import LoadedModel
+from outrider.model.target import Target
 from outrider.propose.base import Proposer
 from outrider.propose.bridge import Bridge, ChosenTokens, SameVocabulary
 from outrider.propose.method import ProposerContext
@@ -35,7 +36,15 @@ class FeatureMethod(FolderMethod):
         head, size = read_head(self.folder()), context.target.vocab_size
         self._check_method(head.config)
         bridge: Bridge = SameVocabulary(size) if head.tokens is None else ChosenTokens(size, head.tokens)
-        return FeatureHeadProposer(EagleHead(head, context.target), context.target, bridge, self.min_confidence)
+        return self.proposer(head, context.target, bridge)
+
+    def proposer(self, head: PublishedHead, target: Target, bridge: Bridge) -> Proposer:
+        """What drafts with a head; for methods that draft otherwise than token by token to override.
+
+        Raises:
+            HeadMismatchError: The head was made for another target.
+        """
+        return FeatureHeadProposer(EagleHead(head, target), target, bridge, self.min_confidence)
 
     def _check_method(self, config: FeatureHeadConfig) -> None:
         if config.method != self.name:

@@ -25,7 +25,8 @@ from outrider.propose.base import (
     RowStatus,
 )
 from outrider.propose.bridge import Bridge
-from outrider.propose.trees.growth import Growth, add_level
+from outrider.propose.trees.by_depth import grow_by_depth, wanted_places
+from outrider.propose.trees.growth import Growth
 
 
 class _Feature(NamedTuple):
@@ -65,10 +66,8 @@ class RowHeadsProposer(Proposer):
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
         growths = [self._growth(request) for request in requests]
         begun = [growth for growth in growths if growth.growing]
-        logits = self._logits(begun) if begun else {}
-        while alive := [growth for growth in begun if growth.growing]:
-            rows = [logits[id(growth)][growth.node(node).depth] for growth in alive for node in growth.level]
-            add_level(alive, torch.stack(rows), noise)
+        if begun:
+            grow_by_depth(begun, self._logits(begun), noise)
         return [growth.draft() for growth in growths]
 
     def observe(self, rows: Sequence[ObservedRows]) -> None:
@@ -93,10 +92,9 @@ class RowHeadsProposer(Proposer):
         token that was written there."""
         return request.length - 2 - self._features[request.sequence.seq_id].position
 
-    def _logits(self, growths: Sequence[Growth]) -> dict[int, Tensor]:
-        """By draft: logits [depth, vocab_size] of the tokens at each depth of it."""
+    def _logits(self, growths: Sequence[Growth]) -> list[Tensor]:
+        """By draft: logits [num_places, vocab_size] of the places that it may need."""
         hidden = torch.stack([self._features[growth.request.sequence.seq_id].hidden for growth in growths])
-        starts = [self._first(growth.request) for growth in growths]
-        ends = [start + min(g.max_depth, g.budget) for start, g in zip(starts, growths, strict=True)]
-        logits = self._bridge.logits(self._heads.logits(hidden, max(ends)))
-        return {id(growth): logits[start:, i] for i, (growth, start) in enumerate(zip(growths, starts, strict=True))}
+        places = [wanted_places(growth, self._first(growth.request)) for growth in growths]
+        logits = self._bridge.logits(self._heads.logits(hidden, max(each.stop for each in places)))
+        return [logits[each.start : each.stop, i] for i, each in enumerate(places)]
