@@ -10,6 +10,7 @@ import pytest
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.embedded import default_model
 from outrider.propose import registry
+from outrider.prove.published_blocks import save_random_dflash
 from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.published_mtp import save_random_mtp
 from outrider.prove.tiny_heads import save_random_heads
@@ -47,6 +48,8 @@ WAYS: list[dict[str, Any]] = [
     {"method": "eagle3", "tree": "best_first"},
     {"method": "mtp", "num_draft_tokens": 4},
     {"method": "mtp", "tree": (3, 2)},
+    {"method": "dflash", "num_draft_tokens": 4},
+    {"method": "dflash", "tree": (2, 1)},
     {"method": "token_recycling", "num_draft_tokens": 9},
     {"method": "lookahead"},
     {"method": "ngram", "min_match": 1},
@@ -83,6 +86,7 @@ def test_a_batch_of_all_methods_writes_what_each_request_writes_alone(llm: LLM, 
     for method, layout in (("eagle1", "safeailab1"), ("eagle3", "safeailab")):
         models[method] = {"model": save_random_eagle(tmp_path / method, default_model("target"), layout, scale=0.1)}
     models["mtp"] = {"model": save_random_mtp(tmp_path / "mtp", default_model("target"), "deepseek_v3", 2, scale=0.1)}
+    models["dflash"] = {"model": save_random_dflash(tmp_path / "dflash", default_model("target"), scale=0.1)}
     requests = [
         (prompt, PARAMS[(place + turn) % len(PARAMS)], {**way, **models.get(way["method"], {})})
         for turn, prompt in enumerate(PROMPTS)

@@ -16,6 +16,7 @@ import pytest
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.embedded import default_model
 from outrider.propose.trees.pace import FixedPace
+from outrider.prove.published_blocks import save_random_dflash
 from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.published_mtp import save_random_mtp
 from outrider.prove.tiny_heads import save_random_heads
@@ -47,6 +48,7 @@ def write(folder: Path) -> dict[str, list[Any]]:
     for method, layout in (("eagle1", "safeailab1"), ("eagle3", "safeailab")):
         heads[method] = save_random_eagle(folder / method, default_model("target"), layout, scale=0.1)
     heads["mtp"] = save_random_mtp(folder / "mtp", default_model("target"), "deepseek_v3", 2, scale=0.1)
+    heads["dflash"] = save_random_dflash(folder / "dflash", default_model("target"), scale=0.1)
     found: dict[str, list[Any]] = {}
     for way in (*METHODS, *RULES):
         model = {"model": heads[way["method"]]} if way["method"] in heads else {}

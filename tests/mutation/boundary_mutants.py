@@ -330,8 +330,8 @@ BOUNDARY_MUTANTS = (
     _mutant(
         "heads begin with the first head behind another draft",
         "propose/methods/row_heads.py",
-        "id(growth): logits[start:, i]",
-        "id(growth): logits[:, i]",
+        "logits[each.start : each.stop, i]",
+        "logits[: each.stop, i]",
         "heads_go_on_behind_others",
     ),
     _mutant(

@@ -34,7 +34,7 @@ FEATURE_MUTANTS = (
     ),
     _mutant(
         "features are joined from high to low",
-        "heads/eagle_head.py",
+        "heads/placed_network.py",
         "for layer in self.aux_layers]",
         "for layer in reversed(self.aux_layers)]",
     ),

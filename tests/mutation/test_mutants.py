@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
+from tests.mutation.block_mutants import BLOCK_MUTANTS
 from tests.mutation.boundary_mutants import BOUNDARY_MUTANTS
 from tests.mutation.deep_mutants import DEEP_MUTANTS
 from tests.mutation.feature_mutants import FEATURE_MUTANTS
@@ -23,7 +24,7 @@ from tests.mutation.warm import WarmProcess
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "outrider"
-PLANTED = (*MUTANTS, *BOUNDARY_MUTANTS, *FEATURE_MUTANTS, *RUNNING_MUTANTS, *DEEP_MUTANTS)
+PLANTED = (*MUTANTS, *BOUNDARY_MUTANTS, *FEATURE_MUTANTS, *BLOCK_MUTANTS, *RUNNING_MUTANTS, *DEEP_MUTANTS)
 KILLED = [m for m in PLANTED if m.killer]
 #: A line to break.
 _FALLBACK = next(m.old for m in MUTANTS if m.killer == "empty_residual")

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.propose.base import Proposer
+from outrider.propose.methods.block_drafts import BlockHeadProposer
 from outrider.propose.methods.feature_drafts import FeatureHeadProposer
 from outrider.propose.methods.row_heads import RowHeadsProposer
 from outrider.propose.trees import growth
@@ -49,7 +51,8 @@ def test_joint_distribution_of_generate(proof: EngineProof, name: str) -> None:
     assert stats.num_draft_tokens > stats.num_accepted_tokens > 0, "otherwise the proof would say nothing about drafts"
     assert stats.num_proposer_faults == 0
     named = str((BY_NAME[name].speculation, BY_NAME[name].turns))
-    assert {method for method in ("eagle1", "eagle3", "mtp") if f"'{method}'" in named} <= {*stats.drafted_by_method}
+    methods = ("eagle1", "eagle3", "mtp", "dflash")
+    assert {method for method in methods if f"'{method}'" in named} <= {*stats.drafted_by_method}
     assert ("staged" in named) == any(stats.drafted_by_stage.values()), "heads of the draft model have guessed"
 
 
@@ -60,12 +63,20 @@ def test_every_setting_has_a_name_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["Medusa, token", "Medusa, tree, traversal", "blockwise, block", "EAGLE-3, token", "EAGLE-3, tree, traversal"],
+    [
+        "Medusa, token",
+        "Medusa, tree, traversal",
+        "blockwise, block",
+        "EAGLE-3, token",
+        "EAGLE-3, tree, traversal",
+        "DFlash, block",
+    ],
 )
 def test_control_drafts_that_are_dropped_for_what_they_are_are_seen(
     proof: EngineProof, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    kind = FeatureHeadProposer if "EAGLE" in name else RowHeadsProposer
+    kinds = {"EAGLE-3": FeatureHeadProposer, "DFlash": BlockHeadProposer}
+    kind: type[Proposer] = kinds.get(name.split(",")[0], RowHeadsProposer)
     stock = kind.propose
 
     def picky(self: Any, requests: Any, noise: Any) -> Any:
@@ -76,7 +87,7 @@ def test_control_drafts_that_are_dropped_for_what_they_are_are_seen(
     assert proof.prove(BY_NAME[name], 3).measured > 1e-4
 
 
-@pytest.mark.parametrize("name", ["Medusa, block", "exit, token", "EAGLE-3, block"])
+@pytest.mark.parametrize("name", ["Medusa, block", "exit, token", "EAGLE-3, block", "DFlash, token"])
 def test_control_a_law_that_is_not_the_one_drawn_from_is_seen(
     proof: EngineProof, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

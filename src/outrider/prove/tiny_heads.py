@@ -12,6 +12,7 @@ from outrider.heads.config import BlockwiseConfig, ExitConfig, HeadsConfig, Head
 from outrider.heads.networks import build_network, randomise
 from outrider.heads.pairing import describe_target, take_witness
 from outrider.model.loading.exclusive import exclusive_transformers
+from outrider.prove.published_blocks import save_random_dflash
 from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.published_mtp import save_random_mtp
 
@@ -19,7 +20,7 @@ from outrider.prove.published_mtp import save_random_mtp
 #: sure of anything.
 HEAD_METHODS = {"medusa": 0.7, "blockwise": 0.25, "exit": 0.7}
 #: Methods whose heads keep keys and values of the text.
-FEATURE_METHODS = frozenset({"eagle1", "eagle3", "mtp"})
+FEATURE_METHODS = frozenset({"eagle1", "eagle3", "mtp", "dflash"})
 
 
 def random_config(method: str, target: HeadTarget) -> HeadsConfig:
@@ -57,7 +58,8 @@ def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
     )
     eagle1 = save_random_eagle(folder / "eagle1", target, "safeailab1", scale=0.7)
     mtp = save_random_mtp(folder / "mtp", target, "deepseek_v3", 2, scale=0.7)
-    return found | {"eagle1": eagle1, "eagle3": eagle3, "mtp": mtp}
+    dflash = save_random_dflash(folder / "dflash", target, "speculators", scale=0.7, block_size=4, draft_tokens=(0, 2))
+    return found | {"eagle1": eagle1, "eagle3": eagle3, "mtp": mtp, "dflash": dflash}
 
 
 def save_random_heads(folder: Path, target: str, method: str, seed: int = 1, *, scale: float = 0.3, **changes: Any) -> str:

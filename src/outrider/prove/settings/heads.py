@@ -6,6 +6,8 @@ from typing import Any
 
 from outrider.prove.settings.methods import (
     BLOCKWISE,
+    DFLASH,
+    DFLASH_ONE,
     EAGLE1,
     EAGLE3,
     EAGLE3_ONE,
@@ -125,4 +127,14 @@ HEADS_SETTINGS = (
     Setting("MTP behind a lookup", MTP, turns=((LOOKUP | {"num_draft_tokens": 1}, MTP),)),
     Setting("merge of MTP and the draft model", {"method": "merge", "methods": (MTP_ONE, ONE), "rule": "block"}, _OF_TWO),
     Setting("the engine chooses, MTP", {"method": "auto", "methods": (MTP_ONE,)}, {"max_tokens": 4, "top_k": 2}),
+    Setting("DFlash, block", DFLASH | {"rule": "block"}),
+    Setting("DFlash, token", DFLASH | {"rule": "token"}),
+    Setting("DFlash, seeded", DFLASH, {"seed": 5}),
+    Setting("DFlash, two samples", DFLASH_ONE, {"n": 2, "max_tokens": 2}),
+    Setting("DFlash, penalties", DFLASH, {"frequency_penalty": -0.6, "repetition_penalty": 1.7}),
+    Setting("DFlash, tree, traversal", DFLASH | {"tree": (2, 1), "rule": "block"}),
+    Setting("DFlash, tree, recursive rejection", DFLASH | {"tree": (2, 1), "rule": "token"}),
+    Setting("DFlash, best-first tree", DFLASH | {"tree": "best_first", "num_draft_tokens": 4}),
+    Setting("DFlash behind a lookup", DFLASH_ONE, turns=((LOOKUP | {"num_draft_tokens": 1}, DFLASH_ONE),), params=_FOUR),
+    Setting("merge of DFlash and EAGLE-3", {"method": "merge", "methods": (DFLASH_ONE | {"tree": (2,)}, EAGLE3_ONE)}),
 )

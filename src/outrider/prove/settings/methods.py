@@ -81,4 +81,6 @@ EAGLE3_ONE = EAGLE3 | {"num_draft_tokens": 1}
 EAGLE1 = {"method": "eagle1", "model": HEADS, "num_draft_tokens": 2}
 MTP = {"method": "mtp", "model": HEADS, "num_draft_tokens": 2}
 MTP_ONE = MTP | {"num_draft_tokens": 1}
+DFLASH = {"method": "dflash", "model": HEADS, "num_draft_tokens": 2}
+DFLASH_ONE = DFLASH | {"num_draft_tokens": 1}
 CROSSED = {"method": "cross_vocabulary", "model": OTHER_DRAFT, "num_draft_tokens": 2}

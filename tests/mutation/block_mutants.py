@@ -1,0 +1,49 @@
+"""Bugs planted in heads that draft whole blocks: which features, which rows, which norm, which layers."""
+
+from __future__ import annotations
+
+from tests.mutation.mutants import Mutant
+
+
+def _mutant(name: str, path: str, old: str, new: str) -> Mutant:
+    return Mutant(name, 0, path, old, new, "blocks_make_the_drafts")
+
+
+_DRAFTS, _HEAD = "propose/methods/block_drafts.py", "heads/block_head.py"
+BLOCK_MUTANTS = (
+    _mutant(
+        "what is kept of a text comes from rows that were rejected",
+        _DRAFTS,
+        "text.hidden(layer)",
+        "text.seen.aux_hidden_states[layer][-len(text) :]",
+    ),
+    _mutant(
+        "rows of a block see no later rows",
+        "heads/formats/block.py",
+        "causal_in_windows if kind == SLIDING else causal",
+        "True",
+    ),
+    _mutant(
+        "what is kept of a text passes the norm before attention",
+        _HEAD,
+        "layer.self_attn.keys_and_values(rows, tables)",
+        "layer.self_attn.keys_and_values(layer.input_layernorm(rows), tables)",
+    ),
+    _mutant(
+        "ids of layers name what enters them",
+        "heads/formats/zlab.py",
+        "aux_layers=tuple(i + 1 for i in ids)",
+        "aux_layers=tuple(ids)",
+    ),
+    _mutant("features are not normed", "heads/block_network.py", "self.hidden_norm(self.fc(", "(self.fc("),
+    _mutant("a window is one place wider", _HEAD, "ahead.abs() < reach.window", "ahead.abs() <= reach.window"),
+    _mutant("a block ends with the last token of the text", _HEAD, "(block.anchor, *masks)", "(*masks, block.anchor)"),
+    _mutant("tokens are drafted a place too early", _HEAD, "i * size + 1 + place", "i * size + place"),
+    _mutant("rows of a block stand at one position", _HEAD, "[block.position + i for", "[block.position for"),
+    _mutant(
+        "a draft behind another one takes its places",
+        _DRAFTS,
+        "len(growth.request.path)))",
+        "0))",
+    ),
+)
