@@ -119,6 +119,31 @@ def test_ids_are_those_of_llama_cpp(tmp_path: Path, pre: str) -> None:
                 assert ours.encode(text) == told, text
 
 
+def test_special_tokens_of_phi_3_take_the_spaces_behind_them_as_in_llama_cpp(tmp_path: Path) -> None:
+    """Files do not say so: llama.cpp goes by their names."""
+    turns = ["<|user|>", "<|end|>", "<|assistant|>", "<|endoftext|>"]
+    pieces = ["\u2581", "\u2581t", "he", "\u2581the", "\u2581he", "l", "lo", "o", "h", "e", "t"]
+    write, size = sentence_piece([*pieces, *turns], None), 259 + len(pieces) + len(turns)
+    source = checkpoints.save(
+        "phi3", tmp_path / "source", layers=1, intermediate_size=64, vocab_size=size, sliding_window=None
+    )
+
+    def named(writer: Any) -> None:
+        writer.add_name("Phi-3 Mini")
+        write(writer)
+        kinds = [2, 3, 3] + [6] * 256 + [1] * len(pieces) + [3, 3, 4, 3]
+        writer.kv_data[0]["tokenizer.ggml.token_type"].value[:] = kinds
+
+    file = Written(source, tmp_path / "model.gguf", ("Q8_0",), named)
+    ours = read_tokenizer(ModelConfig(model=str(file.path)))
+    assert ours is not None
+    texts = ["<|user|>\n the hello<|end|>\n<|assistant|>  lo", "the <|endoftext|> he", "</s> \n he<s> t", "hello"]
+    with server(file.path) as send:
+        for text in texts:
+            asked = {"content": text, "add_special": True, "parse_special": True}
+            assert ours.encode(text) == send("/tokenize", asked)["tokens"], text
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_ids_of_a_converted_checkpoint_are_those_of_llama_cpp(tmp_path: Path, case: str) -> None:
     """llama.cpp ends a token at a zero, and cuts letters that are not ASCII in its own way for gpt-4o."""

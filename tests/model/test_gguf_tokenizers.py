@@ -170,3 +170,12 @@ def test_text_goes_in_and_comes_out(tmp_path: Path) -> None:
     assert pairing.draft == str(file.path)
     assert len(tokens) + 2 in llm.engine.runner.loaded.eos_token_ids
     assert llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=2))[0].text is not None
+
+
+@pytest.mark.parametrize(("architecture", "ids"), [("phi3", [1, 2, 259]), ("llama", [1, 2, 261, 259])])
+def test_tokens_of_control_take_the_spaces_behind_them_in_phi_3(tmp_path: Path, architecture: str, ids: list[int]) -> None:
+    space = "\u2581"
+    pieces = [f"{space}to", "to", space * 2, space, "t", "o"]
+    read_file = read(metadata_only(tmp_path / "v.gguf", sentence_piece(pieces, None), architecture))
+    assert read_file.encode("</s>  to") == ids
+    assert read_file.encode("<s> to") == [1, 1, 262, 259], "a text's begin takes none"

@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file, from its vocabulary, its merges or scores, and the name of its pre-tokenizer.
 
-Byte-level BPE is known with the pre-tokenizers named below, and the BPE of SentencePiece with byte fallback as Llama and
-Gemma have it. Other vocabularies are refused by name: a text that is cut in another way than the model has learnt would be
-read wrongly.
+Byte-level BPE is known with the pre-tokenizers named below, and the BPE of SentencePiece with byte fallback as Llama, Phi-3
+and Gemma have it. Other vocabularies are refused by name: a text that is cut in another way than the model has learnt would
+be read wrongly.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def end_tokens(file: GgufFile) -> list[int]:
 
 
 #: The architectures whose vocabulary of SentencePiece is known.
-_WITH_PIECES = ("llama", "gemma2", "gemma3")
+_WITH_PIECES = ("llama", "phi3", "gemma2", "gemma3")
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
@@ -182,8 +182,13 @@ class _Vocabulary:
         from tokenizers import AddedToken
 
         wanted = _CONTROL if special else _USER_DEFINED
-        pairs = zip(self.names, self.types(), strict=True)
-        return [AddedToken(token, normalized=False, special=special) for token, kind in pairs if kind == wanted and token]
+        found = [token for token, kind in zip(self.names, self.types(), strict=True) if kind == wanted and token]
+        return [AddedToken(token, normalized=False, special=special, rstrip=self._takes_spaces(token)) for token in found]
+
+    def _takes_spaces(self, token: str) -> bool:
+        """Whether a token that is found as a whole takes the spaces behind it. Phi-3's do, and files do not say it."""
+        is_phi = self.get("model") == "llama" and self.file.metadata.get("general.architecture") == "phi3"
+        return is_phi and token not in ("<unk>", "<s>", "<|endoftext|>")
 
     def number(self, name: str) -> int | None:
         found = self.get(name)
@@ -254,11 +259,11 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
     Tokens that users define are whole before anything is merged, as runs of spaces are in Gemma, whatever their scores.
     Among the ways to make one token, Gemma's tokenizer tries the longest first part first, and Llama's the first one in
-    the vocabulary.
+    the vocabulary, as Phi-3's does.
     """
     names, tokens = vocabulary.names, vocabulary.tokens
     scores, types = vocabulary.scores(), vocabulary.types()
-    by_length = vocabulary.file.metadata.get("general.architecture") != "llama"
+    by_length = vocabulary.file.metadata.get("general.architecture") in ("gemma2", "gemma3")
     whole: list[tuple[int, int, int, str, str]] = []
     merges: list[tuple[str, str]] = []
     for number in sorted(range(len(names)), key=lambda number: -scores[number]):  # equal ones stay in order
