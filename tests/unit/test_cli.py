@@ -27,14 +27,30 @@ from outrider.cli.main import main
 from outrider.cli.options import speculation, structure
 from outrider.cli.render import Wrapped, write
 from outrider.embedded import default_model
-from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.errors import ContradictionError, InvalidParameterError, VocabularyMismatchError
 from outrider.llm import LLM
 from outrider.params import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs, TokenOrigin
 from outrider.propose.speculation import SpeculationConfig
+from outrider.prove.tiny import save_tiny_llama
 from outrider.stats import RequestStats
 from tests.model.vocabularies import save_random, sentencepiece_like
 
 COLOURS = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
+
+
+def nested(*names: str) -> Any:
+    """Methods inside methods."""
+    return {"method": names[0], "methods": ["suffix", nested(*names[1:])]} if names else "ngram"
+
+
+#: Settings of methods inside methods that do not fit together, and what is said of them.
+BAD_NESTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"method": "merge", "methods": ["ngram", "ngram"]}, "methods.1='ngram': methods.0 has the same settings"),
+    ({"method": "merge", "methods": ["ngram"]}, "methods=1: merge needs two methods or more"),
+    ({"method": "then", "methods": ["ngram", {"method": "staged"}]}, "methods.1.drafter={}: field required"),
+    (nested("merge", "then", "merge", "then", "merge"), "methods='merge': methods stand 5 deep inside each other"),
+    ({"method": "then", "methods": ["ngram", {"method": "suffix", "rule": "coupled"}]}, "methods.1.rule='coupled'"),
+]
 
 
 def outrider(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -391,6 +407,11 @@ def test_one_bad_prompt_among_several() -> None:
         (("bench", "--draft-model", "./nowhere"), 2, "draft_model='./nowhere': no such folder"),
         (("prove", "./nowhere"), 2, "model='./nowhere': no such folder"),
         (("chat",), 2, "model='the embedded default': it has no chat template"),
+        *(
+            ((*command, "--method", json.dumps(asked)), 2, says)
+            for command in (("generate", "-p", "x"), ("serve",))
+            for asked, says in BAD_NESTINGS
+        ),
     ],
 )
 def test_failures_are_one_clear_line(
@@ -533,3 +554,21 @@ def test_prove_reports_and_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch)
         assert result.exit_code == code
         assert json.loads(result.stdout)["passed"] is (code == 0)
         assert "claim" in CliRunner().invoke(app, ["prove", "--quick"]).stdout
+
+
+def test_those_who_draft_together_are_counted_below_the_text() -> None:
+    asked = ("generate", "-p", "x = [1, 2, 3, 1, 2, 3,", "-t", "0", "--max-tokens", "24", "--ignore-eos", "--method")
+    stage = {"method": "staged", "drafter": {"method": "suffix", "min_match": 1}}
+    said = invoked(*asked, json.dumps({"method": "merge", "methods": ["token_recycling", stage]})).stderr
+    assert re.search(r"draft tokens accepted by method: staged \d+ of \d+, token_recycling \d+ of \d+\n", said)
+    assert re.search(r"staged\.suffix: [1-9]\d* passes of the draft model, which kept \d+ of \d+ guessed tokens\n", said)
+    alone = invoked(*asked, "suffix").stderr
+    assert "by method" not in alone
+    assert "passes of the draft model" not in alone
+
+
+def test_a_model_of_another_vocabulary_is_named_by_its_place(tmp_path: Path) -> None:
+    other = {"method": "staged", "drafter": {"method": "draft_model", "model": save_tiny_llama(tmp_path / "other", 1)}}
+    result = invoked("generate", "-p", "x", "--method", json.dumps({"method": "then", "methods": ["ngram", other]}))
+    assert isinstance(result.exception, VocabularyMismatchError)
+    assert str(result.exception).startswith("methods.1.drafter.model: ")

@@ -88,6 +88,15 @@ export interface Speculation {
   accepted_per_position: number[];
   acceptance_rate: number;
   mean_acceptance_length: number;
+  /** By stage; a run that was saved by an earlier version has none. */
+  stages?: Record<string, StageCounts>;
+}
+
+/** What happened inside a stage: passes of its draft model, and tokens that its drafter guessed and the draft model kept. */
+export interface StageCounts {
+  passes: number;
+  draft_tokens: number;
+  accepted_tokens: number;
 }
 
 /** One text with its trace. */

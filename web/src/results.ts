@@ -11,6 +11,7 @@ import type { Run } from "./run";
 import type { Session } from "./session";
 import { sharing } from "./share";
 import { speedup } from "./speedup";
+import { stages } from "./stages";
 import { Note } from "./tokens";
 import { verdict } from "./verdict";
 
@@ -99,6 +100,7 @@ function figures(session: Session): HTMLElement[] {
   const length = fast.draftLength;
   const cost = fast.costBeside(plain.secondsPerRound);
   const chosen = choices(fast);
+  const staged = stages(fast.written.speculation.stages ?? {});
   const more = fast.branches ? "one more level of guesses" : "one more guess";
   const stands = fast.branches ? "At each place some guess stands" : "Each guess stands";
   return [
@@ -110,6 +112,7 @@ function figures(session: Session): HTMLElement[] {
       `${stands} with a chance of ${percent(fast.chance)} when those before did, and ${more} costs ${costing(cost)}, drafting and checking together.${idle(fast)}`,
     ),
     ...(chosen ? [figure("What did the engine choose, and why?", chosen)] : []),
+    ...(staged ? [figure("Who guessed for the small model?", staged)] : []),
   ];
 }
 

@@ -114,7 +114,7 @@ def _turn(
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, console: Console, notes: Console) -> str:
     """Stream one turn; an interrupt ends it between two steps and keeps what was written so far."""
     from outrider.cli.endings import ending
-    from outrider.cli.render import Wrapped, closing_line
+    from outrider.cli.render import Wrapped, write_closing
 
     start, written, paper = perf_counter(), "", Wrapped(console)
     stream = llm.stream(llm.chat_prompt(messages), params)
@@ -127,7 +127,7 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, co
                 console.print()
                 spent = perf_counter() - start
                 ended = ending(piece.output, params)
-                notes.print(closing_line(len(piece.output.token_ids), spent, piece.output.stats, ended), style="dim")
+                write_closing(notes, len(piece.output.token_ids), spent, piece.output.stats, ended)
             elif interrupted():
                 stream.close()  # type: ignore[attr-defined]
                 paper.finish()

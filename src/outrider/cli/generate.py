@@ -187,7 +187,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no
     from rich.console import Console
 
     from outrider.cli.endings import ending
-    from outrider.cli.render import closing_line, legend, members_of, palette, sources, write, write_logprobs
+    from outrider.cli.render import legend, members_of, palette, sources, write, write_closing, write_logprobs
 
     paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
     if compare:
@@ -206,7 +206,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no
     paper.print()
     assert final is not None
     write_logprobs(paper, final.logprobs)
-    notes.print(closing_line(len(final.token_ids), seconds, final.stats, ending(final, params)), style="dim")
+    write_closing(notes, len(final.token_ids), seconds, final.stats, ending(final, params))
     if compare:
         plain = _run(llm, prompt, params, speculation="none")
         _show_comparison(notes, llm, plain, len(final.token_ids) / max(seconds, 1e-9))
@@ -221,7 +221,7 @@ def _batch(
     from rich.console import Console
 
     from outrider.cli.endings import endings
-    from outrider.cli.render import closing_line, legend, members_of, palette, write, write_logprobs
+    from outrider.cli.render import legend, members_of, palette, write, write_closing, write_logprobs
 
     paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
     if compare:
@@ -241,7 +241,7 @@ def _batch(
             write_logprobs(paper, completion.logprobs)
     if samples := _samples(run):
         ended = endings(samples, params)
-        notes.print(closing_line(run.num_tokens, run.seconds, llm.stats.finished, ended), style="dim")
+        write_closing(notes, run.num_tokens, run.seconds, llm.stats.finished, ended)
     if compare and samples:
         plain = _run(llm, prompts, params, speculation="none")
         _show_comparison(notes, llm, plain, run.tokens_per_second)

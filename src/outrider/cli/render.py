@@ -162,6 +162,25 @@ def closing_line(num_tokens: int, seconds: float, stats: RequestStats, ended: st
     return line
 
 
+def write_closing(notes: Console, num_tokens: int, seconds: float, stats: RequestStats, ended: str) -> None:
+    """The closing line, and how those fared who drafted together."""
+    notes.print(closing_line(num_tokens, seconds, stats, ended), style="dim")
+    for line in drafters_lines(stats):
+        notes.print(line, style="dim", markup=False)
+
+
+def drafters_lines(stats: RequestStats) -> list[str]:
+    """How those fared who draft together: a line for several methods, and one for each stage."""
+    lines, drafted = list[str](), stats.drafted_by_method
+    if len(drafted) > 1:
+        parts = (f"{name} {stats.accepted_by_method[name]} of {number}" for name, number in drafted.items())
+        lines.append(f"draft tokens accepted by method: {', '.join(parts)}")
+    for name, passes in stats.passes_by_stage.items():
+        guessed, kept = stats.drafted_by_stage[name], stats.accepted_by_stage[name]
+        lines.append(f"{name}: {passes} passes of the draft model, which kept {kept} of {guessed} guessed tokens")
+    return lines
+
+
 def completion_json(output: CompletionOutput) -> dict[str, Any]:
     """One completion as plain data; logprobs where they were asked for, the token's own first, the likeliest next."""
     scores = {} if output.logprobs is None else {"logprobs": [_position_json(entry) for entry in output.logprobs]}

@@ -20,6 +20,8 @@ from outrider.propose import registry
 from outrider.stats import FORCED
 from tests.server.pages.browser import Watch
 from tests.server.pages.expected import STUDENT, WORDS, notes_of, residuals, words_of
+from tests.server.pages.playground import open_playground
+from tests.server.pages.playground import run as play
 from tests.server.running import Server, running
 
 PROMPT = "x = [1, 2, 3]\nx = [1, 2, 3]\nx = ["
@@ -329,3 +331,18 @@ def test_a_method_without_a_guess_is_no_expected_gain(server: Server) -> None:
         if not each["token_ids"] and "expected)" in each["reason"]:
             assert each["reason"].endswith("and had no guess")
         assert each["token_ids"] or not each["reason"].endswith("expected")
+
+
+def test_what_happened_inside_a_stage_is_counted(page: Any, server: Server) -> None:
+    open_playground(page, server)
+    page.fill("#prompt", PROMPT)
+    page.select_option("#method", "staged")
+    _, fast = play(page)
+    ((name, counts),) = fast["speculation"]["stages"].items()
+    cells = page.locator(f"#figures tr[data-stage='{name}'] td")
+    shown = cells.evaluate_all("all => all.map(e => Number(e.dataset.value))")
+    assert shown == [counts["passes"], counts["draft_tokens"], counts["accepted_tokens"]]
+    assert page.inner_text(f"#figures tr[data-stage='{name}'] th") == WORDS["ngram"]
+    page.select_option("#method", "suffix")
+    play(page)
+    assert page.locator("#figures tr[data-stage]").count() == 0

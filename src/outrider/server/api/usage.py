@@ -37,7 +37,7 @@ def usage(num_prompt_tokens: int, outputs: Iterable[CompletionOutput], *, predic
 
 
 def speculation(config: SpeculationConfig, outputs: Iterable[CompletionOutput]) -> dict[str, Any]:
-    """What was drafted for a response and what stood, by position of a draft."""
+    """What was drafted for a response and what stood: by position of a draft, by method, and inside stages."""
     stats = total(outputs)
     return {
         "method": config.name,
@@ -49,6 +49,18 @@ def speculation(config: SpeculationConfig, outputs: Iterable[CompletionOutput]) 
         "accepted_per_position": stats.accepted_per_position,
         "acceptance_rate": stats.acceptance_rate,
         "mean_acceptance_length": stats.mean_acceptance_length,
+        "by_method": {
+            name: {"draft_tokens": drafted, "accepted_tokens": stats.accepted_by_method[name]}
+            for name, drafted in stats.drafted_by_method.items()
+        },
+        "stages": {
+            name: {
+                "passes": passes,
+                "draft_tokens": stats.drafted_by_stage[name],
+                "accepted_tokens": stats.accepted_by_stage[name],
+            }
+            for name, passes in stats.passes_by_stage.items()
+        },
         "proposer_faults": stats.num_proposer_faults,
     }
 
