@@ -11,7 +11,8 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.prove.published_heads import save_random_eagle
-from tests.model import checkpoints, test_feature_heads
+from tests.model import checkpoints, test_feature_heads, test_mtp
+from tests.model.mtp_reference import MtpReference
 
 _NAMES = ("safeailab", "speculators, normed residual", "eagle1")
 
@@ -27,6 +28,26 @@ def features_make_the_drafts() -> None:
 def features_of_samples() -> None:
     """Samples part inside a block, and go on with the feature that their prompt ends with."""
     _compared("safeailab", {}, [SamplingParams(temperature=0, max_tokens=6, n=3)])
+
+
+def mtp_makes_the_drafts() -> None:
+    """Every row of every draft of layers that a checkpoint carries is what the reference says."""
+    path, reference = _made_mtp()
+    with pytest.MonkeyPatch.context() as patch:
+        watch = test_feature_heads.Watch(reference, patch)
+        outputs = test_mtp.load(path).generate(
+            test_feature_heads.PROMPTS[:2], SamplingParams(temperature=0, max_tokens=6), speculation=test_mtp.way()
+        )
+    assert test_feature_heads.faults(outputs) == 0
+    assert watch.num_rows > 5
+    assert watch.worst <= 10 * test_feature_heads.BOUND
+
+
+@cache
+def _made_mtp() -> tuple[str, MtpReference]:
+    family = test_mtp.Family("qwen3_5_text", "qwen3_next")
+    path = test_mtp.made(family, Path(tempfile.mkdtemp()))
+    return path, MtpReference(path, family.layout, 1, test_feature_heads.Oracle(path).model)
 
 
 @cache

@@ -6,6 +6,7 @@ from outrider.engine import rounds
 from outrider.engine.failures import Failures
 from outrider.engine.outputs import piece
 from outrider.engine.proposing import observation
+from outrider.engine.proposing.acceptance_alarm import AcceptanceAlarm
 from outrider.engine.proposing.drafting import StepDraft, teach
 from outrider.engine.proposing.governing import Governing
 from outrider.engine.proposing.observation import ComputedRows
@@ -49,6 +50,7 @@ class Committing:
         self._governing = governing
         self._shares = shares
         self._decode = decode
+        self._alarm = AcceptanceAlarm()
 
     def commit(
         self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput, judged: dict[int, Judged]
@@ -133,7 +135,9 @@ class Committing:
         try:
             teach(step, verdict.path, greedy=seq.request.params.greedy)
             for part, drafter in step.drafted:
-                self._shares.observe(drafter.method, *part.outcome(verdict.path))
+                outcome = part.outcome(verdict.path)
+                self._shares.observe(drafter.method, *outcome)
+                self._alarm.observe(drafter.method, *outcome)
         except Exception as error:
             seq.stats.num_proposer_faults += 1
             for _, drafter in step.drafted:

@@ -110,6 +110,8 @@ class Method(Frozen):
     branches_freely: ClassVar[bool] = False
     #: Whether its proposer keeps layers beside those of the target (`Target.add_layers`). A stage has no room for them.
     adds_layers: ClassVar[bool] = False
+    #: What is probably wrong where hardly any of its draft tokens stand, for the log; empty where nothing can be wrong.
+    if_nothing_stands: ClassVar[str] = ""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

@@ -21,6 +21,9 @@ class FeatureMethod(FolderMethod):
     """A published head drafts from the target's features."""
 
     adds_layers: ClassVar[bool] = True
+    if_nothing_stands: ClassVar[str] = (
+        "layers or norms are probably read wrongly, or the head was trained for another model (outrider doctor says more)"
+    )
 
     def added_token_bytes(self, target: LoadedModel) -> int:
         return read_head_config(self.folder()).kept_per_token * target.dtype.itemsize

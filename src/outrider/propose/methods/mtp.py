@@ -24,6 +24,10 @@ class Mtp(FolderMethod):
     name: ClassVar[str] = "mtp"
     default_num_draft_tokens: ClassVar[int] = 3
     adds_layers: ClassVar[bool] = True
+    if_nothing_stands: ClassVar[str] = (
+        "its norms are probably read wrongly, or the target's weights were changed since these layers were trained "
+        "(outrider doctor says more)"
+    )
 
     def added_token_bytes(self, target: LoadedModel) -> int:
         folder = target.folder() if self.model is None else self.model
