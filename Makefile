@@ -18,13 +18,14 @@ BIN    := $(VENV)/bin
 # Two installs: what the package itself needs, for the demo, and what the tests and the other commands need besides.
 LIGHT  := $(VENV)/.installed-light
 STAMP  := $(VENV)/.installed
+LINT   := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 # Two workers, a thread each: more would spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Installs a package of Debian; fails elsewhere, and for others than root.
 APT := test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq && apt-get install -qq -y --no-install-recommends
 
-.PHONY: install demo playground pages docs browser test test-all most-tests all-tests soak lint bench wheels arm clean
+.PHONY: install demo playground pages docs browser test test-all soak lint bench wheels arm clean
 
 install: $(STAMP)
 
@@ -53,24 +54,16 @@ browser:
 
 # Lint and types keep one core busy for a while. The tests begin meanwhile.
 test: $(STAMP) browser
-	$(MAKE) --jobs 2 lint most-tests
+	{ $(LINT); } & lint=$$!; $(PYTEST) -m "not slow"; tests=$$?; wait $$lint && exit $$tests
 
 test-all: $(STAMP) browser
-	$(MAKE) --jobs 2 lint all-tests
-
-most-tests: $(STAMP)
-	$(PYTEST) -m "not slow"
-
-all-tests: $(STAMP)
-	$(PYTEST)
+	{ $(LINT); } & lint=$$!; $(PYTEST); tests=$$?; wait $$lint && exit $$tests
 
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.server.soak
 
 lint: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(LINT)
 
 bench: $(STAMP)
 	$(BIN)/outrider bench --wide --dtype float32 --dtype bfloat16 --out results/bench
