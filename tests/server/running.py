@@ -40,7 +40,9 @@ class Server:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         assert self._listening.wait(120), f"it does not listen: {self.lines}"
-        (self.url,) = (line["url"] for line in self.lines if line.get("event") == "listening")
+        urls = [line["url"] for line in self.lines if line.get("event") == "listening"]
+        assert urls, f"it has ended: {self.lines}"
+        (self.url,) = urls
 
     def _read(self) -> None:
         assert self.process.stderr is not None
