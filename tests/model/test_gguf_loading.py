@@ -15,7 +15,7 @@ from outrider.model.loading.reading import watched_reading
 from tests.model.drawn_files import q4_k_m, write_drawn
 
 pytest.importorskip("gguf")
-SHAPE = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
+SHAPE = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
 SETTINGS = {"speculation": "none", "kv_cache_tokens": 64, "max_model_len": 64, "max_num_seqs": 1}
 
 

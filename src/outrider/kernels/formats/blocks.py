@@ -19,6 +19,7 @@ from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.formats.units import weights_of_units
 from outrider.kernels.layout import BlocksStruct, BlockValues, FormatCode, Lows, Operand, Scales
 from outrider.kernels.library import KernelLibrary, kernel_library
+from outrider.kernels.pages import room
 from outrider.kernels.rounding import parts
 
 #: The inputs whose codes lie together.
@@ -100,11 +101,12 @@ class Blocks(WeightFormat):
         return data.shape[-1] // self.unit_bytes * UNIT
 
     def empty(self, dtype: torch.dtype, rows: int, cols: int) -> StoredWeight:
-        data = torch.empty(rows, cols // UNIT * self.unit_bytes, dtype=torch.uint8)
+        # Such memory goes back to the system as soon as it is freed, when the weights have been packed.
+        data = room(rows * (cols // UNIT * self.unit_bytes)).view(rows, -1)
         if self.group is None:
             return StoredWeight(self, dtype, data)
         heads = cols // self.group
-        scale = torch.empty(rows, heads * self.per_head, dtype=_SCALE_DTYPES[self.scales])
+        scale = room(2 * rows * heads * self.per_head).view(_SCALE_DTYPES[self.scales]).view(rows, -1)
         return StoredWeight(
             self, dtype, data, scale, torch.empty(rows, heads, dtype=torch.uint8) if self.has_zeros else None
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from outrider.errors import ModelLoadError
 from outrider.kernels.formats.gguf import GGUF_TYPES
@@ -20,15 +21,15 @@ def is_packed(tensor: GgufTensor) -> bool:
     return known and len(tensor.shape) in (2, 3) and tensor.shape[-1] % 32 == 0
 
 
-def stored_tensor(path: str, tensor: GgufTensor, dtype: torch.dtype) -> StoredWeight:
+def stored_tensor(path: str, tensor: GgufTensor, dtype: torch.dtype, order: Tensor | None = None) -> StoredWeight:
     """The weights of a tensor for which `is_packed` holds, which stand for `dtype`: [out_features, in_features], or with
-    [num_experts] before it.
+    [num_experts] before it. `order` are the rows of the file in the order that is wanted.
 
     Raises:
         ModelLoadError: Numbers are not finite.
     """
     rows = tensor.rows()
-    stored = GGUF_TYPES[tensor.type].stored(rows, dtype)
+    stored = GGUF_TYPES[tensor.type].stored(rows if order is None else rows[order], dtype)
     release(rows)
     halves = torch.bfloat16 if tensor.type == "BF16" else torch.float16
     numbers = stored.data.view(halves) if stored.scale is None else stored.scale  # no copy in float32

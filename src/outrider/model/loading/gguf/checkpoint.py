@@ -134,8 +134,7 @@ class GgufCheckpoint:
         return values if order is None else values[order]
 
     def _stored(self, tensor: GgufTensor, dtype: torch.dtype) -> StoredWeight:
-        stored, order = stored_tensor(self._file.path, tensor, dtype), self._order(tensor)
-        return stored if order is None else stored.each(lambda column: column[order])
+        return stored_tensor(self._file.path, tensor, dtype, self._order(tensor))
 
     def _order(self, tensor: GgufTensor) -> Tensor | None:
         return row_order(self._known, tensor.name, self._config)
