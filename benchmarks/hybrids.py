@@ -193,7 +193,7 @@ def main() -> None:
     found = {}
     for name in arguments.model or MODELS:
         found[name] = measure(name, arguments.tokens, arguments.rounds)
-        Console().print(shown({name: found[name]}))
+        Console(width=140).print(shown({name: found[name]}))
     if arguments.out is not None:
         facts = {"environment": describe(torch.device("cpu")), "rounds": arguments.rounds}
         arguments.out.write_text(json.dumps({**facts, "models": found}, indent=1) + "\n", "utf-8")
