@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig, Suffix
 from outrider.embedded import default_model
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError
+from outrider.model import hf
 from outrider.model.batch import Segment
 from tests.model import checkpoints
 
@@ -83,18 +84,20 @@ def test_rounded_activations_are_those_of_the_stock_model(
     grouped: str, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: dict[str, Any] = {"dtype": "float32", "quantization": quantization}
-    if Path(grouped).name in ("mixtral", "gpt_oss"):
-        with pytest.raises(
-            UnsupportedModelError,
-            match=r"activations of its experts are not rounded: no product with model\.layers\.0\.mlp\.experts takes",
-        ):
-            LLM(grouped, activations="int8", **settings)
-        return
     exact = logits(LLM(grouped, **settings))
     fast = logits(LLM(grouped, activations="int8", **settings))
     monkeypatch.setenv("OUTRIDER_KERNELS", "off")
     stock = logits(LLM(grouped, activations="int8", **settings))
     assert _distance(fast, stock) < 0.3 * _distance(fast, exact), "two that round alike are nearer than one that does not"
+
+
+def test_experts_of_an_unknown_form_do_not_take_rounded_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoints.save("mixtral", tmp_path, intermediate_size=64)
+    monkeypatch.setattr(hf, "takes_packed_experts", lambda module: False)
+    with pytest.raises(
+        UnsupportedModelError, match=r"experts are not rounded: no product with model\.layers\.0\.mlp\.experts"
+    ):
+        LLM(path, activations="int8", dtype="float32", quantization="int8")
 
 
 def test_activations_are_rounded_only_beside_weights_on_cpus() -> None:

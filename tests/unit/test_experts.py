@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from outrider.kernels.activations import unrounded_rows
 from outrider.kernels.decoder import DecoderKernel, DecoderLayer, DecoderShape, Norm, PassRows
 from outrider.kernels.experts import ExpertsShape, PackedExperts, pack_gated, unpack_gated
+from outrider.kernels.formats.format import WeightFormat
 from outrider.kernels.formats.registry import FORMATS, plain
 from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.layout import NormKind
@@ -37,6 +39,7 @@ class Experts:
         gate, up: [num_experts, size, hidden]
         down: [num_experts, hidden, size]
         biases: Those of the router, [num_experts], and of the three others, or None.
+        group: The inputs of a row that share a scale where rows are rounded to 8 bits. None where they are not.
     """
 
     shape: ExpertsShape
@@ -45,6 +48,19 @@ class Experts:
     up: Tensor
     down: Tensor
     biases: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    group: int | None = None
+
+    def rounded(self, fmt: WeightFormat) -> Experts:
+        """The same with weights that a format can hold."""
+        gate, up, down = (
+            torch.stack([fmt.dequantise(fmt.store(each.float()), torch.float64) for each in weights])
+            for weights in (self.gate, self.up, self.down)
+        )
+        return replace(self, gate=gate, up=up, down=down, group=fmt.group if fmt.rounds_rows else None)
+
+    def entering(self, rows: Tensor) -> Tensor:
+        """Rows as they enter a product with the weights of an expert."""
+        return rows if self.group is None else unrounded_rows(rows, self.group).double()
 
     @staticmethod
     def random(
@@ -78,16 +94,20 @@ class Experts:
 
     def _expert(self, expert: int, row: Tensor, biases: list[Any]) -> Tensor:
         gate_bias, up_bias, down_bias = (None if bias is None else bias[expert] for bias in biases)
+        row = self.entering(row)
         gate, value = linear(row, self.gate[expert], gate_bias), linear(row, self.up[expert], up_bias)
         inner = silu(gate) * value
         if self.shape.limit:
             gate, value = gate.clamp(max=self.shape.limit), value.clamp(-self.shape.limit, self.shape.limit)
             inner = (value + 1) * gate * torch.sigmoid(self.shape.slope * gate)
-        return linear(inner, self.down[expert], down_bias)
+        return linear(self.entering(inner), self.down[expert], down_bias)
 
 
-def stored(weight: Tensor, dtype: torch.dtype) -> StoredWeight:
-    """A weight as the kernels take it. int8 has scales of a power of two, so that nothing is rounded."""
+def stored(weight: Tensor, dtype: torch.dtype, fmt: WeightFormat | None = None) -> StoredWeight:
+    """A weight as the kernels take it: in a format, or as it is. int8 has scales of a power of two, so that nothing is
+    rounded."""
+    if fmt is not None:
+        return fmt.store(weight.to(torch.float32))
     if dtype is not torch.int8:
         return plain(weight.to(dtype))
     return StoredWeight(FORMATS["int8"], torch.float32, (weight * 64).to(torch.int8), torch.full((len(weight),), 1 / 64))
@@ -96,21 +116,23 @@ def stored(weight: Tensor, dtype: torch.dtype) -> StoredWeight:
 class Layer:
     """A decoder of one layer, whose attention adds nothing."""
 
-    def __init__(self, library: KernelLibrary, experts: Experts, dtype: torch.dtype) -> None:
+    def __init__(
+        self, library: KernelLibrary, experts: Experts, dtype: torch.dtype, fmt: WeightFormat | None = None
+    ) -> None:
         kept = torch.float32 if dtype is torch.int8 else dtype
         hidden = experts.router.shape[1]
         biases = experts.biases or (None, None, None, None)
         gate_up = [
             pack_gated(
                 library,
-                stored(gate, dtype),
-                stored(up, dtype),
+                stored(gate, dtype, fmt),
+                stored(up, dtype, fmt),
                 None if biases[1] is None or biases[2] is None else (biases[1][expert], biases[2][expert]),
             )
             for expert, (gate, up) in enumerate(zip(experts.gate, experts.up, strict=True))
         ]
         down = [
-            PackedWeights(library, stored(weight, dtype), None if biases[3] is None else biases[3][expert])
+            PackedWeights(library, stored(weight, dtype, fmt), None if biases[3] is None else biases[3][expert])
             for expert, weight in enumerate(experts.down)
         ]
         nothing = PackedWeights(library, plain(torch.zeros(hidden, 8, dtype=kept)))
@@ -225,6 +247,29 @@ def test_the_bits_of_a_row_are_its_own(library: KernelLibrary, dtype: torch.dtyp
             assert torch.equal(layer(rows[order]), whole[order])
             for begin, end in ((0, 1), (5, 7), (40, 53)):
                 assert torch.equal(layer(rows[begin:end]), whole[begin:end])
+    finally:
+        torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize("name", ["int8-g32", "int4-g32", "int4-g64-asym"])
+def test_rounded_rows_meet_the_weights_of_their_experts(library: KernelLibrary, name: str) -> None:
+    """For 1 to 40 rows, on any number of threads. A number in the middle between two whole ones may go to either, which is
+    why some rows of the reference lie as far as rounding moves them."""
+    fmt = replace(FORMATS[name], rounds_rows=True)
+    experts = Experts.random(SHAPES["shares"], 9, 64, 192, torch.float32)
+    layer, rows, usual = Layer(library, experts, torch.float32, fmt), some_rows(40, 64), torch.get_num_threads()
+    found = layer(rows)
+    want, exact = (experts.rounded(each).expected(rows.double()) for each in (fmt, FORMATS[name]))
+    sizes = want.abs().amax(-1)
+    assert ((found - want).abs().amax(-1) / sizes).median() < 1e-5
+    assert ((found - exact).abs().amax(-1) / sizes).median() > 1e-3, "rows are rounded"
+    try:
+        for count in range(1, 41):
+            torch.set_num_threads(1 + count % 3)
+            assert torch.equal(layer(rows[:count]), found[:count])
+            assert torch.equal(layer(rows[-count:]), found[-count:])
+        many = torch.arange(600) * 7 % 40  # more than are gathered at a time
+        assert torch.equal(layer(rows[many]), found[many])
     finally:
         torch.set_num_threads(usual)
 

@@ -1,7 +1,8 @@
 """Rounding of activations to whole numbers of 8 bits, as the kernels do it, bit for bit.
 
 A row is rounded in groups of inputs: those of the weights, or the largest of 128, 64 and 32 that divides the row where all
-weights of an output share a scale. The largest number of a group is 127 times the group's scale.
+weights of an output share a scale. For weights in the blocks of files these are the units of 32 inputs, at the places where
+the weights lie. The largest number of a group is 127 times the group's scale.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.formats.format import WeightFormat
+from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.layout import FormatCode
 
 #: Groups of rows where all weights of an output share a scale. The smallest must divide the inputs.
 ROW_GROUPS = (128, 64, 32)
@@ -19,12 +22,16 @@ _LEAST = 2.0**-100
 
 def takes_rows(fmt: WeightFormat, in_features: int) -> bool:
     """Whether rows of so many inputs can be rounded for weights of this format."""
-    return in_features % (fmt.group or ROW_GROUPS[-1]) == 0
+    return in_features % (_own_group(fmt) or ROW_GROUPS[-1]) == 0
 
 
 def row_group(fmt: WeightFormat, in_features: int) -> int:
     """How many inputs of a row share a scale."""
-    return fmt.group or next(group for group in ROW_GROUPS if in_features % group == 0)
+    return _own_group(fmt) or next(group for group in ROW_GROUPS if in_features % group == 0)
+
+
+def _own_group(fmt: WeightFormat) -> int | None:
+    return ROW_GROUPS[-1] if fmt.code is FormatCode.BLOCKS else fmt.group
 
 
 def rounded_rows(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -52,3 +59,12 @@ def unrounded_rows(rows: Tensor, group: int) -> Tensor:
     """What rows [..., in_features] stand for once they are rounded, in float32."""
     numbers, scale = rounded_rows(rows, group)
     return (numbers * scale).flatten(-2)
+
+
+def unrounded_rows_for(rows: Tensor, stored: StoredWeight) -> Tensor:
+    """What rows [..., in_features] stand for in a product with these weights, in float32."""
+    group = row_group(stored.format, rows.shape[-1])
+    if stored.order is None:
+        return unrounded_rows(rows, group)
+    order = stored.order.long()
+    return unrounded_rows(rows[..., order], group)[..., torch.argsort(order)]

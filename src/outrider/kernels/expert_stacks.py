@@ -15,7 +15,7 @@ from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.library import KernelLibrary
 from outrider.kernels.linear import packed_product
 from outrider.kernels.packed import PackedWeights
-from outrider.kernels.weights import ExpertStack
+from outrider.kernels.weights import ExpertStack, entering
 
 
 class PackedStack:
@@ -48,8 +48,8 @@ class PackedStack:
 
 
 class StoredStack:
-    """The same for weights that a file brings in its blocks, where no kernels read these: every pass unfolds those of the
-    experts that it has chosen.
+    """The same for weights that are computed as they are stored, where no kernels read these: every pass makes weights of
+    those of the experts that it has chosen.
 
     Args:
         stack: The projection, whose weights stay in the module that holds them.
@@ -65,8 +65,9 @@ class StoredStack:
 
     def _product(self, rows: Tensor, expert: int) -> Tensor:
         stored = self._stored.expert(expert)
-        bias = None if self._biases is None else self._biases[expert]
-        return nn.functional.linear(rows, stored.format.dequantise(stored, rows.dtype), bias)
+        rounded, dtype = entering(rows, stored)
+        bias = None if self._biases is None else self._biases[expert].to(dtype)
+        return nn.functional.linear(rounded, stored.format.dequantise(stored, dtype), bias).to(rows.dtype)
 
 
 def _products(rows: Tensor, experts: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:

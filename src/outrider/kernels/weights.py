@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import InvalidParameterError, UnsupportedModelError
-from outrider.kernels.activations import ROW_GROUPS, row_group, takes_rows, unrounded_rows
+from outrider.kernels.activations import ROW_GROUPS, takes_rows, unrounded_rows_for
 from outrider.kernels.formats.format import WeightFormat
 from outrider.kernels.formats.registry import FORMATS, GROUPS, is_plain, plain
 from outrider.kernels.formats.stored import StoredWeight
@@ -63,15 +63,15 @@ class ExpertStack(NamedTuple):
             self._unfold(stored)
 
     def use_plain_weights(self) -> None:
-        """Replace weights that a file brought quantised by those that they stand for."""
-        if self.is_from_file:
+        """Replace weights that must be computed as they are stored by those that they stand for."""
+        if self.is_computed_as_stored:
             self._unfold(self.module.quantised_stacks.pop(self.name))
 
     @property
-    def is_from_file(self) -> bool:
-        """Whether its weights are in the blocks of a file, and nowhere else."""
+    def is_computed_as_stored(self) -> bool:
+        """Whether stock products take its stored numbers, since these lie nowhere else, or since rows are rounded, too."""
         kept = getattr(self.module, "quantised_stacks", {}).get(self.name)
-        return kept is not None and kept.format.code is FormatCode.BLOCKS
+        return kept is not None and (kept.format.code is FormatCode.BLOCKS or kept.format.rounds_rows)
 
     @property
     def in_features(self) -> int:
@@ -117,12 +117,7 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        stored, bias, dtype = self.quantised_weight, self.bias, self.weight.dtype
-        if stored.format.rounds_rows:  # their rounded numbers have more bits than bf16 has
-            dtype = torch.float32
-            rounded = unrounded_rows(input, row_group(stored.format, self.in_features))
-        else:
-            rounded = input
+        stored, bias, (rounded, dtype) = self.quantised_weight, self.bias, entering(input, self.quantised_weight)
         outputs = [
             nn.functional.linear(
                 rounded,
@@ -144,6 +139,13 @@ class QuantisedEmbedding(nn.Embedding):
         """[...] token ids to [..., embedding_dim]."""
         rows = self.quantised_weight.each(lambda tensor: tensor[input.flatten()])
         return rows.format.dequantise(rows, self.weight.dtype).reshape(*input.shape, self.embedding_dim)
+
+
+def entering(rows: Tensor, stored: StoredWeight) -> tuple[Tensor, torch.dtype]:
+    """Rows [..., in_features] as they enter a stock product with some weights, and the dtype of this product."""
+    if not stored.format.rounds_rows:
+        return rows, rows.dtype
+    return unrounded_rows_for(rows, stored), torch.float32  # rounded numbers have more bits than bf16
 
 
 def keep_quantised(module: nn.Linear | nn.Embedding, stored: StoredWeight) -> None:

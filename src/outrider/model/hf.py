@@ -141,7 +141,7 @@ def expert_stacks(model: Any) -> list[ExpertStack]:
 def use_packed_experts(model: Any, library: KernelLibrary) -> None:
     """Let mixtures of experts multiply with packed weights, where they have the form that is known here."""
     modules = {id(stack.module): stack.module for stack in expert_stacks(model)}
-    known = [module for module in modules.values() if _takes_packed_experts(module)]
+    known = [module for module in modules.values() if takes_packed_experts(module)]
     if known and model._can_set_experts_implementation():
         pack_stacks([stack for module in known for stack in expert_stacks(module)], library)
         ExpertsInterface.register(_PACKED_EXPERTS, _packed_experts)
@@ -149,8 +149,8 @@ def use_packed_experts(model: Any, library: KernelLibrary) -> None:
 
 
 def use_stored_experts(model: Any) -> None:
-    """Let mixtures of experts compute with weights that a file brings in its blocks, where no kernels read them."""
-    if any(stack.is_from_file for stack in expert_stacks(model)):
+    """Let mixtures of experts whose weights are computed as they are stored do so where no kernels read them."""
+    if any(stack.is_computed_as_stored for stack in expert_stacks(model)):
         ExpertsInterface.register(_PACKED_EXPERTS, _packed_experts)
         model.set_experts_implementation(_PACKED_EXPERTS)
 
@@ -160,11 +160,12 @@ def use_stock_experts(model: Any) -> None:
     stacks = expert_stacks(model)
     unpack_stacks(stacks)
     is_ours = getattr(model.config, "_experts_implementation", None) == _PACKED_EXPERTS
-    if is_ours and not any(stack.is_from_file for stack in stacks):
+    if is_ours and not any(stack.is_computed_as_stored for stack in stacks):
         use_plain_experts(model)
 
 
-def _takes_packed_experts(module: Any) -> bool:
+def takes_packed_experts(module: Any) -> bool:
+    """Whether the experts of a module have the form that is known here."""
     up = "gate_up_proj" if getattr(module, "has_gate", False) else "up_proj"
     return {stack.name for stack in expert_stacks(module)} == {up, "down_proj"} and hasattr(module, "_apply_gate")
 

@@ -99,8 +99,9 @@ def adopt_model(model: Any, config: ModelConfig, tokenizer: Any | None = None, *
 def _check_rounded_rows(config: ModelConfig, model: Any, stacks: Sequence[ExpertStack]) -> None:
     """Refuse activations of 8 bits where nothing rounds them."""
     remedy = "Leave activations out."
-    if stacks:
-        layer = next(path for path, module in model.named_modules() if module is stacks[0].module)
+    unknown = [stack.module for stack in stacks if not hf.takes_packed_experts(stack.module)]
+    if unknown:
+        layer = next(path for path, module in model.named_modules() if module is unknown[0])
         problem = f"the activations of its experts are not rounded: no product with {layer} takes rows of 8 bits"
         raise UnsupportedModelError(config.model, problem, remedy)
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
@@ -119,6 +120,7 @@ def _loaded(
             fmt = replace(fmt, rounds_rows=True)
             _check_rounded_rows(config, model, stacks)
         quantise_linears(model, fmt, stacks, name=config.model)
+        hf.use_stored_experts(model)
     if model.dtype == torch.float64:
         hf.use_plain_experts(model)
     found = describe_model(config, model, tokenizer, device, max_model_len)
