@@ -201,7 +201,7 @@ class Verifier:
             else:
                 drawing.append(place)
         if drawing:
-            probs = torch.stack([rows.probs(members[p], nodes[p]) for p in drawing])
+            probs = _stacked([rows.probs(members[p], nodes[p]) for p in drawing])
             keys = [rows.candidates[members[p]].keys.next(depths[p], owed=False) for p in drawing]
             tokens = self.noise.categorical(probs, keys)
             chances = probs.gather(-1, tokens[:, None])[:, 0]
@@ -304,7 +304,8 @@ class _TargetRows:
             return
         params = [c.sampling for c in candidates for _ in range(*c.rows)]
         chosen = _rows_of(candidates, logits)
-        self._best: list[int] = argmax(chosen).tolist()
+        if any(p.greedy for p in params):
+            self._best: list[int] = argmax(chosen).tolist()
         if not all(p.greedy for p in params):
             self._probs = target_probs(chosen, params)
 
