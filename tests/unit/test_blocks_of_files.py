@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.kernels.activations import unrounded_rows_for
 from outrider.kernels.formats import blocks as unfolding
 from outrider.kernels.formats import gguf as bringing
 from outrider.kernels.formats.blocks import Blocks, folded_codes, in_order, stored_blocks, unfolded_codes, whole_numbers
@@ -132,6 +133,30 @@ def test_products_are_those_of_the_values_and_the_same_for_any_number_of_rows(
     assert ((found - exact).abs() / sizes).max() < 2**-20
     for count in (1, 2, 3, 5, 8, 13):
         assert same_bits(product(library, ours.struct, rows[:count])[:, :ROWS].contiguous(), found[:count].contiguous())
+
+
+@needs_kernels
+@pytest.mark.parametrize("which", [which for which in CASES if which not in ("F16", "BF16")], ids=str)
+def test_products_with_rounded_rows_have_the_same_bits_on_every_instruction_set_and_for_any_number_of_rows(
+    which: str | tuple[int, int, torch.dtype, bool, bool],
+) -> None:
+    stored, want = case(which)
+    stored = replace(stored, format=replace(stored.format, rounds_rows=True))
+    rows = torch.randn(40, COLS, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 40)[:, None]
+    rows[1, :COLS:2], rows[2] = 127.0, -127.0  # all numbers are as large as can be
+    entered = unrounded_rows_for(rows, stored).double()
+    exact, sizes = entered @ want.double().T, entered.abs() @ largest_nearby(want).double().T + 1e-3
+    found = []
+    for instruction_set in available_sets():
+        library = kernels_for(instruction_set)
+        ours = PackedWeights(library, stored)
+        assert ours.operand is Operand.BYTES
+        assert torch.equal(ours.unpacked().data, stored.data)
+        found.append(product(library, ours.struct, rows)[:, :ROWS])
+        for count in range(1, 41):
+            assert torch.equal(product(library, ours.struct, rows[:count])[:, :ROWS], found[-1][:count])
+    assert ((found[0] - exact).abs() / sizes).max() < 2**-20
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 def largest_nearby(weights: Tensor) -> Tensor:

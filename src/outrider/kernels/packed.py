@@ -94,8 +94,9 @@ class PackedWeights:
             same_places = self.places is other.places
         else:
             same_places = torch.equal(self.places, other.places)
-        if self.operand is Operand.BYTES:  # groups of rows and their order are those of the weights
-            return other.operand is Operand.BYTES and self.format == other.format
+        if self.operand is Operand.BYTES:  # groups of rows and their order are those of the weights, and of all blocks
+            alike = self.format == other.format or self.format.code is other.format.code is FormatCode.BLOCKS
+            return other.operand is Operand.BYTES and alike and same_places
         return same_places and self.operand == other.operand and _lowers(self.format) == _lowers(other.format)
 
     def _packed_tail(self, parts: list[StoredWeight], bias: Tensor | None, panel: int) -> PackedWeights | None:

@@ -113,6 +113,8 @@ class Blocks(WeightFormat):
 
     def operand(self, dtype: torch.dtype, *, pairs: bool) -> Operand:
         exact = self.code_bits <= 8  # in bf16, before they are scaled
+        if self.rounds_rows and exact:
+            return Operand.BYTES
         return Operand.PAIRS if pairs and exact and dtype == torch.bfloat16 else Operand.REAL
 
     def struct(self) -> BlocksStruct:

@@ -397,6 +397,25 @@ INLINE int_lanes add_quads(int_lanes sum, int_lanes weights, const int is_signed
 #endif
 }
 
+/* What a table of 16 bytes holds for each byte of codes, which are below 16. */
+INLINE int_lanes bytes_of_16(const int8_t *table, int_lanes codes) {
+#if defined(__AVX512F__)
+    const __m128i few = _mm_loadu_si128((const __m128i *)table);
+    return (int_lanes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(few), (__m512i)codes);
+#elif defined(__AVX2__)
+    const __m128i few = _mm_loadu_si128((const __m128i *)table);
+    return (int_lanes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(few), (__m256i)codes);
+#elif defined(__aarch64__)
+    return (int_lanes)vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)codes);
+#else
+    int8_t bytes[VECTOR_BYTES];
+    memcpy(bytes, &codes, sizeof bytes);
+    for (int i = 0; i < VECTOR_BYTES; i++) bytes[i] = table[bytes[i]];
+    memcpy(&codes, bytes, sizeof codes);
+    return codes;
+#endif
+}
+
 #if defined(__AVX2__) && !QUAD_DOTS
 /* So many steps of weights of 4 bits are added in 16 bits: 8 times two products of 15 and 127 are 30480. */
 #define SHORT_STEPS 8
