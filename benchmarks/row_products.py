@@ -114,9 +114,11 @@ def measured(
 def _stored(name: str, weight: torch.Tensor) -> StoredWeight:
     if name == "bfloat16":
         return plain(weight)
-    if name in GGUF_TYPES:
-        return _drawn_blocks(name, weight.shape)
-    return replace(FORMATS[name.removesuffix("+a8")], rounds_rows=name.endswith("+a8")).store(weight)
+    known, rounds_rows = name.removesuffix("+a8"), name.endswith("+a8")
+    if known in GGUF_TYPES:
+        drawn = _drawn_blocks(known, weight.shape)
+        return replace(drawn, format=replace(drawn.format, rounds_rows=rounds_rows))
+    return replace(FORMATS[known], rounds_rows=rounds_rows).store(weight)
 
 
 def _drawn_blocks(name: str, shape: torch.Size) -> StoredWeight:
