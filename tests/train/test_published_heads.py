@@ -1,0 +1,171 @@
+"""EAGLE-3 and DFlash heads that learn a few texts: the engine accepts what a reference of their own counts, by position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outrider import LLM, SamplingParams
+from outrider.embedded import default_model
+from outrider.heads.block_network import BlockHeadNetwork
+from outrider.heads.feature_networks import Eagle3Network, HeadAttention
+from outrider.heads.formats.published import PublishedHead, read_head
+from outrider.model.lone_layer import RotaryFactors
+from outrider.prove.published_blocks import save_random_dflash
+from outrider.prove.published_heads import save_random_eagle
+from outrider.prove.tiny import raise_engine_norms
+from tests.model.block_reference import BlockReference
+from tests.model.eagle_reference import EagleReference
+from tests.model.test_target import Oracle
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = ("def main(", "x = [1, 2, 3,", "class Node:", '{"name": "')
+LENGTH, DRAFTED, BLOCK, STEPS = 48, 4, 5, 120
+GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def target() -> str:
+    return default_model("target")
+
+
+@pytest.fixture(scope="module")
+def oracle(target: str) -> Oracle:
+    return Oracle(target)
+
+
+@pytest.fixture(scope="module")
+def llm(target: str) -> LLM:
+    llm = LLM(target, dtype="float64", speculation="none")
+    raise_engine_norms(llm)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def texts(llm: LLM) -> list[tuple[int, ...]]:
+    """Prompts and what the target writes behind them."""
+    return [(*out.prompt_token_ids, *out.outputs[0].token_ids) for out in llm.generate(list(PROMPTS), GREEDY)]
+
+
+def eagle3(folder: Path, target: str) -> str:
+    return save_random_eagle(folder, target, "safeailab", scale=0.05)
+
+
+def dflash(folder: Path, target: str) -> str:
+    return save_random_dflash(folder, target, scale=0.05, inputs=(2, 4, 7), block_size=BLOCK)
+
+
+def attended(attention: HeadAttention, queries: Tensor, kept: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
+    keys, values = (each.repeat_interleave(queries.shape[1] // each.shape[1], 1) for each in kept)
+    scores = torch.einsum("ihd,jhd->hij", queries, keys) / attention.head_dim**0.5
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
+
+
+def eagle3_loss(head: PublishedHead, oracle: Oracle, text: tuple[int, ...], states: list[Tensor]) -> Tensor:
+    """Behind every token but the first and the last: what the next one is."""
+    network, count = head.network, len(text) - 2
+    assert isinstance(network, Eagle3Network)
+    tables = RotaryFactors(head.config.layer, torch.device("cpu")).at(range(1, count + 1), torch.float32)
+    table = oracle.model.get_input_embeddings().weight.float()
+    read = network.enter(table[list(text[1:-1])], network.fuse(states)[:count])
+    attention, earlier = network.layer.self_attn, torch.ones(count, count, dtype=torch.bool).tril()
+    kept = attention.keys_and_values(read.rows, tables)
+    found = attended(attention, attention.queries(read.rows, tables), kept, earlier)
+    logits = network.logits(network.layer.leave(read.residual, found), oracle.model.lm_head)
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(text[2:]))
+
+
+def dflash_loss(head: PublishedHead, oracle: Oracle, text: tuple[int, ...], states: list[Tensor]) -> Tensor:
+    """At every mask token of a block behind every token but the first: which token stands there."""
+    network, config = head.network, head.config
+    assert isinstance(network, BlockHeadNetwork)
+    starts = torch.arange(1, len(text) - BLOCK + 1)
+    places = (starts[:, None] + torch.arange(BLOCK)).flatten()
+    tokens = torch.where(torch.arange(len(places)) % BLOCK == 0, torch.tensor(text)[places], network.config.mask_token_id)
+    rotary = RotaryFactors(config.layer, torch.device("cpu"))
+    tables, before = rotary.at(places.tolist(), torch.float32), rotary.at(range(len(text)), torch.float32)
+    begun = starts.repeat_interleave(BLOCK)
+    seen = torch.cat([torch.arange(len(text)) < begun[:, None], begun == begun[:, None]], 1)
+    features, rows = network.fuse(states), oracle.model.get_input_embeddings().weight.float()[tokens]
+    for layer in network.own_layers:
+        attention, normed = layer.self_attn, layer.input_layernorm(rows)
+        pairs = zip(attention.keys_and_values(features, before), attention.keys_and_values(normed, tables), strict=True)
+        keys, values = (torch.cat(pair) for pair in pairs)
+        rows = layer.leave(rows, attended(attention, attention.queries(normed, tables), (keys, values), seen))
+    drafted = torch.arange(len(places)) % BLOCK > 0
+    logits = network.norm(rows[drafted]) @ oracle.model.lm_head.weight.float().T
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(text)[places[drafted]])
+
+
+def train(folder: str, oracle: Oracle, texts: list[tuple[int, ...]], loss: Callable[..., Tensor], layers: Any) -> None:
+    """Learn the texts by heart, and write the head into the file that it was read from."""
+    head = read_head(folder)
+    network = head.network.float().requires_grad_(True)
+    hidden = [[oracle.hidden(list(text))[layer].float().clone() for layer in layers] for text in texts]
+    optimiser = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=0.0)
+    for step in range(STEPS):
+        optimiser.zero_grad()
+        loss(head, oracle, texts[step % len(texts)], hidden[step % len(texts)]).backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimiser.step()
+    file, rename = Path(folder) / "model.safetensors", {"layer.": "midlayer."}
+    names = load_file(file)
+    tensors = {name: w.detach().clone() for name, w in network.state_dict().items()}
+    for own, published in rename.items():
+        tensors = {name if name in names else name.replace(own, published, 1): w for name, w in tensors.items()}
+    assert tensors.keys() == names.keys()
+    save_file(tensors, file)
+
+
+def counted(reference: Any, texts: list[tuple[int, ...]]) -> tuple[list[int], list[int]]:
+    """How many drafts of the reference were tried at each position, and how many stood there, over greedy texts."""
+    tried, stood = [0] * DRAFTED, [0] * DRAFTED
+    for text in texts:
+        now, stop = len(text) - LENGTH + 1, len(text)  # the first token is written without a draft
+        while now < stop:
+            path: tuple[int, ...] = ()
+            for position in range(min(DRAFTED, stop - now - 1)):
+                token = int(reference.logits(text[:now], path).argmax())
+                tried[position] += 1
+                if token != text[now + position]:
+                    break
+                stood[position] += 1
+                path += (token,)
+            now += len(path) + 1
+    return tried, stood
+
+
+def padded(counts: list[int]) -> list[int]:
+    """The engine counts up to the last position that was reached."""
+    return counts + [0] * (DRAFTED - len(counts))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_the_engine_accepts_what_the_reference_counts(
+    method: str, llm: LLM, oracle: Oracle, target: str, texts: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    make, loss, kind = {
+        "eagle3": (eagle3, eagle3_loss, EagleReference),
+        "dflash": (dflash, dflash_loss, BlockReference),
+    }[method]
+    folder = make(tmp_path / method, target)
+    layers = (2, 4, 5) if method == "eagle3" else (2, 4, 7)
+    torch.manual_seed(1)
+    train(folder, oracle, texts, loss, layers)
+    llm.stats.reset()
+    way = {"method": method, "model": folder, "num_draft_tokens": DRAFTED}
+    outputs = llm.generate(list(PROMPTS), GREEDY, speculation=way)
+    assert [(*out.prompt_token_ids, *out.outputs[0].token_ids) for out in outputs] == texts
+    stats = llm.stats.finished
+    tried, stood = counted(kind(folder, oracle.model), texts)
+    assert stats.num_proposer_faults == 0
+    assert padded(stats.tried_per_position) == tried
+    assert padded(stats.accepted_per_position) == stood
+    assert stood[0] > 0.6 * tried[0], "a head that reads the wrong states learns no text by heart"
