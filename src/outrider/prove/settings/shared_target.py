@@ -13,7 +13,6 @@ from outrider.prove.settings.methods import (
     drafted,
     exit_tree,
     skip_tree,
-    staged,
 )
 from outrider.prove.settings.setting import Setting
 
@@ -30,7 +29,6 @@ SHARED_TARGET_SETTINGS = (
     Setting("early exit, tree, traversal", exit_tree("block")),
     Setting("early exit, tree, recursive rejection", exit_tree("token")),
     Setting("early exit, tree, seeded", exit_tree("auto"), {"seed": 6}),
-    Setting("staged, early exit drafts for the draft model", staged(EXIT_ONE)),
     Setting("early exit in turns with the draft model", turns=((EXIT,), (drafted("block"),))),
     Setting("early exit behind a lookup", turns=((LOOKUP | {"num_draft_tokens": 1}, EXIT),)),
     Setting("early exit, then the draft model behind it", turns=((EXIT_ONE, drafted("block", num_draft_tokens=1)),)),
