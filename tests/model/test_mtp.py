@@ -109,7 +109,7 @@ def test_every_draft_is_what_the_reference_says(
     assert watch.worst <= (BOUND if family is LLAMA else 10 * BOUND)
     assert watch.num_rows > 50
     assert stats.num_preemptions > 0
-    assert (stats.num_cached_tokens > 0) == (family is LLAMA)  # blocks hold no running states
+    assert stats.num_cached_tokens > 0
     assert stats.num_draft_tokens > stats.num_accepted_tokens
     assert texts(outputs) == texts(llm.generate([*PROMPTS, *PROMPTS], params, speculation="none"))
     llm.engine.check_integrity()
