@@ -1,6 +1,7 @@
 /* This file holds all kernels for one instruction set, first in float and then in double. */
 #include "constant.h"
 #include "lanes.h"
+#include "matrices.h"
 #include "simd.h"
 #include "team.h"
 #include "words.h"
