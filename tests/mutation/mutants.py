@@ -494,7 +494,7 @@ MUTANTS = (
         12,
         "engine/committing.py",
         "        if seq.status is not Status.RUNNING:\n            break\n        if node",
-        "        if seq.status is not Status.RUNNING and step < len(verdict.path):\n            break\n        if node",
+        "        if seq.status is not Status.RUNNING and place < len(verdict.path):\n            break\n        if node",
         "stop_inside_draft",
     ),
     Mutant(
