@@ -53,7 +53,8 @@ PLANTED = {
     "activation silu": ("ACTIVATIONS", {k: v for k, v in layout.ACTIVATIONS.items() if k != "silu"}),
     "norm LAYER": ("NormKind", OtherNorms),
     "feed-forward GATED": ("FeedForward", OtherFeedForwards),
-    "panel width": ("INSTRUCTION_SETS", dict.fromkeys(layout.INSTRUCTION_SETS, 8)),
+    # It has the same cause as another width of panels, and comes before it in the alphabet.
+    "columns at once": ("INSTRUCTION_SETS", dict.fromkeys(layout.INSTRUCTION_SETS, 8)),
     "instruction set avx2": ("INSTRUCTION_SETS", {"generic": 16, "avx512": 64, "avx2": 32, "avx512bf16": 64}),
     "offset of linear.next": ("STRUCTS", {**layout.STRUCTS, "linear": LongerLinear}),
     "offset of pass.hidden_out": ("STRUCTS", {**layout.STRUCTS, "pass": ShorterPass}),
