@@ -15,6 +15,7 @@ from outrider.model import resumed_forward
 from outrider.model.batch import Segment
 from outrider.model.resumed_forward import TargetPass, resumes_exactly
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, Requirements
+from outrider.propose.bridge import SameVocabulary
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.methods import shared_layers
 from outrider.propose.methods.early_exit import EarlyExit
@@ -172,7 +173,7 @@ class MisleadingProposer(shared_layers.SharedLayersProposer):
     """Drafts by early exit, and then does something that must not reach the target's own pass."""
 
     def __init__(self, context: ProposerContext, trick: str) -> None:
-        super().__init__(context.target, (0, 1))
+        super().__init__(context.target, (0, 1), SameVocabulary(context.vocab_size))
         self.trick = trick
         self.tricked = 0
 
@@ -318,7 +319,7 @@ def test_rows_of_an_earlier_step_are_forgotten(fused: LLM, monkeypatch: pytest.M
         name: ClassVar[str] = "early"
 
         def build(self, context: ProposerContext) -> Proposer:
-            return Early(context.target, (0, 1))
+            return Early(context.target, (0, 1), SameVocabulary(context.vocab_size))
 
     output = fused.generate(PROMPTS[0], GREEDY, speculation=EarlyMethod())[0]
     assert output.stats.num_proposer_faults == 0

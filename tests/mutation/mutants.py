@@ -132,8 +132,8 @@ MUTANTS = (
         "draft accepted iff it is the target's most likely token",
         6,
         "verify/verifier.py",
-        "if rows.candidates[member].sampling.greedy:",
-        "if True:",
+        "tokens = self.noise.categorical(probs, keys)\n            chances = ",
+        "tokens = argmax(probs)\n            chances = ",
         "law_walk",
     ),
     Mutant(

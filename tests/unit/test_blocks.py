@@ -292,6 +292,17 @@ def test_a_block_that_holds_more_takes_the_place_of_its_twin() -> None:
     blocks.check_integrity([first, second, [second[0], first[1]]])
 
 
+def test_a_block_with_a_layer_that_its_twin_lacks_takes_its_place() -> None:
+    """Two heads draft for the same prompt in turns: each finds it from its second request on."""
+    blocks = BlockManager(8, 2)
+    first, second = written(blocks, [1, 2]), written(blocks, [1, 2])
+    blocks.hold(first, 7)
+    blocks.hold(second, 8)
+    assert blocks.match([1, 2, 3], None, frozenset({8})) == second
+    assert blocks.match([1, 2, 3], None, frozenset({7})) == []
+    blocks.check_integrity([first, second, second])
+
+
 def test_what_a_block_held_is_gone_when_it_is_handed_out_again() -> None:
     blocks = BlockManager(1, 2)
     table = written(blocks, [1, 2])

@@ -136,13 +136,13 @@ class BlockManager:
             self.states.add(found, text)
 
     def hold(self, blocks: Iterable[int], number: int) -> None:
-        """Note that these blocks are full of keys and values of an added layer too. One that holds more than its published
-        twin takes the place of it."""
+        """Note that these blocks are full of keys and values of an added layer too. One with a layer that its published
+        twin lacks takes the place of it, since whoever computed it had no use for the twin."""
         for block in blocks:
             self._held[block].add(number)
             key = self._unfound.get(block)
             twin = None if key is None else self._published.get(key)
-            if key is not None and (twin is None or self._held[twin] < self._held[block]):
+            if key is not None and (twin is None or not self._held[block] <= self._held[twin]):
                 if twin is not None:
                     if self.states is not None:
                         self.states.move(twin, block)
