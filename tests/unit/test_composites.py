@@ -9,8 +9,9 @@ from itertools import pairwise
 import pytest
 
 from outrider.govern.acceptance import Outlook
+from outrider.govern.choice import Chooser, Option, Reading, Text
 from outrider.govern.composites import Composite, Differences, Together, forecast
-from outrider.govern.costs import CostTable
+from outrider.govern.costs import CostModel, CostTable
 from outrider.govern.decision import Candidate, MemberDraft, Running
 from outrider.govern.governor import Governor
 
@@ -117,6 +118,16 @@ def test_what_is_learnt_of_members_decides_about_the_merge() -> None:
         chosen[of_lookup] = decision
     assert chosen[0.05].method == "merge"
     assert chosen[0.05].num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(("more", "chosen"), [(0.02, "model"), (0.25, "a merge")])
+def test_several_methods_must_clearly_beat_one(more: float, chosen: str) -> None:
+    """A forecast that is better by a little is mostly one that was guessed too high."""
+    costs = CostModel(CostTable({1: 1.0, 16: 1.0}, 0.0, {"model": {1: 0.01}}))
+    alone = Option("model", Outlook([0.5], [1.0]), 1)
+    merge = Option("a merge", Outlook([0.5 + more], [1.0]), 1, members=(Reading("model", 0, 0),), levels=((("model", 1),),))
+    plan = Chooser(costs, [Text(0, {"a merge": merge, "model": alone})], 0, 16).best()
+    assert plan.rows == {0: (chosen, 1)}
 
 
 def test_members_of_the_merge_that_drafts_are_not_idle() -> None:

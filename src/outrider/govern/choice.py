@@ -20,6 +20,9 @@ from outrider.govern.costs import CostModel
 _LEAST_CHANCE = 0.02
 #: After every so many rows it is asked whether further ones could pay.
 _LOOKS_EVERY = 4
+#: By which factor several methods together must be expected to beat each of them. The best of several guesses is mostly
+#: one that was guessed too high, and methods by themselves are known better.
+_JOINED = 1.05
 #: Steps over which what a late start costs is spread.
 _HORIZON = 48.0
 
@@ -160,12 +163,13 @@ class Chooser:
     def best(self) -> Plan:
         """The best of: nobody drafts, all texts take the same method, each text takes the method that suits it."""
         found = self.plain()
-        methods = sorted({name for text in self._texts for name in text.options})
-        for method in methods:
-            found = max(found, self._filled([text.options.get(method) for text in self._texts]), key=_rate)
+        methods = {name for text in self._texts for name in text.options}
+        alike = [[text.options.get(name) for text in self._texts] for name in sorted(methods)]
+        for options in sorted(alike, key=_joins):
+            found = self._better(found, options)
         if len(methods) > 1:
             rate = found.rate
-            found = max(found, self._filled([self._favourite(text, rate) for text in self._texts]), key=_rate)
+            found = self._better(found, [self._favourite(text, rate) for text in self._texts])
         return found
 
     def again(self, plan: Plan) -> Plan:
@@ -255,6 +259,11 @@ class Chooser:
                 filling.reading += self._costs.reading_seconds(reading.method, reading.reads)
         return reach
 
+    def _better(self, found: Plan, options: Sequence[Option | None]) -> Plan:
+        """The plan that was found, or the best one for an option of each text."""
+        plan = self._filled(options)
+        return plan if plan.rate > found.rate * (_JOINED if _joins(options) else 1.0) else found
+
     def _draft_seconds(self, filling: _Filling) -> float:
         total = 0.0
         for name, texts in filling.texts.items():
@@ -320,5 +329,6 @@ def _used(filling: _Filling) -> float:
     return filling.expected / filling.granted if filling.granted else 0.0
 
 
-def _rate(plan: Plan) -> float:
-    return plan.rate
+def _joins(options: Sequence[Option | None]) -> bool:
+    """Whether several methods together draft for a text."""
+    return any(option is not None and option.members for option in options)
