@@ -193,7 +193,7 @@ BOUNDARY_MUTANTS = (
     _mutant(
         "a block that holds less is never replaced",
         "cache/blocks.py",
-        "if key is not None and (twin is None or self._held[twin] < self._held[block]):",
+        "if key is not None and (twin is None or not self._held[block] <= self._held[twin]):",
         "if key is not None and twin is None:",
         "added_layers",
     ),
