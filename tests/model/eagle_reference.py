@@ -23,13 +23,15 @@ class EagleReference:
         mapping = json.loads((Path(folder) / "config.json").read_text())
         self.layer = mapping.get("transformer_layer_config", mapping)
         self.flags = mapping
-        self.prefix = "midlayer." if mapping is self.layer else "layers.0."
         self.first_position = 0 if mapping is self.layer else 1  # of the row of token 1
         self.weights = {name: w.double() for name, w in load_file(Path(folder) / "model.safetensors").items()}
+        self.prefix = "midlayer." if "midlayer.hidden_norm.weight" in self.weights else "layers.0."
         self.model = model
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
         count = model.config.num_hidden_layers
-        self.layers = mapping.get("eagle_aux_hidden_state_layer_ids") or [2, count // 2, count - 3]
+        outputs = mapping.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+        inputs = mapping.get("eagle_aux_hidden_state_layer_ids") or [2, count // 2, count - 3]
+        self.layers = [i + 1 for i in outputs] if outputs else inputs
 
     @torch.no_grad()
     def logits(self, text: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
@@ -59,7 +61,11 @@ class EagleReference:
         return self._fuse([states[layer][0].double() for layer in self.layers])
 
     def _logits(self, left: Tensor) -> Tensor:
-        return self._norm(left, "norm.weight") @ self.weights["lm_head.weight"].T
+        states = self._norm(left, "norm.weight")
+        if "lm_head.weight" in self.weights:
+            return states @ self.weights["lm_head.weight"].T
+        head: Tensor = self.model.get_output_embeddings()(states)
+        return head
 
     def _fuse(self, states: list[Tensor]) -> Tensor:
         if self.flags.get("fc_norm"):

@@ -13,6 +13,8 @@ from torch import Tensor
 _NAMES = {
     "qwen3_next": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "post_attention_layernorm"),
     "deepseek_v3": ("eh_proj", "enorm", "hnorm", "shared_head.norm", "post_attention_layernorm"),
+    "mimo_7b": ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm", "post_attention_layernorm"),
+    "speculators": ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm", "post_attention_layernorm"),
     "mimo_v2": ("eh_proj", "enorm", "hnorm", "final_layernorm", "pre_mlp_layernorm"),
 }
 #: A text that the target has computed but for its last token, and a path that was drafted behind it.
@@ -64,13 +66,11 @@ class MtpReference:
 
     def _run(self, layer: int, tokens: Tensor, features: Tensor) -> Tensor:
         fc, embedding, hidden, norm, behind = _NAMES[self.layout]
-        read = torch.cat(
-            [
-                self._norm(self.model.get_input_embeddings().weight.double()[tokens], self._beside(layer, embedding)),
-                self._norm(features, self._beside(layer, hidden)),
-            ],
-            -1,
-        )
+        both = [
+            self._norm(self.model.get_input_embeddings().weight.double()[tokens], self._beside(layer, embedding)),
+            self._norm(features, self._beside(layer, hidden)),
+        ]
+        read = torch.cat(both[::-1] if self.layout == "mimo_7b" else both, -1)
         states = read @ self._beside(layer, fc).T
         states = states + self._attend(layer, self._norm(states, self._of(layer, "input_layernorm.weight")))
         states = states + self._feed(layer, self._norm(states, self._of(layer, f"{behind}.weight")))
@@ -84,6 +84,8 @@ class MtpReference:
         return {
             "qwen3_next": f"mtp.layers.{layer}.",
             "deepseek_v3": f"model.layers.{first + layer}.",
+            "mimo_7b": f"model.mtp_layers.{layer}.",
+            "speculators": f"mtp_layers.{layer}.",
             "mimo_v2": f"model.mtp.layers.{layer}.",
         }[self.layout]
 
@@ -117,7 +119,7 @@ class MtpReference:
 
     def _plain(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         n, dim = len(rows), self._head_dim()
-        queries, keys, values = (rows @ self._of(layer, f"self_attn.{name}_proj.weight").T for name in "qkv")
+        queries, keys, values = (self._projected(layer, name, rows) for name in "qkv")
         gate = None
         if self.layout == "qwen3_next":
             both = queries.view(n, -1, 2 * dim)
@@ -129,6 +131,11 @@ class MtpReference:
         scale = self.config.attention_value_scale if self.layout == "mimo_v2" else 1.0
         values = values.view(n, keys.shape[1], -1) * scale
         return self._turned(queries), self._turned(keys), values, gate
+
+    def _projected(self, layer: int, name: str, rows: Tensor) -> Tensor:
+        found = rows @ self._of(layer, f"self_attn.{name}_proj.weight").T
+        bias = self.weights.get(f"{self._prefix(layer)}self_attn.{name}_proj.bias")
+        return found if bias is None else found + bias
 
     def _latent(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         c, n = self.config, len(rows)

@@ -48,6 +48,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle1": {"layout": "safeailab1"},
     "eagle1, without a bias": {"layout": "safeailab1", "bias": False, "own_embedding": True, "sizes": {"qkv_bias": True}},
     "speculators, one norm": {"layout": "speculators", "norm_before_fc": True},
+    "nvidia": {"layout": "nvidia", "draft_tokens": (1, 2, 3, 5, 7, 9, 11, 20, 30, 31)},
+    "nvidia, without an output layer": {
+        "layout": "nvidia", "own_output": False, "eagle_config": {"eagle_aux_hidden_state_layer_ids": []},
+    },
+    "specforge": {"layout": "safeailab", "fc_norm": True, "norm_output": True, "architectures": ["LlamaForCausalLMEagle3"]},
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM, Eagle3, SamplingParams, SpeculationConfig
 from outrider.errors import HeadMismatchError, InvalidParameterError, ModelError, ModelLoadError
+from outrider.heads.formats.published import read_head
 from outrider.prove.published_heads import save_random_eagle
 from tests.model import checkpoints
 
@@ -59,6 +60,10 @@ def _set(**fields: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda mapping: mapping.update(fields)
 
 
+def _nested(**fields: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda mapping: mapping["eagle_config"].update(fields)
+
+
 def _inner(**fields: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda mapping: mapping["transformer_layer_config"].update(fields)
 
@@ -87,8 +92,13 @@ def test_such_heads_draft_before_they_are_spoilt(llm: LLM, path: str, layout: st
         ("speculators", _inner(hidden_size="wide"), "describes no llama layer"),
         ("speculators", _inner(num_key_value_heads=3, num_attention_heads=4), "do not go together"),
         ("speculators", _inner(hidden_act="gone"), "no such activation"),
-        ("safeailab", _set(norm_output=True), "other formats give it different meanings"),
-        ("safeailab", _set(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}), "count from 0 or from 1"),
+        ("safeailab", _set(fc_norm=True, norm_before_fc=True), "only one of them can be"),
+        ("safeailab", _set(num_aux_hidden_states=4), "num_aux_hidden_states=4: it names 3 layers"),
+        ("nvidia", _nested(use_aux_hidden_state=False), "eagle_config.use_aux_hidden_state=False: this version"),
+        ("nvidia", _nested(parallel_draft_step=4), "eagle_config.parallel_draft_step=4: this version"),
+        ("nvidia", _nested(eagle_aux_hidden_state_layer_ids=[4, 2]), "in which order"),
+        ("nvidia", _set(eagle_aux_hidden_state_layer_ids=[1, 2, 4]), "=[1, 2, 4] beside it names the inputs"),
+        ("nvidia", _set(eagle_config=[1]), "eagle_config=[1]: no mapping"),
         ("safeailab", _set(draft_vocab_size=0), "draft_vocab_size=0: no size"),
         ("safeailab", _set(draft_vocab_size=10**6), "the target has"),
         ("safeailab", lambda m: [m.pop(name) for name in ("draft_vocab_size", "num_hidden_layers")], "no head of a known"),
@@ -136,6 +146,23 @@ def test_a_tensor_that_does_not_fit_is_named(
     assert told in error.problem
 
 
+def test_a_layer_that_has_two_names_is_refused(llm: LLM, path: str, tmp_path: Path) -> None:
+    folder = save_random_eagle(tmp_path, path, "safeailab")
+    exchange(folder, "layers.0.hidden_norm.weight", torch.ones(32))
+    assert refused(llm, folder).problem == "midlayer. and layers.0. name one part of it twice"
+
+
+def test_norms_with_names_of_older_files_are_read(path: str, tmp_path: Path) -> None:
+    folder = save_random_eagle(tmp_path, path, "safeailab", fc_norm=True)
+    now = read_head(folder).network.state_dict()
+    for i, name in enumerate(("low", "mid", "high")):
+        exchange(folder, f"fc_norm.{i}.weight", None)
+        exchange(folder, f"aux_norm_{name}.weight", now[f"fc_norm.{i}.weight"])
+    before = read_head(folder).network.state_dict()
+    assert before.keys() == now.keys()
+    assert all(torch.equal(before[name], now[name]) for name in now)
+
+
 def test_a_folder_must_hold_a_head_that_is_not_pickled(llm: LLM, path: str, tmp_path: Path) -> None:
     folder = save_random_eagle(tmp_path / "pickled", path, "safeailab")
     weights = Path(folder) / "model.safetensors"
@@ -177,6 +204,11 @@ def test_a_head_in_several_files_is_read(llm: LLM, path: str, tmp_path: Path) ->
         ("num_layers", {}, {"eagle_aux_hidden_state_layer_ids": [1, 3, LAYERS]}),
         ("architectures", {"family": "mistral"}, {}),
         ("hidden_size", {}, {"target_hidden_size": 32, "sizes": {"hidden_size": 16}}),
+        (
+            "hidden_size",
+            {},
+            {"target_hidden_size": 32, "sizes": {"hidden_size": 16}, "own_embedding": True, "own_output": False},
+        ),
         ("embed_tokens.weight", {"seed": 9}, {"own_embedding": True}),
     ],
     ids=str,

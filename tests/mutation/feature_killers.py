@@ -15,6 +15,8 @@ from tests.model import checkpoints, test_feature_heads, test_mtp
 from tests.model.mtp_reference import MtpReference
 
 _NAMES = ("safeailab", "speculators, normed residual", "eagle1")
+#: One that only names its layers otherwise.
+_NVIDIA = "nvidia"
 
 
 def features_make_the_drafts() -> None:
@@ -23,6 +25,7 @@ def features_make_the_drafts() -> None:
     for name in _NAMES:
         for shape in ({}, {"tree": (3, 2)}):
             _compared(name, shape, [params, params.replace(n=2), params])
+    _compared(_NVIDIA, {}, [params])
 
 
 def features_of_samples() -> None:
@@ -54,7 +57,10 @@ def _made_mtp() -> tuple[str, MtpReference]:
 def _made() -> test_feature_heads.Made:
     folder = Path(tempfile.mkdtemp())
     path = checkpoints.save("llama", folder / "target", seed=3, layers=test_feature_heads.LAYERS)
-    heads = {name: save_random_eagle(folder / name, path, scale=0.1, **test_feature_heads.HEADS[name]) for name in _NAMES}
+    heads = {
+        name: save_random_eagle(folder / name, path, scale=0.1, **test_feature_heads.HEADS[name])
+        for name in (*_NAMES, _NVIDIA)
+    }
     return test_feature_heads.Made(path, test_feature_heads.Oracle(path), heads)
 
 

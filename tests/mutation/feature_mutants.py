@@ -39,6 +39,12 @@ FEATURE_MUTANTS = (
         "for layer in reversed(self.aux_layers)]",
     ),
     _mutant(
+        "layers that are nested in a configuration are those whose inputs are read",
+        "heads/formats/eagle_config.py",
+        "tuple(i + 1 for i in",
+        "tuple(i for i in",
+    ),
+    _mutant(
         "the residual is never normed",
         _NETWORKS,
         "normed if self.config.norm_before_residual else features",

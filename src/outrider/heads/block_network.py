@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from outrider.heads.block_config import BlockHeadConfig
 from outrider.heads.feature_networks import HeadLayer
-from outrider.heads.networks import TargetHead
 from outrider.heads.published_network import PublishedNetwork
 
 
@@ -25,13 +24,12 @@ class BlockHeadNetwork(PublishedNetwork):
     config: BlockHeadConfig
 
     def __init__(self, config: BlockHeadConfig, *, own_embedding: bool, own_output: bool) -> None:
-        super().__init__(config, own_embedding=own_embedding)
+        super().__init__(config, own_embedding=own_embedding, own_output=own_output)
         hidden, eps = config.hidden_size, config.layer.rms_norm_eps
         self.layers = nn.ModuleList(BlockLayer(config.layer) for _ in range(config.num_layers))
         self.fc = nn.Linear(config.num_features * config.target_hidden_size, hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(hidden, eps)
         self.norm = nn.RMSNorm(hidden, eps)
-        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False) if own_output else None
 
     @property
     def own_layers(self) -> list[BlockLayer]:
@@ -42,9 +40,9 @@ class BlockHeadNetwork(PublishedNetwork):
         fused: Tensor = self.hidden_norm(self.fc(torch.cat(hidden, -1)))
         return fused
 
-    def logits(self, left: Tensor, target_head: TargetHead) -> Tensor:
-        states = self.norm(left)
-        return target_head(states) if self.lm_head is None else self.lm_head(states)
+    def output_states(self, left: Tensor) -> Tensor:
+        normed: Tensor = self.norm(left)
+        return normed
 
 
 class BlockLayer(HeadLayer):

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from outrider.heads.feature_config import FeatureHeadConfig, FeatureNorm
-from outrider.heads.networks import TargetHead
 from outrider.heads.published_network import PublishedNetwork
 from outrider.model.lone_layer import activation
 
@@ -32,8 +31,8 @@ class FeatureHeadNetwork(PublishedNetwork):
         layer: Its layer.
     """
 
-    def __init__(self, config: FeatureHeadConfig, layer: HeadLayer, *, own_embedding: bool) -> None:
-        super().__init__(config, own_embedding=own_embedding)
+    def __init__(self, config: FeatureHeadConfig, layer: HeadLayer, *, own_embedding: bool, own_output: bool) -> None:
+        super().__init__(config, own_embedding=own_embedding, own_output=own_output)
         self.layer = layer
 
     def enter(self, embeddings: Tensor, features: Tensor) -> LayerInput:
@@ -56,7 +55,7 @@ class Eagle1Network(FeatureHeadNetwork):
 
     def __init__(self, config: FeatureHeadConfig, *, own_embedding: bool, bias: bool) -> None:
         hidden = config.hidden_size
-        super().__init__(config, HeadLayer(config.layer, hidden), own_embedding=own_embedding)
+        super().__init__(config, HeadLayer(config.layer, hidden), own_embedding=own_embedding, own_output=False)
         self.fc = nn.Linear(2 * hidden, hidden, bias=bias)
 
     def fuse(self, hidden: list[Tensor]) -> Tensor:
@@ -67,8 +66,8 @@ class Eagle1Network(FeatureHeadNetwork):
         rows = self.fc(torch.cat([embeddings, features], -1))
         return LayerInput(rows, rows)  # its layer has no norm before attention
 
-    def logits(self, left: Tensor, target_head: TargetHead) -> Tensor:
-        return target_head(left)
+    def output_states(self, left: Tensor) -> Tensor:
+        return left
 
 
 class Eagle3Network(FeatureHeadNetwork):
@@ -77,19 +76,19 @@ class Eagle3Network(FeatureHeadNetwork):
     Args:
         config: Its shape.
         own_embedding: Whether it brings embeddings.
+        own_output: Whether it brings an output layer.
     """
 
     layer: Eagle3Layer
 
-    def __init__(self, config: FeatureHeadConfig, *, own_embedding: bool) -> None:
+    def __init__(self, config: FeatureHeadConfig, *, own_embedding: bool, own_output: bool) -> None:
         hidden, eps = config.hidden_size, config.layer.rms_norm_eps
-        super().__init__(config, Eagle3Layer(config.layer), own_embedding=own_embedding)
+        super().__init__(config, Eagle3Layer(config.layer), own_embedding=own_embedding, own_output=own_output)
         count, width, norm = config.num_features, config.target_hidden_size, config.feature_norm
         self.input_norm = nn.RMSNorm(count * width, eps) if norm is FeatureNorm.ALL else None
         self.fc_norm = nn.ModuleList(nn.RMSNorm(width, eps) for _ in range(count if norm is FeatureNorm.EACH else 0))
         self.fc = nn.Linear(count * width, hidden, bias=False)
         self.norm = nn.RMSNorm(hidden, eps)
-        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
 
     def fuse(self, hidden: list[Tensor]) -> Tensor:
         if self.fc_norm:
@@ -107,9 +106,9 @@ class Eagle3Network(FeatureHeadNetwork):
         feature: Tensor = self.norm(left) if self.config.norm_output else left
         return feature
 
-    def logits(self, left: Tensor, target_head: TargetHead) -> Tensor:
-        logits: Tensor = self.lm_head(self.norm(left))
-        return logits
+    def output_states(self, left: Tensor) -> Tensor:
+        normed: Tensor = self.norm(left)
+        return normed
 
 
 class HeadLayer(nn.Module):

@@ -59,6 +59,13 @@ def check_embedding(folder: str, config: FeatureHeadConfig, own: nn.Embedding | 
         raise HeadMismatchError(folder, problem, _REMEDY, "embed_tokens.weight", LEAST_COSINE, cosine)
 
 
+def check_output(folder: str, config: FeatureHeadConfig, own: nn.Linear | None, target: Target) -> None:
+    """Raise HeadMismatchError where a head has no output layer and cannot take the target's."""
+    if own is None and config.hidden_size != target.hidden_size:
+        problem = f"it brings no lm_head.weight, and the target's reads states that are {target.hidden_size} wide"
+        raise HeadMismatchError(folder, problem, _REMEDY, "hidden_size", config.hidden_size, target.hidden_size)
+
+
 def _last_shown(config: FeatureHeadConfig, count: int) -> int:
     """The last index of hidden states that a head may read: what the last layer leaves is shown behind the final norm only,
     which heads of eagle1 read and others do not mean."""

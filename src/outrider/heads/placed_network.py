@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads.feature_config import FeatureHeadConfig
-from outrider.heads.feature_pairing import check_embedding, paired_layers
+from outrider.heads.feature_pairing import check_embedding, check_output, paired_layers
 from outrider.heads.published_network import PublishedNetwork
 from outrider.heads.running import use_kernels
 from outrider.model.lone_layer import RotaryFactors
@@ -40,6 +40,7 @@ class PlacedNetwork(Generic[NetworkT]):
     def __init__(self, folder: str, config: FeatureHeadConfig, network: NetworkT, target: Target) -> None:
         self.aux_layers = paired_layers(folder, config, target)
         check_embedding(folder, config, network.embed_tokens, target)
+        check_output(folder, config, network.lm_head, target)
         self._target = target
         self.network: NetworkT = network.to(target.device, target.dtype)
         self.dtype = use_kernels(self.network, target)

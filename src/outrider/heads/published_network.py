@@ -14,12 +14,14 @@ class PublishedNetwork(nn.Module):
     Attributes:
         config: Its shape.
         embed_tokens: Embeddings of its own; None where the target lends its own.
+        lm_head: An output layer of its own; None where the target lends its own.
     """
 
-    def __init__(self, config: FeatureHeadConfig, *, own_embedding: bool) -> None:
+    def __init__(self, config: FeatureHeadConfig, *, own_embedding: bool, own_output: bool) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_output else None
 
     def fuse(self, hidden: list[Tensor]) -> Tensor:
         """Features [n, hidden_size] of the target's hidden states [n, target_hidden_size], low to high."""
@@ -32,4 +34,9 @@ class PublishedNetwork(nn.Module):
             left: What the layer left.
             target_head: The target's output layer, for heads without one of their own.
         """
+        states = self.output_states(left)
+        return target_head(states) if self.lm_head is None else self.lm_head(states)
+
+    def output_states(self, left: Tensor) -> Tensor:
+        """What the output layer reads [n, hidden_size], of what the last layer left."""
         raise NotImplementedError

@@ -9,8 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: What NVIDIA nests in a configuration, with the layers whose outputs are read.
+_NVIDIA = {
+    "eagle_aux_hidden_state_layer_ids": [0, 2, 5], "use_aux_hidden_state": True, "use_mtp_layernorm": False,
+    "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "next_layer_regular": True,
+    "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None,
+}  # fmt: skip
 #: Where each layout puts the layer. The first one is that of EAGLE-1.
-LAYOUTS = {"safeailab1": "layers.0.", "safeailab": "midlayer.", "speculators": "layers.0."}
+LAYOUTS = {"safeailab1": "layers.0.", "safeailab": "midlayer.", "nvidia": "layers.0.", "speculators": "layers.0."}
 
 
 def save_random_eagle(
@@ -23,6 +29,7 @@ def save_random_eagle(
     draft_tokens: tuple[int, ...] | None = None,
     sizes: dict[str, Any] | None = None,
     own_embedding: bool = False,
+    own_output: bool = True,
     **fields: Any,
 ) -> str:
     """Write a head with random weights for a checkpoint; returns its folder.
@@ -36,6 +43,7 @@ def save_random_eagle(
         draft_tokens: The target's tokens that it drafts, in ascending order; None for all.
         sizes: Other fields of its layer.
         own_embedding: Whether it brings embeddings: the target's where they are as wide, else random ones.
+        own_output: Whether it brings an output layer; one of EAGLE-1 never does.
         fields: Other fields of its configuration.
     """
     from safetensors.torch import load_file, save_file
@@ -54,6 +62,8 @@ def save_random_eagle(
     wide = int(mapping.get("target_hidden_size") or layer["hidden_size"])
     of_eagle1 = layout == "safeailab1"
     shapes = _eagle1_shapes(layer, mapping) if of_eagle1 else _eagle3_shapes(layout, layer, mapping, wide, len(chosen))
+    if not own_output:
+        del shapes["lm_head.weight"]
     tensors = random_tensors(shapes, seed, scale)
     if draft_tokens is not None:
         tensors["d2t"] = chosen - torch.arange(len(chosen))
@@ -70,6 +80,8 @@ def save_random_eagle(
 
 def _mapping(layout: str, target: str, layer: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """The configuration as each of them writes it."""
+    if layout == "nvidia":
+        return {"architectures": ["LlamaForCausalLMEagle3"], **layer, "eagle_config": _NVIDIA, **fields}
     if layout != "speculators":
         return {"architectures": ["LlamaForCausalLM"], **layer, **fields}
     verifier = {"name_or_path": target, "architectures": []}
@@ -114,7 +126,8 @@ def _eagle3_shapes(
     layout: str, layer: dict[str, Any], mapping: dict[str, Any], wide: int, drafted: int
 ) -> dict[str, tuple[int, ...]]:
     """Of all tensors of an EAGLE-3 head but the embeddings and the columns of tokens."""
-    hidden, count = layer["hidden_size"], len(mapping.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0))
+    hidden, named = layer["hidden_size"], mapping.get("eagle_config", mapping).get("eagle_aux_hidden_state_layer_ids")
+    count = len(named or (0, 0, 0))
     of_layer = dict.fromkeys(("hidden_norm.weight", "input_layernorm.weight"), (hidden,)) | layer_shapes(layer, 2 * hidden)
     shapes = {LAYOUTS[layout] + name: shape for name, shape in of_layer.items()}
     shapes |= {"fc.weight": (hidden, count * wide), "norm.weight": (hidden,), "lm_head.weight": (drafted, hidden)}

@@ -18,6 +18,13 @@ LAYOUTS: dict[str, tuple[str, str | None, tuple[str, str, str, str], str]] = {
         "mtp.layers.{}.", "mtp.", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), "full_attention",
     ),
     "deepseek_v3": ("model.layers.{}.", None, ("eh_proj", "enorm", "hnorm", "shared_head.norm"), "full_attention"),
+    "mimo_7b": (
+        "model.mtp_layers.{}.", None, ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
+        "full_attention",
+    ),
+    "speculators": (
+        "mtp_layers.{}.", None, ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"), "full_attention",
+    ),
     "mimo_v2": ("model.mtp.layers.{}.", None, ("eh_proj", "enorm", "hnorm", "final_layernorm"), "sliding_attention"),
 }  # fmt: skip
 

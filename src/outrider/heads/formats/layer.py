@@ -24,6 +24,8 @@ _SIZES = (
     "vocab_size",
 )
 _OTHER = "Use another head."
+#: The layers of the target that heads of EAGLE-3 read.
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 def read_layer(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
@@ -73,7 +75,7 @@ def read_layers(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
     return layer
 
 
-def read_layer_ids(folder: str, ids: Any, field: str = "eagle_aux_hidden_state_layer_ids") -> tuple[int, ...]:
+def read_layer_ids(folder: str, ids: Any, field: str = AUX_LAYERS) -> tuple[int, ...]:
     """The ids of the target's layers that a head reads, as its format counts them.
 
     Raises:

@@ -1,6 +1,6 @@
 """Layers for the prediction of several tokens (MTP) that a checkpoint itself carries, beside those of the model.
 
-transformers leaves these tensors out when it loads the model. They are read here, from the same files, in three layouts:
+transformers leaves these tensors out when it loads the model. They are read here, in five layouts:
 
 - Qwen3-Next and Qwen3.5: `mtp.fc`, `mtp.pre_fc_norm_embedding`, `mtp.pre_fc_norm_hidden`, `mtp.norm`, `mtp.layers.i.*`. The
   layers share all but themselves.
@@ -8,12 +8,15 @@ transformers leaves these tensors out when it loads the model. They are read her
   `shared_head.norm` in each. Copies of the embeddings and of the output layer are not used: the target lends its own.
 - MiMo-V2-Flash: `model.mtp.layers.i.*` with `eh_proj`, `enorm`, `hnorm`, `final_layernorm` and `pre_mlp_layernorm`, a dense
   layer that looks back over a window.
+- MiMo-7B: `model.mtp_layers.i.*` with `input_proj`, `token_layernorm`, `hidden_layernorm` and `final_layernorm`.
+- speculators, in a folder beside the checkpoint: `mtp_layers.0.*` with the same names.
 
-All of them read [embedding, hidden state], each behind a norm of its own, and the hidden state is what the target's final
-norm leaves. What the next token reads, and the output layer too, is what the layer leaves behind its own norm. vLLM gives
-the next token what lies before that norm in the second layout. SGLang does as is done here, since the layer was trained to
-read what has been normed. vLLM also reads zeros in place of the embedding of the second token of a text in that layout, and
-neither SGLang nor the report on DeepSeek-V3 does so, and nor is it done here.
+All of them read [embedding, hidden state], each behind a norm of its own, but MiMo-7B reads [hidden state, embedding]; the
+halves of its projection are exchanged here. The hidden state is what the target's final norm leaves. What the next token
+reads, and the output layer too, is what the layer leaves behind its own norm. vLLM gives the next token what lies before
+that norm in the second layout. SGLang does as is done here, since the layer was trained to read what has been normed. vLLM
+also reads zeros in place of the embedding of the second token of a text in that layout, and neither SGLang nor the report
+on DeepSeek-V3 does so, and nor is it done here.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ class _Layout(NamedTuple):
         renamed: Names of the model's layers, by other names of the same tensors.
         unused: Copies of the target's tensors.
         layer_type: Kind of attention, where the model has several.
+        hidden_first: Whether the hidden state comes before the embedding.
     """
 
     layer: re.Pattern[str]
@@ -51,9 +55,16 @@ class _Layout(NamedTuple):
     renamed: Mapping[str, str]
     unused: tuple[str, ...]
     layer_type: str
+    hidden_first: bool = False
 
 
 _OWN = {"eh_proj.weight": "fc", "enorm.weight": "embedding_norm", "hnorm.weight": "hidden_norm"}
+_MIMO = {
+    "input_proj.weight": "fc",
+    "token_layernorm.weight": "embedding_norm",
+    "hidden_layernorm.weight": "hidden_norm",
+    "final_layernorm.weight": "norm",
+}
 _LAYOUTS = (
     _Layout(
         re.compile(r"mtp\.layers\.(\d+)\.(.+)"),
@@ -78,6 +89,8 @@ _LAYOUTS = (
         (),
         "sliding_attention",
     ),
+    _Layout(re.compile(r"model\.mtp_layers\.(\d+)\.(.+)"), 0, None, _MIMO, {}, (), "full_attention", hidden_first=True),
+    _Layout(re.compile(r"mtp_layers\.(\d+)\.(.+)"), 0, None, _MIMO, {}, (), "full_attention"),
     _Layout(
         re.compile(r"model\.layers\.(\d+)\.(.+)"),
         None,
@@ -186,4 +199,5 @@ def _layer(folder: str, layout: _Layout, tensors: Mapping[str, HeadTensor], numb
     for wanted in sorted({*layout.own.values()} - own.keys()):
         theirs = next(each for each, ours in layout.own.items() if ours == wanted)
         raise ModelLoadError(folder, f"its layer {number} that predicts several tokens has no {theirs}", _DOWNLOAD)
-    return MtpTensors(own["fc"], own["embedding_norm"], own["hidden_norm"], decoder | {"norm.weight": own["norm"]})
+    fc = own["fc"].roll(own["fc"].shape[-1] // 2, -1) if layout.hidden_first else own["fc"]
+    return MtpTensors(fc, own["embedding_norm"], own["hidden_norm"], decoder | {"norm.weight": own["norm"]})

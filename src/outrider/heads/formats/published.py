@@ -59,12 +59,15 @@ def read_head(folder: str) -> PublishedHead:
             missing, corrupt, pickled or of another shape.
     """
     config, form = _read_config(folder)
-    tensors = {_renamed(name, form.PREFIXES): found for name, found in read_tensors(folder).items()}
-    tensors = {name: found for name, found in tensors.items() if not name.startswith(_COPIES)}
+    found = {name: tensor for name, tensor in read_tensors(folder).items() if not name.startswith(_COPIES)}
+    prefixes = {old: new for old, new in form.PREFIXES.items() if any(name.startswith(old) for name in found)}
+    tensors = {_renamed(name, prefixes): tensor for name, tensor in found.items()}
+    if len(tensors) < len(found):
+        raise ModelLoadError(folder, f"{' and '.join(prefixes)} name one part of it twice", _OTHER)
     tokens = _tokens(folder, config, tensors.pop("d2t", None), tensors.pop("t2d", None))
     with torch.device("meta"):
         network = _network(config, tensors)
-    _check_shapes(folder, {name: list(w.shape) for name, w in network.state_dict().items()}, tensors, form.PREFIXES)
+    _check_shapes(folder, {name: list(w.shape) for name, w in network.state_dict().items()}, tensors, prefixes)
     network.load_state_dict({name: found.tensor for name, found in tensors.items()}, assign=True)
     return PublishedHead(folder, config, network.eval().requires_grad_(False), tokens)
 
@@ -91,12 +94,12 @@ def _read_config(folder: str) -> tuple[FeatureHeadConfig, Any]:
 def _network(config: FeatureHeadConfig, tensors: dict[str, HeadTensor]) -> PublishedNetwork:
     """The layers, without their weights."""
     own = _EMBEDDING in tensors
-    if isinstance(config, BlockHeadConfig):
-        reduced = config.draft_vocab_size < config.vocab_size
-        return BlockHeadNetwork(config, own_embedding=own, own_output=reduced or _OUTPUT in tensors)
     if config.method == "eagle1":
         return Eagle1Network(config, own_embedding=own, bias="fc.bias" in tensors)
-    return Eagle3Network(config, own_embedding=own)
+    own_output = config.draft_vocab_size < config.vocab_size or _OUTPUT in tensors
+    if isinstance(config, BlockHeadConfig):
+        return BlockHeadNetwork(config, own_embedding=own, own_output=own_output)
+    return Eagle3Network(config, own_embedding=own, own_output=own_output)
 
 
 def _renamed(name: str, prefixes: dict[str, str]) -> str:

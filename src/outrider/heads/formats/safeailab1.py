@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.heads.feature_config import FeatureHeadConfig
+from outrider.heads.formats.eagle_config import NESTED
 from outrider.heads.formats.layer import read_flag, read_layer, refused
 
 NAME = "SafeAILab EAGLE"
@@ -20,7 +21,7 @@ PREFIXES = {"layers.0.": "layer."}
 
 def fits(mapping: Mapping[str, Any]) -> bool:
     """Whether a configuration is of this format."""
-    foreign = "draft_vocab_size" in mapping or "speculators_model_type" in mapping
+    foreign = any(name in mapping for name in ("draft_vocab_size", NESTED, "speculators_model_type"))
     return not foreign and mapping.get("num_hidden_layers") == 1
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.heads.feature_config import FeatureHeadConfig, FeatureNorm
-from outrider.heads.formats.layer import KINDS, read_flag, read_layer, read_layer_ids, refused
+from outrider.heads.feature_config import FeatureHeadConfig
+from outrider.heads.formats.layer import AUX_LAYERS, KINDS, read_flag, read_layer, read_layer_ids, refused
+from outrider.heads.formats.norms import read_feature_norm
 
 NAME = "speculators"
 #: Names of tensors in files, and here.
 PREFIXES = {"layers.0.": "layer."}
-_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def fits(mapping: Mapping[str, Any]) -> bool:
@@ -42,7 +42,7 @@ def read(folder: str, mapping: Mapping[str, Any]) -> FeatureHeadConfig:
         problem = "vLLM takes true and the package takes false where it is left out"
         remedy = "Write which of them the head was trained with."
         raise refused(folder, "norm_before_residual", mapping.get("norm_before_residual"), problem, remedy)
-    ids = mapping.get(_IDS)
+    ids = mapping.get(AUX_LAYERS)
     verifier = read_verifier(mapping)
     return FeatureHeadConfig(
         method="eagle3",
@@ -51,22 +51,13 @@ def read(folder: str, mapping: Mapping[str, Any]) -> FeatureHeadConfig:
         vocab_size=layer.vocab_size,
         draft_vocab_size=mapping.get("draft_vocab_size", 32000),
         aux_layers=None if ids is None else read_layer_ids(folder, ids),
-        feature_norm=_feature_norm(folder, mapping),
+        feature_norm=read_feature_norm(folder, mapping),
         norm_before_residual=mapping["norm_before_residual"],
         norm_output=read_flag(folder, mapping, "norm_output"),
         trains_embedding=read_flag(folder, mapping, "embed_requires_grad"),
         verifier=str(verifier.get("name_or_path") or ""),
         architectures=tuple(map(str, verifier.get("architectures") or ())),
     )
-
-
-def _feature_norm(folder: str, mapping: Mapping[str, Any]) -> FeatureNorm:
-    each, together = read_flag(folder, mapping, "fc_norm"), read_flag(folder, mapping, "norm_before_fc")
-    if each and together:
-        raise refused(
-            folder, "fc_norm", True, "norm_before_fc is true too, and only one of them can be", "Use another head."
-        )
-    return FeatureNorm.EACH if each else FeatureNorm.ALL if together else FeatureNorm.NONE
 
 
 def read_verifier(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
