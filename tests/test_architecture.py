@@ -16,7 +16,7 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 #: Lower first; a module may import from its own layer and from those before it.
 LAYERS = (
     ("errors", "embedded"),
-    ("validation",),
+    ("validation", "files"),
     ("draft", "trace", "stats", "params", "request_options", "config"),
     ("kernels",),
     ("cache",),

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, StorageError
+from outrider.files import write_text, write_whole
 from outrider.prompts import PromptEncoder
 from outrider.train import collect as collecting
 from outrider.train.batches import Batches, load_data
 from outrider.train.collect import Collected, collect
-from outrider.train.files import write_text, write_whole
 from outrider.train.manifest import DataSettings, read_manifest
 from outrider.train.prompts import encode_prompts, read_sources
 from outrider.train.records import TOP_LOGITS, TOP_TOKENS, Record, hidden_name, read_records

@@ -24,11 +24,11 @@ from outrider.errors import (
     TrainingError,
     VocabularyMismatchError,
 )
+from outrider.files import write_tensors
 from outrider.train import checkpoint, curves, models
 from outrider.train.batches import Batch, Batches
 from outrider.train.checkpoint import Checkpoints, Progress
 from outrider.train.distill import DistillSettings, write_on
-from outrider.train.files import write_tensors
 from outrider.train.losses import LOSSES, divergence, overlap
 from outrider.train.models import Shape, draft_to_begin_with, parse_shape, pruned
 from outrider.train.run import Job, train_draft

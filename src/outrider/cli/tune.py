@@ -163,7 +163,7 @@ def _tune(
 def _write(results: TuningResults, profile: Profile | None, out: Path) -> None:
     """All files, each whole or not at all, once everything is known."""
     from outrider.bench import plots
-    from outrider.train.files import write_text, write_whole
+    from outrider.files import write_text, write_whole
     from outrider.tuning.plot import draw
 
     write_text(out / "results.csv", results.as_csv())

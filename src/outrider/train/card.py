@@ -10,9 +10,9 @@ from typing import Any
 
 from outrider import __version__
 from outrider.embedded import default_model
+from outrider.files import write_text
 from outrider.stats import RequestStats
 from outrider.train.checkpoint import Measurement, Progress
-from outrider.train.files import write_text
 from outrider.train.judge import by_position
 from outrider.train.manifest import Manifest
 from outrider.train.settings import TrainSettings

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
 from outrider.errors import InvalidParameterError
-from outrider.train.files import write_tensors, write_text
+from outrider.files import write_tensors, write_text
 from outrider.train.manifest import Kept
 
 _KEPT = 2

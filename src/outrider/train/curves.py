@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from outrider.files import write_text, write_whole
 from outrider.train.checkpoint import Measurement
-from outrider.train.files import write_text, write_whole
 
 TABLE, DRAWING = "curves.csv", "curves.png"
 

@@ -19,12 +19,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.files import storing
 from outrider.heads.checkpoint import save_heads
 from outrider.heads.config import BlockwiseConfig, ExitConfig, HeadsConfig, MedusaConfig
 from outrider.heads.networks import build_network
 from outrider.heads.pairing import describe_target, take_witness
 from outrider.train.batches import Batch
-from outrider.train.files import storing
 from outrider.train.losses import LossName, divergence, overlap
 from outrider.train.manifest import Manifest
 from outrider.train.records import hidden_name

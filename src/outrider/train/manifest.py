@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from outrider.errors import ContradictionError, InvalidParameterError
-from outrider.train.files import write_text
+from outrider.files import write_text
 from outrider.validation import Frozen
 
 MANIFEST = "manifest.json"

@@ -15,12 +15,12 @@ from pydantic import Field, model_validator
 
 from outrider.config import ModelConfig
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError, VocabularyMismatchError
+from outrider.files import storing, write_whole
 from outrider.kernels.weights import use_plain_weights
 from outrider.model import hf
 from outrider.model.loading.exclusive import exclusive_transformers
 from outrider.model.loading.loader import load_model
 from outrider.model.loading.sources import check_sources
-from outrider.train.files import storing, write_whole
 from outrider.train.target import FrozenTarget
 from outrider.validation import Frozen
 

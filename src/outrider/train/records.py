@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import InvalidParameterError
-from outrider.train.files import write_tensors
+from outrider.files import write_tensors
 from outrider.train.manifest import Manifest, Shard
 from outrider.train.prompts import DIGEST_BYTES
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from outrider.config import DTypeName
 from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.files import write_text
 from outrider.params import SamplingParams
 from outrider.stats import RequestStats
 from outrider.train import curves
 from outrider.train.batches import TrainingData, load_data
 from outrider.train.card import Outcome, write_card
 from outrider.train.distill import DistilledDraft, DistillSettings
-from outrider.train.files import write_text
 from outrider.train.heads import HeadSettings, TrainedHeads
 from outrider.train.judge import Judge
 from outrider.train.manifest import Manifest, read_manifest
