@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,11 @@ from typer.testing import CliRunner, Result
 
 from outrider.cli.app import app
 from outrider.errors import InputError, InvalidParameterError, MissingExtraError
-from tests.train.markov import VOCAB, save_markov_target
+from tests.train.markov import VOCAB
 
 pytest.importorskip("accelerate")
 
 FEW = ("--steps", "6", "--evaluate-every", "3", "--save-every", "3", "--batch-size", "8", "--precision", "fp32")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_markov_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +53,8 @@ def train(method: str, target: str, data: Path, out: Path, *words: Any) -> Resul
         ("distill", ("--shape", "1x32:32", "--loss", "jsd", "--on-policy", "0.5")),
         ("medusa", ("--heads", "2", "--output", "target")),
         ("blockwise", ("--heads", "2", "--inner", "16")),
-        (
-            "exit",
-            (
-                "--layer",
-                "2",
-            ),
-        ),
+        ("exit", ("--layer", "2")),
+        ("eagle3", ("--draft-vocab", "20", "--unroll", "2", "--layers", "1,3", "--loss", "accepted_length")),
     ],
 )
 def test_a_method_is_trained(target: str, data: Path, tmp_path: Path, method: str, words: tuple[str, ...]) -> None:

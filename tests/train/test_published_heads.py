@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.embedded import default_model
 from outrider.heads.block_network import BlockHeadNetwork
-from outrider.heads.feature_networks import Eagle3Network, HeadAttention
+from outrider.heads.feature_networks import HeadAttention
 from outrider.heads.formats.published import PublishedHead, read_head
 from outrider.model.lone_layer import RotaryFactors
 from outrider.prove.published_blocks import save_random_dflash
-from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.tiny import raise_engine_norms
+from outrider.train.feature_heads import FeatureHeadSettings
+from outrider.train.manifest import DataSettings, Manifest, TargetFacts
+from outrider.train.records import Record, write_shard
+from outrider.train.run import Job, train_heads
+from outrider.train.settings import TrainSettings
 from tests.model.block_reference import BlockReference
 from tests.model.eagle_reference import EagleReference
 from tests.model.test_target import Oracle
@@ -27,7 +30,7 @@ from tests.model.test_target import Oracle
 pytestmark = pytest.mark.slow
 
 PROMPTS = ("def main(", "x = [1, 2, 3,", "class Node:", '{"name": "')
-LENGTH, DRAFTED, BLOCK, STEPS = 48, 4, 5, 120
+LENGTH, DRAFTED, BLOCK, STEPS = 48, 4, 5, 40
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 
 
@@ -54,32 +57,10 @@ def texts(llm: LLM) -> list[tuple[int, ...]]:
     return [(*out.prompt_token_ids, *out.outputs[0].token_ids) for out in llm.generate(list(PROMPTS), GREEDY)]
 
 
-def eagle3(folder: Path, target: str) -> str:
-    return save_random_eagle(folder, target, "safeailab", scale=0.05)
-
-
-def dflash(folder: Path, target: str) -> str:
-    return save_random_dflash(folder, target, scale=0.05, inputs=(2, 4, 7), block_size=BLOCK)
-
-
 def attended(attention: HeadAttention, queries: Tensor, kept: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
     keys, values = (each.repeat_interleave(queries.shape[1] // each.shape[1], 1) for each in kept)
     scores = torch.einsum("ihd,jhd->hij", queries, keys) / attention.head_dim**0.5
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
-
-
-def eagle3_loss(head: PublishedHead, oracle: Oracle, text: tuple[int, ...], states: list[Tensor]) -> Tensor:
-    """Behind every token but the first and the last: what the next one is."""
-    network, count = head.network, len(text) - 2
-    assert isinstance(network, Eagle3Network)
-    tables = RotaryFactors(head.config.layer, torch.device("cpu")).at(range(1, count + 1), torch.float32)
-    table = oracle.model.get_input_embeddings().weight.float()
-    read = network.enter(table[list(text[1:-1])], network.fuse(states)[:count])
-    attention, earlier = network.layer.self_attn, torch.ones(count, count, dtype=torch.bool).tril()
-    kept = attention.keys_and_values(read.rows, tables)
-    found = attended(attention, attention.queries(read.rows, tables), kept, earlier)
-    logits = network.logits(network.layer.leave(read.residual, found), oracle.model.lm_head)
-    return torch.nn.functional.cross_entropy(logits, torch.tensor(text[2:]))
 
 
 def dflash_loss(head: PublishedHead, oracle: Oracle, text: tuple[int, ...], states: list[Tensor]) -> Tensor:
@@ -104,24 +85,38 @@ def dflash_loss(head: PublishedHead, oracle: Oracle, text: tuple[int, ...], stat
     return torch.nn.functional.cross_entropy(logits, torch.tensor(text)[places[drafted]])
 
 
-def train(folder: str, oracle: Oracle, texts: list[tuple[int, ...]], loss: Callable[..., Tensor], layers: Any) -> None:
+def train_eagle3(folder: Path, oracle: Oracle, target: str, texts: list[tuple[int, ...]]) -> str:
+    """Learn the texts by heart."""
+    data = folder.with_name("data")
+    facts = TargetFacts(name=target, vocab_size=oracle.model.vocab_size, hidden_size=384, num_layers=8)
+    settings = DataSettings(temperature=0, max_tokens=LENGTH)
+    records = [  # the same texts, to learn from and to measure with
+        Record(bytes(16), 0, held_out, len(text) - LENGTH, torch.tensor(text))
+        for held_out in (False, True)
+        for text in texts
+    ]
+    shard = write_shard(data, "shard-00000.safetensors", records)
+    Manifest(target=facts, settings=settings).with_shard(shard).save(data)
+    how = TrainSettings(steps=STEPS, batch_size=4, precision="fp32", engine_prompts=0, num_draft_tokens=DRAFTED)
+    train_heads(Job(data, folder, target, "float32", how), FeatureHeadSettings(unroll=DRAFTED))
+    return str(folder)
+
+
+def train_dflash(folder: Path, oracle: Oracle, target: str, texts: list[tuple[int, ...]]) -> str:
     """Learn the texts by heart, and write the head into the file that it was read from."""
-    head = read_head(folder)
+    save_random_dflash(folder, target, scale=0.05, inputs=(2, 4, 7), block_size=BLOCK)
+    head = read_head(str(folder))
     network = head.network.float().requires_grad_(True)
-    hidden = [[oracle.hidden(list(text))[layer].float().clone() for layer in layers] for text in texts]
+    hidden = [[oracle.hidden(list(text))[layer].float().clone() for layer in (2, 4, 7)] for text in texts]
     optimiser = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=0.0)
-    for step in range(STEPS):
+    torch.manual_seed(1)
+    for step in range(120):
         optimiser.zero_grad()
-        loss(head, oracle, texts[step % len(texts)], hidden[step % len(texts)]).backward()
+        dflash_loss(head, oracle, texts[step % len(texts)], hidden[step % len(texts)]).backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimiser.step()
-    file, rename = Path(folder) / "model.safetensors", {"layer.": "midlayer."}
-    names = load_file(file)
-    tensors = {name: w.detach().clone() for name, w in network.state_dict().items()}
-    for own, published in rename.items():
-        tensors = {name if name in names else name.replace(own, published, 1): w for name, w in tensors.items()}
-    assert tensors.keys() == names.keys()
-    save_file(tensors, file)
+    save_file({name: w.detach().clone() for name, w in network.state_dict().items()}, folder / "model.safetensors")
+    return str(folder)
 
 
 def counted(reference: Any, texts: list[tuple[int, ...]]) -> tuple[list[int], list[int]]:
@@ -151,14 +146,8 @@ def padded(counts: list[int]) -> list[int]:
 def test_the_engine_accepts_what_the_reference_counts(
     method: str, llm: LLM, oracle: Oracle, target: str, texts: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
-    make, loss, kind = {
-        "eagle3": (eagle3, eagle3_loss, EagleReference),
-        "dflash": (dflash, dflash_loss, BlockReference),
-    }[method]
-    folder = make(tmp_path / method, target)
-    layers = (2, 4, 5) if method == "eagle3" else (2, 4, 7)
-    torch.manual_seed(1)
-    train(folder, oracle, texts, loss, layers)
+    train, kind = {"eagle3": (train_eagle3, EagleReference), "dflash": (train_dflash, BlockReference)}[method]
+    folder = train(tmp_path / method, oracle, target, texts)
     llm.stats.reset()
     way = {"method": method, "model": folder, "num_draft_tokens": DRAFTED}
     outputs = llm.generate(list(PROMPTS), GREEDY, speculation=way)

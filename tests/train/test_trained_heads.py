@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from outrider import LLM, SamplingParams
 from outrider.errors import ContradictionError, HeadMismatchError, InputError, InvalidParameterError
 from outrider.heads.checkpoint import load_heads
 from outrider.heads.networks import randomise
-from outrider.train import heads as heads_of_training
+from outrider.train import depths
 from outrider.train.batches import in_turn, load_data
 from outrider.train.collect import collect
 from outrider.train.heads import HeadSettings, TrainedHeads
@@ -24,7 +23,7 @@ from outrider.train.prompts import Source
 from outrider.train.run import Job, train_heads
 from outrider.train.settings import TrainSettings
 from outrider.train.target import FrozenTarget
-from tests.train.markov import LAYERS, VOCAB, save_data, save_markov_target
+from tests.train.markov import LAYERS, VOCAB
 from tests.train.test_training import KillAt, Killed
 
 pytest.importorskip("accelerate")
@@ -41,24 +40,6 @@ KINDS = (
     HeadSettings(method="exit", layer=2, width=32),
 )
 NAMES = ["medusa", "medusa-target", "medusa-narrow", "blockwise", "exit", "exit-narrow"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_markov_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def data(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"), target)
 
 
 @pytest.fixture
@@ -98,7 +79,7 @@ def test_an_offset_that_is_wrong_by_one_yields_nothing(
     """The planted bug: each head learns the token before, or behind, the one that it will be asked for."""
     if kind.method == "exit" and wrong == -1:
         kind = kind.replace(loss="cross_entropy")  # the target says nothing of the first token
-    shifted = heads_of_training._shifted
+    shifted = depths.shifted
 
     def planted(values: Tensor, by: int) -> Tensor:
         return shifted(values, by + wrong) if by + wrong >= 0 else values
@@ -107,10 +88,10 @@ def test_an_offset_that_is_wrong_by_one_yields_nothing(
 
     def honest(self: TrainedHeads, *args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(heads_of_training, "_shifted", shifted)
+            patch.setattr(depths, "shifted", shifted)
             return measure(self, *args)
 
-    monkeypatch.setattr(heads_of_training, "_shifted", planted)
+    monkeypatch.setattr(depths, "shifted", planted)
     monkeypatch.setattr(TrainedHeads, "overlaps", honest)
     found = train_heads(replace(job, settings=job.settings.replace(patience=0)), kind)
     last = found.progress.measurements[-1]

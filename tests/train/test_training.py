@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from outrider.train.sizes import compare_sizes, worth
 from outrider.train.target import FrozenTarget
 from outrider.train.trainee import chain_tau
 from outrider.train.trainer import Watcher
-from tests.train.markov import VOCAB, WIDTH, save_data, save_markov_target
+from tests.train.markov import VOCAB, WIDTH, save_data
 
 SHAPE = Shape(layers=1, width=32, feed_forward=32)
 pytest.importorskip("accelerate")
@@ -45,25 +44,6 @@ pytest.importorskip("accelerate")
 SETTINGS = TrainSettings(
     steps=20, batch_size=8, lr=2e-2, precision="fp32", evaluate_every=5, save_every=5, engine_prompts=0, num_draft_tokens=3
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Products of a few numbers wait for other threads longer than they take."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_markov_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def data(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"), target)
 
 
 @pytest.fixture

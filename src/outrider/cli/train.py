@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider.cli import options
+from outrider.cli.train_display import bar_of, check_installed, show, watching
 from outrider.cli.train_options import AsJson, NumDraftTokens, Target, Training, with_training
-from outrider.errors import InvalidParameterError, MissingExtraError
+from outrider.errors import InvalidParameterError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from outrider.train.card import Outcome
     from outrider.train.run import Job
     from outrider.train.sizes import Size
-    from outrider.train.trainer import Watcher
 
 app = typer.Typer(
-    help="Train what drafts for a target: `data` first, then `distill`, `medusa`, `blockwise` or `exit`.",
+    help="Train what drafts for a target: `data` first, then `distill`, `eagle3`, `medusa`, `blockwise` or `exit`.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -73,7 +68,7 @@ def data(
     )
     sources = read_sources(prompts, without=out)
     console = Console(stderr=True, highlight=False)
-    with _bar(console) as bar:
+    with bar_of(console) as bar:
         found = collect(
             sources,
             out,
@@ -119,7 +114,7 @@ def distill(
     num_draft_tokens: NumDraftTokens = 5,
 ) -> None:
     """Distil the target into a draft model; with --sizes, find out which size pays most on this machine."""
-    _check_installed()
+    check_installed()
     from outrider.train.distill import DistillSettings
     from outrider.train.models import parse_shape
     from outrider.train.run import train_draft
@@ -134,9 +129,9 @@ def distill(
             "timed_target", timed_target, "nothing is timed without sizes", "Add --sizes, or leave it out."
         )
     begun = None if shape is None else parse_shape(shape)
-    with _watching(training.steps) as watcher:
-        outcome = train_draft(job, learning, shape=begun, prune=_numbers(prune), init=init, watcher=watcher)
-    _show(outcome, training.out, as_json=training.as_json)
+    with watching(training.steps) as watcher:
+        outcome = train_draft(job, learning, shape=begun, prune=_numbers("prune", prune), init=init, watcher=watcher)
+    show(outcome, training.out, as_json=training.as_json)
 
 
 @app.command()
@@ -183,25 +178,46 @@ def exit_(
     _train_heads("exit", training, num_draft_tokens, {"layer": layer, "width": width, "output": output})
 
 
+@app.command()
+@with_training()
+def eagle3(
+    training: Training,
+    layers: Annotated[
+        str | None, typer.Option(help="It reads what enters these layers; 2,n/2,n-3 of n unless given.")
+    ] = None,
+    draft_vocab: Annotated[int, typer.Option(help="Most tokens that it drafts: the data's most frequent ones.")] = 32000,
+    unroll: Annotated[int, typer.Option(help="Draft tokens behind each token of a text that it learns.")] = 4,
+    feed_forward: Annotated[int | None, typer.Option(help="Units of its layer; the target's unless given.")] = None,
+    num_draft_tokens: NumDraftTokens = 5,
+) -> None:
+    """Train a layer that continues the frozen target's features (EAGLE-3, Li et al. 2025)."""
+    asked = {
+        "layers": _numbers("layers", layers),
+        "draft_vocab": draft_vocab,
+        "unroll": unroll,
+        "feed_forward": feed_forward,
+    }
+    _train_heads("eagle3", training, num_draft_tokens, asked)
+
+
 def _train_heads(method: str, training: Training, num_draft_tokens: int, asked: dict[str, Any]) -> None:
-    _check_installed()
-    from outrider.train.heads import HeadSettings
+    check_installed()
+    from outrider.train.methods import head_learning
     from outrider.train.run import train_heads
 
-    job = training.job(num_draft_tokens)
-    settings = HeadSettings(method=method, loss=training.loss, **asked)  # type: ignore[arg-type]
-    with _watching(training.steps) as watcher:
-        outcome = train_heads(job, settings, watcher=watcher)
-    _show(outcome, training.out, as_json=training.as_json)
+    job, heads = training.job(num_draft_tokens), head_learning(method, {"loss": training.loss, **asked})
+    with watching(training.steps) as watcher:
+        outcome = train_heads(job, heads, watcher=watcher)
+    show(outcome, training.out, as_json=training.as_json)
 
 
-def _numbers(text: str | None) -> tuple[int, ...] | None:
+def _numbers(field: str, text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise InvalidParameterError("prune", text, "not a list of layer numbers", "Use a form like 0,3,7.") from None
+        raise InvalidParameterError(field, text, "not a list of layer numbers", "Use a form like 0,3,7.") from None
 
 
 def _compare(job: Job, learning: Any, sizes: str, timed_target: str | None, other: str | None, *, as_json: bool) -> None:
@@ -211,7 +227,7 @@ def _compare(job: Job, learning: Any, sizes: str, timed_target: str | None, othe
     if other is not None:
         raise InvalidParameterError("sizes", sizes, "the shapes to compare are given", "Leave out shape, prune and init.")
     shapes = [parse_shape(text) for text in dict.fromkeys(sizes.split(","))]
-    with _watching(job.settings.steps * len(shapes)) as watcher:
+    with watching(job.settings.steps * len(shapes)) as watcher:
         found = compare_sizes(job, learning, shapes, timed_target=timed_target, watch=lambda _: watcher)
     if as_json:
         sys.stdout.write(json.dumps([vars(size) | {"shape": str(size.shape)} for size in found]) + "\n")
@@ -242,78 +258,3 @@ def _show_sizes(found: list[Size]) -> None:
         console.print(f"{best.shape} pays most here: {best.speedup:.2f}x of plain decoding is expected of it.")
     else:
         console.print("None of these pays here: the target's own pass is too cheap beside theirs.")
-
-
-def _check_installed() -> None:
-    """Raise MissingExtraError where the packages for training are missing."""
-    from importlib.util import find_spec
-
-    for name in ("accelerate", "matplotlib"):
-        if find_spec(name) is None:
-            raise MissingExtraError("outrider train", f"the package {name} is not installed", "Install outrider[train].")
-
-
-def _show(outcome: Outcome, out: Path, *, as_json: bool) -> None:
-    from accelerate import PartialState
-    from rich.console import Console
-
-    if not PartialState().is_main_process:  # the others have written nothing
-        return
-    if as_json:
-        sys.stdout.write(json.dumps(outcome.figures()) + "\n")
-        return
-    before, best = outcome.before, outcome.best
-    console = Console(highlight=False)
-    pairs = zip(before.acceptance, best.acceptance, strict=True)
-    console.print("acceptance on held-out texts: " + ", ".join(f"{a:.3f} -> {b:.3f}" for a, b in pairs))
-    if outcome.stats is not None:
-        began = "" if before.engine_tau is None else f" (before: {before.engine_tau:.2f})"
-        console.print(f"tokens of a target pass in the engine: {outcome.stats.mean_acceptance_length:.2f}{began}")
-    console.print(f"written to {out}; its README.md says what was measured", soft_wrap=True)
-
-
-@contextmanager
-def _bar(console: Console) -> Iterator[Any]:
-    """A bar with the time that is left, on a terminal, and a line every half minute elsewhere.
-
-    What it yields is called with (what, done, total)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from outrider.cli.heartbeat import Heartbeat
-
-    if not console.is_terminal:
-        with Heartbeat(lambda line: console.print(line, markup=False, soft_wrap=True)) as heartbeat:
-            yield heartbeat.tell
-        return
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task("loading", total=None)
-        yield lambda what, done, total: bars.update(task, description=what, completed=done, total=total)
-
-
-@contextmanager
-def _watching(steps: int) -> Iterator[Watcher]:
-    """A watcher that shows a bar, and a line for each measurement, on the error stream."""
-    from rich.console import Console
-
-    from outrider.train.trainer import Watcher
-
-    console = Console(stderr=True, highlight=False)
-    with _bar(console) as bar:
-
-        class Shown(Watcher):
-            done = 0
-
-            def on_step(self, step: int, loss: float) -> None:
-                self.done += 1
-                bar(f"step {step}, loss {loss:.3f}", max(self.done, step), steps)
-
-            def on_measurement(self, measurement: Any) -> None:
-                shares = " ".join(f"{share:.3f}" for share in measurement.acceptance)
-                engine = "" if measurement.engine_tau is None else f", in the engine {measurement.engine_tau:.2f}"
-                loss = f"loss {measurement.loss:.3f}, " if measurement.step else ""  # nothing was learnt before a step
-                said = f"{loss}acceptance {shares}, tau {measurement.tau:.2f}{engine}"
-                console.print(f"step {measurement.step}: {said}", soft_wrap=True)
-
-        yield Shown()

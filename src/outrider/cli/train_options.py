@@ -28,7 +28,9 @@ class Training:
     data: Annotated[Path, typer.Option(help="A folder that `outrider train data` has made.")]
     out: Annotated[Path, typer.Option(help="Folder of the result. The same command goes on where it was broken off.")]
     target: Target = None
-    loss: Annotated[str, typer.Option(help="forward_kl, reverse_kl, jsd, total_variation or cross_entropy.")] = "forward_kl"
+    loss: Annotated[
+        str, typer.Option(help="forward_kl, reverse_kl, jsd, total_variation, cross_entropy; for eagle3 accepted_length.")
+    ] = "forward_kl"
     steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 1000
     batch_size: Annotated[int, typer.Option(help="Texts in a batch, on each device.")] = 16
     accumulation: Annotated[int, typer.Option(help="Batches in a step.")] = 1

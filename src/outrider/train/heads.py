@@ -10,7 +10,7 @@ about to write, and has ahead = k + 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,26 +18,27 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.errors import InvalidParameterError
 from outrider.files import storing
 from outrider.heads.checkpoint import save_heads
 from outrider.heads.config import BlockwiseConfig, ExitConfig, HeadsConfig, MedusaConfig
 from outrider.heads.networks import build_network
 from outrider.heads.pairing import describe_target, take_witness
 from outrider.train.batches import Batch
-from outrider.train.losses import LossName, divergence, overlap
+from outrider.train.depths import Depth, Said, depth_loss, depth_overlaps
+from outrider.train.features import Features
+from outrider.train.losses import LossName
 from outrider.train.manifest import Manifest
-from outrider.train.records import hidden_name
+from outrider.train.settings import TrainSettings
 from outrider.train.target import FrozenTarget
-from outrider.train.trainee import Overlaps, Trainee, chain_tau
-from outrider.validation import Frozen
+from outrider.train.trainee import HeadLearning, Overlaps, Trainee, chain_tau
 
 HeadMethod = Literal["medusa", "blockwise", "exit"]
 #: Exit heads read what this share of the layers leaves, unless somebody says which.
 _EXIT_SHARE = 4
 
 
-class HeadSettings(Frozen):
+class HeadSettings(HeadLearning):
     """Which heads, and what they learn.
 
     Attributes:
@@ -61,6 +62,9 @@ class HeadSettings(Frozen):
     layer: int | None = Field(None, ge=1, description="Use 1 to the number of the target's layers, or None.")
     loss: LossName = Field("forward_kl", description="Use forward_kl, reverse_kl, jsd, total_variation or cross_entropy.")
     decay: float = Field(0.8, gt=0.0, le=1.0, description="Use a number above 0, up to 1.")
+
+    def trainee(self, target: FrozenTarget, manifest: Manifest, data: Path, settings: TrainSettings) -> Trainee:
+        return TrainedHeads(target, manifest, self, settings.teacher, settings.seed)
 
     def config(self, target: FrozenTarget) -> HeadsConfig:
         """What the checkpoint will say.
@@ -113,39 +117,22 @@ class TrainedHeads(Trainee):
         self._settings = settings
         self._config = config
         self._temperature = manifest.settings.temperature
-        self._source = source
-        self.rows = self._needed(manifest)
+        self._features = Features(target, manifest, source, [config.layer])
+        self.rows = self._features.rows
         network = build_network(config)
         fits = getattr(config, "width", None) == target.hidden_size
-        network.begin(target.model.get_output_embeddings().weight.float() if fits else None)
+        network.begin(target.output_weight() if fits else None)
         self.module = network.to(target.device).train()
         first = 1 if settings.method == "exit" else 2
         self._ahead = tuple(range(first, first + config.num_heads))
         self.reach = self._ahead[-1]
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        logits, target, rows = self._logits(module, batch, batch.predicts(self._ahead[0]))
-        total, weight = logits.new_zeros(()), 1.0
-        for head, ahead in enumerate(self._ahead):
-            reached = batch.predicts(ahead)
-            mine = logits[head][reached[rows]]
-            tokens = _shifted(batch.token_ids, ahead)[reached]
-            found = divergence(self._settings.loss, _shifted(target, ahead - 1)[reached], mine, tokens, self._temperature)
-            if len(found):
-                total = total + weight * found.mean()
-            weight *= self._settings.decay
-        return total
+        depths, said = self._drafted(module, batch, batch.predicts)
+        return depth_loss(self._settings.loss, depths, said, self._settings.decay)
 
     def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
-        logits, target, rows = self._logits(module, batch, batch.writes(self._ahead[0]))
-        sums, counts = [], []
-        for head, ahead in enumerate(self._ahead):
-            reached = batch.writes(ahead)
-            theirs = _shifted(target, ahead - 1)[reached]
-            found = overlap(theirs, logits[head][reached[rows]], self._temperature)
-            sums.append(found.sum().double())
-            counts.append(len(found))
-        return Overlaps(torch.stack(sums), torch.tensor(counts))
+        return depth_overlaps(*self._drafted(module, batch, batch.writes))
 
     def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
         if self._settings.method == "exit":  # drafts one token after the other, as a draft model does
@@ -169,45 +156,17 @@ class TrainedHeads(Trainee):
             "loss": self._settings.loss,
         }
 
-    def _needed(self, manifest: Manifest) -> tuple[str, ...]:
-        """What the data must hold."""
-        if self._source == "forward":
-            return ()
-        layers = {self._config.layer, self._target.num_layers}
-        there = set(manifest.settings.hidden_states)
-        if self._source != "hidden_states" or not layers <= there:
-            problem = f"heads learn from the hidden states of layers {sorted(layers)}, and the data hold {sorted(there)}"
-            raise ContradictionError("teacher", self._source, problem, "Use teacher='forward', or make other data.")
-        return tuple(hidden_name(layer) for layer in sorted(layers))
-
-    def _logits(self, module: nn.Module, batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the heads say in the chosen rows [heads, n, vocab_size], what the target says in all rows
-        [num_texts, num_tokens, vocab_size], and the rows."""
-        layer, last = self._config.layer, self._target.num_layers
-        if self._source == "forward":
-            states, target = self._target.states(batch.token_ids, [layer])
-            features = states[layer][rows]
-        else:
-            chosen = rows[:, :-1]
-            features = batch.rows[hidden_name(layer)][chosen]
-            target = self._kept_logits(batch.rows[hidden_name(last)])
-        logits: Tensor = module(self._read(features).float(), self._target.head)
-        return logits, target, rows
-
-    @torch.no_grad()
-    def _kept_logits(self, hidden: Tensor) -> Tensor:
-        """The target's logits of hidden states that were kept, with a row for the last token, which has none."""
-        texts, kept, _ = hidden.shape
-        logits = self._target.head(hidden.flatten(0, 1)).reshape(texts, kept, -1)
-        return torch.cat([logits, logits[:, -1:]], 1)
+    def _drafted(self, module: nn.Module, batch: Batch, rows_of: Callable[[int], Tensor]) -> tuple[list[Depth], Said]:
+        """What each head says, and what the target says, where `rows_of` has rows that are so far behind."""
+        layer, first = self._config.layer, rows_of(self._ahead[0])
+        states, target = self._features.read(batch)
+        logits: Tensor = module(self._read(states[layer][first]).float(), self._target.head)
+        depths = []
+        for head, ahead in enumerate(self._ahead):
+            rows = rows_of(ahead)
+            depths.append(Depth(logits[head][rows[first]], rows, ahead))
+        return depths, Said(batch, target, self._temperature)
 
     def _read(self, features: Tensor) -> Tensor:
         """Hidden states behind the final norm, where the heads read those."""
         return features if self._config.layer == self._target.num_layers else self._target.norm(features)
-
-
-def _shifted(values: Tensor, by: int) -> Tensor:
-    """Column i holds what column i + by held; the last columns, which nobody may read, repeat the last one."""
-    length = values.shape[1]
-    columns = torch.arange(length, device=values.device) + by
-    return values[:, columns.clamp(max=length - 1)]

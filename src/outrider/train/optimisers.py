@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -10,14 +12,16 @@ from outrider.train.settings import TrainSettings
 _BETAS = (0.9, 0.95)
 
 
-def make_optimisers(module: nn.Module, settings: TrainSettings, vocab_size: int) -> list[torch.optim.Optimizer]:
+def make_optimisers(
+    module: nn.Module, settings: TrainSettings, vocab_sizes: Collection[int]
+) -> list[torch.optim.Optimizer]:
     """Optimisers for the parameters that learn.
 
     Muon makes the step of a matrix orthogonal, which suits maps between hidden states. A table with a row for each token is
     none of these, and so takes AdamW, as vectors do.
     """
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in learning if parameter.ndim == 2 and vocab_size not in parameter.shape]
+    matrices = [parameter for parameter in learning if parameter.ndim == 2 and not set(parameter.shape) & set(vocab_sizes)]
     chosen = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in learning if id(parameter) not in chosen]
     found: list[torch.optim.Optimizer] = []

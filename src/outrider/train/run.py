@@ -18,13 +18,12 @@ from outrider.train import curves
 from outrider.train.batches import TrainingData, load_data
 from outrider.train.card import Outcome, write_card
 from outrider.train.distill import DistilledDraft, DistillSettings
-from outrider.train.heads import HeadSettings, TrainedHeads
 from outrider.train.judge import Judge
 from outrider.train.manifest import Manifest, read_manifest
 from outrider.train.models import Shape, draft_to_begin_with
 from outrider.train.settings import TrainSettings
 from outrider.train.target import FrozenTarget, Teacher
-from outrider.train.trainee import Trainee
+from outrider.train.trainee import HeadLearning, Trainee
 from outrider.train.trainer import Trainer, Watcher, main_process_first, own_device
 
 #: What a folder says of the training that it comes from.
@@ -121,7 +120,7 @@ def _plan(job: Job, asked: dict[str, Any], manifest: Manifest) -> dict[str, Any]
     }
 
 
-def train_heads(job: Job, heads: HeadSettings, *, watcher: Watcher | None = None) -> Outcome:
+def train_heads(job: Job, heads: HeadLearning, *, watcher: Watcher | None = None) -> Outcome:
     """Train heads on the frozen target.
 
     Args:
@@ -134,7 +133,7 @@ def train_heads(job: Job, heads: HeadSettings, *, watcher: Watcher | None = None
     """
 
     def make(target: FrozenTarget, manifest: Manifest) -> Trainee:
-        return TrainedHeads(target, manifest, heads, job.settings.teacher, job.settings.seed)
+        return heads.trainee(target, manifest, job.data, job.settings)
 
     return _train(job, heads.model_dump(mode="json"), make, watcher)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -45,6 +46,11 @@ class FrozenTarget:
         with noting_layers(self.model), torch.no_grad():  # so that its head can run without its layers
             self.model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.device), use_cache=False)
 
+    @property
+    def title(self) -> str:
+        """Its name, without the folders above it."""
+        return Path(self.name).name
+
     @torch.no_grad()
     def logits(self, token_ids: Tensor) -> Tensor:
         """[num_texts, num_tokens, vocab_size] of texts [num_texts, num_tokens]; row i speaks of token i + 1."""
@@ -67,6 +73,19 @@ class FrozenTarget:
         with only_head(self.model, rows):
             logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
         return logits
+
+    @torch.no_grad()
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Rows [..., hidden_size] of the embedding table, as the layers would be given them, of tokens [...]."""
+        rows: Tensor = self.model.get_input_embeddings()(token_ids)
+        return rows
+
+    def output_weight(self) -> Tensor:
+        """[vocab_size, hidden_size] in float32: the weight of the output layer, as it is computed with."""
+        layer = self.model.get_output_embeddings()
+        stored = getattr(layer, "quantised_weight", None)
+        weight: Tensor = layer.weight if stored is None else stored.format.dequantise(stored, torch.float32)
+        return weight.detach().float()
 
     @torch.no_grad()
     def norm(self, hidden: Tensor) -> Tensor:

@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from outrider.train.batches import Batch
+from outrider.train.manifest import Manifest
+from outrider.train.settings import TrainSettings
+from outrider.train.target import FrozenTarget
+from outrider.validation import Frozen
 
 
 class Overlaps(NamedTuple):
@@ -30,11 +34,13 @@ class Trainee:
         module: What is optimised.
         rows: Names of what the data must hold of the target's passes.
         reach: Tokens by which the last draft token is ahead of the row that it is made from.
+        draft_vocab_size: Tokens that it drafts, where these are not all of the target's.
     """
 
     module: nn.Module
     rows: tuple[str, ...] = ()
     reach: int = 1
+    draft_vocab_size: int | None = None
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """The mean loss of a batch; `module` is the one to call, wrapped for several devices where there are some."""
@@ -58,6 +64,24 @@ class Trainee:
 
     def facts(self) -> dict[str, Any]:
         """What the model card says of it, by name."""
+        raise NotImplementedError
+
+
+class HeadLearning(Frozen):
+    """Which heads are trained on a frozen target, and what they learn; a subclass for each kind."""
+
+    def trainee(self, target: FrozenTarget, manifest: Manifest, data: Path, settings: TrainSettings) -> Trainee:
+        """What learns.
+
+        Args:
+            target: The target.
+            manifest: Of the data.
+            data: Their folder.
+            settings: How the training runs.
+
+        Raises:
+            InputError: The settings do not fit the target, or the data do not hold what the teacher needs.
+        """
         raise NotImplementedError
 
 

@@ -102,7 +102,8 @@ class Trainer:
         self._watcher = watcher if watcher is not None and self.is_main else Watcher()
         self._checkpoints = Checkpoints(folder / "checkpoints")
         self._batches = Batches(data.train, settings.batch_size, settings.seed)
-        optimisers = make_optimisers(trainee.module, settings, vocab_size)
+        sizes = {vocab_size, trainee.draft_vocab_size or vocab_size}
+        optimisers = make_optimisers(trainee.module, settings, sizes)
         self._own_optimisers = optimisers
         self._module: nn.Module
         self._module, *self._optimisers = self._accelerator.prepare(trainee.module, *optimisers)

@@ -1,0 +1,204 @@
+"""EAGLE heads that are trained: they compute what they will compute in the engine, learn, and go on to the bit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider import LLM, SamplingParams
+from outrider.convert.compressed_tensors import write_compressed
+from outrider.errors import ContradictionError, InputError, InvalidParameterError
+from outrider.heads.formats.published import read_head
+from outrider.kernels.formats.registry import FORMATS
+from outrider.train.batches import Batch, in_turn, load_data
+from outrider.train.collect import collect
+from outrider.train.depths import Depth, Said, depth_loss
+from outrider.train.draft_vocabulary import DraftVocabulary, frequent_tokens
+from outrider.train.feature_heads import FeatureHeadSettings, TrainedFeatureHead
+from outrider.train.losses import LOSSES, divergence, overlap
+from outrider.train.manifest import DataSettings, read_manifest
+from outrider.train.prompts import Source
+from outrider.train.run import Job, train_heads
+from outrider.train.settings import TrainSettings
+from outrider.train.target import FrozenTarget
+from tests.model import checkpoints
+from tests.model.eagle_reference import EagleReference
+from tests.train.markov import LAYERS, VOCAB, save_data
+from tests.train.test_training import KillAt, Killed
+
+pytest.importorskip("accelerate")
+
+SETTINGS = TrainSettings(
+    steps=40,
+    batch_size=8,
+    lr=1e-2,
+    precision="fp32",
+    evaluate_every=40,
+    engine_prompts=4,
+    engine_tokens=16,
+    num_draft_tokens=3,
+)
+HEAD = FeatureHeadSettings(unroll=3, draft_vocab=20, feed_forward=32)
+
+
+@pytest.fixture
+def job(target: str, data: Path, tmp_path: Path) -> Job:
+    return Job(data, tmp_path / "out", target, "float32", SETTINGS)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return dict(read_head(str(folder)).network.state_dict())
+
+
+def test_a_head_learns_what_comes_and_the_engine_accepts_it(job: Job) -> None:
+    found = train_heads(job, HEAD)
+    assert found.before.tau < 1.5
+    assert min(found.best.acceptance) > 0.7  # 20 of the 24 tokens are drafted, and each comes equally often
+    assert found.stats is not None
+    assert found.stats.mean_acceptance_length > 2.3
+    head = read_head(str(job.out))
+    assert head.tokens is not None
+    assert len(head.tokens) == 20
+    assert head.config.layers_of(LAYERS) == (1, 2, 3)
+    card = (job.out / "README.md").read_text()
+    assert card.startswith("# Eagle3 head for")
+    assert "| tokens that it drafts | 20 |" in card
+    with LLM(job.target, dtype="float32", speculation={"method": "eagle3", "model": str(job.out)}) as llm:
+        assert llm.generate([[1, 2]], SamplingParams(seed=1, max_tokens=60))[0].stats.mean_acceptance_length > 2.2
+
+
+@pytest.mark.parametrize("tokens", [None, (3, 5, 8, 13, 21, 34)], ids=["all tokens", "some tokens"])
+def test_each_draft_token_is_made_as_in_the_engine(tmp_path: Path, tokens: tuple[int, ...] | None) -> None:
+    """Against a reference that knows the published format alone, and computes one draft after the other."""
+    path = checkpoints.save("llama", tmp_path / "target", seed=3)
+    frozen = FrozenTarget(path, "float32")
+    manifest = read_manifest(save_data(tmp_path / "data", path)).model_copy(
+        update={"settings": DataSettings(temperature=0.7)}
+    )
+    vocabulary = DraftVocabulary(None if tokens is None else torch.tensor(tokens), 1.0)
+    trained = TrainedFeatureHead(frozen, manifest, FeatureHeadSettings(), vocabulary, "forward", 3, seed=1)
+    generator = torch.Generator().manual_seed(4)
+    for weight in trained.module.parameters():
+        weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
+    trained.save(tmp_path / "head")
+    frozen.model.double()
+    reference = EagleReference(str(tmp_path / "head"), frozen.model)
+    texts, lengths, prompts = torch.randint(61, (2, 9), generator=generator), [9, 7], [4, 1]
+    sums, counts = torch.zeros(3).double(), [0, 0, 0]
+    for text, length, prompt in zip(texts.tolist(), lengths, prompts, strict=True):
+        law = (frozen.model(torch.tensor([text[:length]])).logits[0] / 0.7).softmax(-1)
+        for row in range(max(prompt - 1, 1), length):
+            for depth in range(3):
+                if row + depth + 1 < length:
+                    drafted = reference.logits(tuple(text[: row + 1]), tuple(text[row + 1 : row + 1 + depth]))
+                    sums[depth] += torch.minimum(law[row + depth], (drafted / 0.7).softmax(-1)).sum()
+                    counts[depth] += 1
+    frozen.model.float()
+    with torch.no_grad():
+        found = trained.overlaps(trained.module, Batch(texts, torch.tensor(lengths), torch.tensor(prompts)))
+    assert found.counts.tolist() == counts
+    torch.testing.assert_close(found.sums, sums, atol=1e-3, rtol=1e-3)
+
+
+def test_a_training_goes_on_to_the_bit(job: Job) -> None:
+    settings = job.settings.replace(steps=7, evaluate_every=4, save_every=2, engine_prompts=0)
+    whole, broken = (replace(job, out=job.out / name, settings=settings) for name in ("whole", "broken"))
+    kind = HEAD.replace(loss="accepted_length")
+    train_heads(whole, kind)
+    with pytest.raises(Killed):
+        train_heads(broken, kind, watcher=KillAt(6))
+    assert not (broken.out / "config.json").exists()  # nothing that loads
+    train_heads(broken, kind)
+    one, other = weights(whole.out), weights(broken.out)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_hidden_states_that_were_kept_teach_as_a_pass_does(target: str, tmp_path: Path) -> None:
+    sources = [Source(f"{i}", "prompt", [i, (i * 5) % VOCAB]) for i in range(VOCAB)]
+    asked = DataSettings(max_tokens=12, held_out=0.3, hidden_states=(1, 2, 3, LAYERS))
+    collect(sources, tmp_path / "data", asked, target=target, dtype="float32")
+    found = []
+    for teacher in ("forward", "hidden_states"):
+        settings = SETTINGS.replace(teacher=teacher, steps=4, evaluate_every=2, engine_prompts=0)
+        here = Job(tmp_path / "data", tmp_path / teacher, target, "float32", settings)
+        found.append(train_heads(here, HEAD).progress.measurements)
+    for one, other in zip(*found, strict=True):
+        assert one.loss == pytest.approx(other.loss, abs=1e-3)
+        assert one.acceptance == pytest.approx(other.acceptance, abs=1e-3)
+
+
+def test_the_laws_of_a_target_with_rounded_weights_are_learnt(job: Job, tmp_path: Path) -> None:
+    rounded = write_compressed(str(job.target), tmp_path / "rounded", FORMATS["int8"])
+    here = replace(job, target=str(rounded), settings=SETTINGS.replace(steps=1, engine_prompts=2))
+    found = train_heads(here, HEAD)
+    assert found.stats is not None
+    assert found.stats.num_target_passes > 0
+    batch = next(in_turn(load_data(job.data, length=512).held_out, 2))
+    one, other = (FrozenTarget(str(name), "float32").logits(batch.token_ids) for name in (rounded, job.target))
+    assert 0 < float((one - other).abs().max()) < 0.5
+
+
+def test_the_most_frequent_tokens_of_the_training_texts_are_drafted(data: Path) -> None:
+    manifest = read_manifest(data)
+    counts = [0] * VOCAB
+    for piece in load_data(data, length=512).train:
+        for token in piece.token_ids[piece.num_prompt_tokens :].tolist():
+            counts[token] += 1
+    expected = sorted(range(VOCAB), key=lambda token: (-counts[token], token))[:10]
+    found = frequent_tokens(data, manifest, 10)
+    assert found.tokens is not None
+    assert found.tokens.tolist() == sorted(expected)
+    assert found.share == pytest.approx(sum(counts[token] for token in expected) / sum(counts))
+    assert frequent_tokens(data, manifest, VOCAB).tokens is None
+
+
+def test_losses_of_a_head_that_knows_some_tokens() -> None:
+    target, draft = torch.tensor([[1.0, 0.5, -1.0, 2.0]]), torch.tensor([[0.3, -0.7]])
+    tokens, p, q = torch.tensor([0, 3]), target.softmax(-1)[0], draft.softmax(-1)[0]
+    known = p[tokens] / p[tokens].sum()
+    loss = {name: float(divergence(name, target, draft, torch.tensor([3]), 1.0, tokens)) for name in LOSSES}
+    assert loss["forward_kl"] == pytest.approx(float((known * (known / q).log()).sum()), abs=1e-6)
+    assert loss["cross_entropy"] == pytest.approx(-math.log(q[1]), abs=1e-6)
+    assert float(divergence("cross_entropy", target, draft, torch.tensor([2]), 1.0, tokens)) == 0.0
+    accepted = float(torch.minimum(p[tokens], q).sum())
+    assert float(overlap(target, draft, 1.0, tokens)) == pytest.approx(accepted, abs=1e-6)
+    assert loss["total_variation"] == pytest.approx(1 - accepted, abs=1e-6)
+    assert float(overlap(target, -draft, 0.0, tokens)) == 1.0
+    assert float(overlap(target, draft, 0.0, tokens)) == 0.0
+
+
+def test_the_accepted_length_counts_a_token_where_those_before_it_stand() -> None:
+    texts = torch.tensor([[0, 1, 1, 0]])
+    batch = Batch(texts, torch.tensor([4]), torch.tensor([1]))
+    said = Said(batch, torch.zeros(1, 4, 2), 1.0)  # the target gives both tokens a half
+    rows = [torch.tensor([[False, True, True, False]]), torch.tensor([[False, True, False, False]])]
+    sure = torch.tensor([[99.0, 0.0]])  # and stands with a chance of a half
+    depths = [Depth(torch.cat([sure, torch.zeros(1, 2)]), rows[0], 1), Depth(sure, rows[1], 2)]
+    expected = [(0.5 + 0.25) / 2, 1.0]
+    assert float(depth_loss("accepted_length", depths, said, 1.0)) == pytest.approx(
+        -(math.log(expected[0]) + math.log(expected[1])) / 2, abs=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"layers": (3, 1)}, {"layers": (1, LAYERS)}, {"layers": ()}, {"draft_vocab": 1}, {"unroll": 0}, {"loss": "hinge"}],
+)
+def test_heads_that_cannot_be_are_refused_before_any_work(job: Job, settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        train_heads(job, FeatureHeadSettings(**settings))
+    assert not job.out.exists()
+
+
+def test_pieces_and_data_that_do_not_reach_are_refused(job: Job) -> None:
+    with pytest.raises(InvalidParameterError, match=r"length=4.*4 tokens ahead.*Use 5 or more"):
+        train_heads(replace(job, settings=SETTINGS.replace(length=4)), HEAD)
+    with pytest.raises(ContradictionError, match=r"layers \[1, 2, 3, 4\], and the data hold \[\]"):
+        train_heads(replace(job, settings=SETTINGS.replace(teacher="hidden_states")), HEAD)
