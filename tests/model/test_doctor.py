@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
 from outrider.embedded import default_model
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
-from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.published_mtp import save_random_mtp
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model.vocabularies import save_permuted_and_cut
@@ -105,21 +105,20 @@ def test_heads_that_were_never_trained_are_wrong(tmp_path: Path) -> None:
     assert "Correct the acceptance first" in topics(method)["speed"]["remedy"]
 
 
-def test_layers_that_know_nothing_are_wrong(tmp_path: Path) -> None:
-    """A head that has no witness, and the layers of a checkpoint."""
+def test_layers_of_a_checkpoint_that_know_nothing_are_wrong(tmp_path: Path) -> None:
     target = tmp_path / "target"
     shutil.copytree(default_model("target"), target)
-    save_random_mtp(target, str(target), "deepseek_v3")
-    head = save_random_eagle(tmp_path / "head", str(target), "safeailab", eagle_aux_hidden_state_layer_ids=[0, 1])
-    methods = [json.dumps(each) for each in ({"method": "mtp"}, {"method": "eagle3", "model": head})]
-    code, found = examined(str(target), *(word for each in methods for word in ("--method", each)))
-    assert code == 1
-    assert [each["method"] for each in found["methods"]] == ["mtp", "eagle3"]
-    for method in found["methods"]:
-        said = topics(method)["acceptance"]
-        assert said["level"] == "wrong"
-        assert "Layers or norms are probably read wrongly" in said["remedy"]
-        assert method["measured"] > 0
+    index = target / "model.safetensors.index.json"
+    shown = json.loads(index.read_text())
+    more = Path(save_random_mtp(tmp_path / "mtp", str(target), "deepseek_v3")) / "model.safetensors"
+    shown["weight_map"] |= dict.fromkeys(load_file(more), "mtp.safetensors")
+    more.rename(target / "mtp.safetensors")
+    index.write_text(json.dumps(shown))
+    code, found = examined(str(target), "--max-tokens", "16", "--method", "mtp")
+    (method,) = found["methods"]
+    said = topics(method)["acceptance"]
+    assert (code, method["name"], said["level"]) == (1, "mtp", "wrong")
+    assert "Layers or norms are probably read wrongly" in said["remedy"]
 
 
 def test_a_draft_model_that_is_no_checkpoint_is_a_finding(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def terms(**changes: float) -> Terms:
         ("draft_model", accepted(1.05, 0.05), Level.WRONG, "Check that the draft model writes sensible text"),
         ("medusa", accepted(1.02, 0.02), Level.WRONG, "the layer id"),
         ("exit", accepted(1.02, 0.02), Level.WRONG, "the normalisation"),
+        ("eagle3", accepted(1.02, 0.02), Level.WRONG, "Layers or norms are probably read wrongly"),
         ("early_exit", accepted(1.02, 0.02), Level.NOTE, "Train an exit head"),
         ("suffix", accepted(1.02, 0.02), Level.OK, "No figures"),
         ("suffix", accepted(1.0, 0.0, num_drafts=0), Level.USELESS, "nothing to go by"),
