@@ -70,7 +70,8 @@ def compile_kernels(sources: Path = SOURCES, only: Sequence[str] | None = None) 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, commands))
         built = os.path.join(folder, LIBRARY)
-        _run([*compiler, "-shared", *objects, "-lm", "-o", built])
+        # Within the folder: a library for Macs keeps the name that the linker is told, and two builds must be equal.
+        _run([*compiler, "-shared", *map(os.path.basename, objects), "-lm", "-o", LIBRARY], folder)
         # Over to its name in one step: a running process keeps the old file.
         staged, digest = sources / f"{LIBRARY}.new", sources / f"{LIBRARY}{DIGEST}"
         content = Path(built).read_bytes()
@@ -96,8 +97,8 @@ def _knows(compiler: list[str], flags: list[str], folder: str) -> bool:
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
-def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def _run(command: list[str], folder: str | None = None) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder)
 
 
 class KernelsBuildHook(BuildHookInterface):

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -30,14 +32,21 @@ TARGETS = {
 
 def build_wheel(platform: str, folder: Path) -> Path:
     """Build the wheel of one platform, and check that its tag is true."""
-    environment = _environment() | {
-        "CC": f"{sys.executable} -m ziglang cc -target {TARGETS[platform]} -s",
-        "OUTRIDER_WHEEL_PLATFORM": platform,
-    }
-    _build("--wheel", folder, environment)
+    environment = _environment() | {"CC": compiler(platform), "OUTRIDER_WHEEL_PLATFORM": platform}
+    # From an unpacked source distribution, so that the kernels of another platform do not take the place of this machine's.
+    with tempfile.TemporaryDirectory() as unpacked:
+        build_sdist(Path(unpacked))
+        (sdist,) = Path(unpacked).glob("*.tar.gz")
+        shutil.unpack_archive(sdist, unpacked, filter="data")
+        _build("--wheel", folder, environment, sdist.with_name(sdist.name.removesuffix(".tar.gz")))
     (wheel,) = folder.glob(f"*{platform}.whl")
     check_tag(wheel, platform)
     return wheel
+
+
+def compiler(platform: str) -> str:
+    """The command that compiles for a platform. It leaves out symbols: those for debuggers hold paths and times."""
+    return f"{sys.executable} -m ziglang cc -target {TARGETS[platform]} -s"
 
 
 def check_tag(wheel: Path, platform: str) -> None:
@@ -77,8 +86,8 @@ def build_sdist(folder: Path) -> None:
     _build("--sdist", folder, _environment())
 
 
-def _build(what: str, folder: Path, environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "build", what, "--no-isolation", "--outdir", str(folder), str(ROOT)]
+def _build(what: str, folder: Path, environment: dict[str, str], source: Path = ROOT) -> None:
+    command = [sys.executable, "-m", "build", what, "--no-isolation", "--outdir", str(folder), str(source)]
     subprocess.run(command, check=True, env=environment)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -32,9 +33,8 @@ print(outrider.__file__, len(output.outputs[0].token_ids), *available_sets())
 """
 
 
-@pytest.fixture(scope="module")
-def release() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("wheels", ROOT / "release" / "wheels.py")
+def module_at(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -43,8 +43,15 @@ def release() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
+def release() -> ModuleType:
+    return module_at(ROOT / "release" / "wheels.py")
+
+
+@pytest.fixture(scope="module")
 def wheel(release: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = FILE.stat().st_mtime_ns
     found: Path = release.build_wheel(PLATFORM, tmp_path_factory.mktemp("dist"))
+    assert FILE.stat().st_mtime_ns == built, "the kernels of this checkout were replaced by those of the wheel"
     return found
 
 
@@ -73,13 +80,21 @@ def test_a_wheel_that_needs_a_newer_system_is_refused(release: ModuleType, wheel
         release.check_tag(wheel, "manylinux_2_28_aarch64")
 
 
-def test_a_library_for_macs_says_what_it_needs(release: ModuleType, tmp_path: Path) -> None:
-    """What the kernels ask macOS for is in these two files. `test_sources.py` reads the others."""
-    built, target = tmp_path / "kernels.so", release.TARGETS["macosx_11_0_arm64"]
-    native = ROOT / "src" / "outrider" / "kernels" / "native"
-    zig = [sys.executable, "-m", "ziglang", "cc", "-target", target, "-std=gnu11"]
-    subprocess.run([*zig, "-shared", native / "dispatch.c", native / "team.c", "-lm", "-o", built], check=True)
-    assert release.needs_of_mac(built.read_bytes()) == ("macosx_11_0_arm64", ["/usr/lib/libSystem.B.dylib"])
+def test_two_libraries_for_macs_are_equal_and_say_what_they_need(
+    release: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the kernels ask macOS for is in the two files without an instruction set. `test_sources.py` reads the others."""
+    platform = "macosx_11_0_arm64"
+    monkeypatch.setenv("OUTRIDER_WHEEL_PLATFORM", platform)
+    monkeypatch.setenv("CC", release.compiler(platform))
+    hook = module_at(ROOT / "hatch_build.py")
+    first, second = (tmp_path / name / "native" for name in ("first", "second"))
+    for copy in (first, second):
+        shutil.copytree(hook.SOURCES, copy)
+        hook.compile_kernels(copy, only=())
+    built = (first / hook.LIBRARY).read_bytes()
+    assert built == (second / hook.LIBRARY).read_bytes()
+    assert release.needs_of_mac(built) == (platform, ["/usr/lib/libSystem.B.dylib"])
 
 
 def test_a_wheel_for_macs_that_needs_more_is_refused(release: ModuleType, tmp_path: Path) -> None:
