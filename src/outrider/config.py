@@ -61,8 +61,9 @@ class ModelConfig(Frozen):
             "int4-g128" ("int4" for short) take half as much, and with "-asym" each group has a zero point, too. The model
             that is decoded losslessly is then the rounded one.
         activations: "int8" rounds what enters a product with rounded weights to whole numbers of 8 bits, too, row by row
-            and group by group. The model that is decoded losslessly is then the one that rounds both. Draft models whose
-            weights are rounded do the same.
+            and group by group: with weights that are rounded at load, and with those that a file brings quantised. The
+            model that is decoded losslessly is then the one that rounds both. Draft models whose weights are rounded do
+            the same.
         draft_quantization: How the weights of its draft models are rounded, unless their own settings say it.
         batch_invariant: Whether a token's bits must not depend on batch, chunk or draft.
     """
@@ -84,18 +85,8 @@ class ModelConfig(Frozen):
     @property
     def rounding(self) -> str | None:
         """All that is rounded, in words. None where nothing is."""
-        return self.quantization if self.activations is None else f"{self.quantization}, {self.activations} activations"
-
-    @model_validator(mode="after")
-    def _rounded_rows_meet_rounded_weights(self) -> ModelConfig:
-        if self.activations is not None and self.quantization is None:
-            raise ContradictionError(
-                "activations",
-                self.activations,
-                "only products with weights that are rounded at load take rounded activations, and quantization is None",
-                'Use quantization="int8" or "int4" with it, or leave it out.',
-            )
-        return self
+        rows = None if self.activations is None else f"{self.activations} activations"
+        return ", ".join(each for each in (self.quantization, rows) if each is not None) or None
 
     @model_validator(mode="after")
     def _backend_can_be_invariant(self) -> ModelConfig:

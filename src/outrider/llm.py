@@ -92,7 +92,8 @@ class LLM:
         quantization: Rounds linear layers' weights at load: "int8" (a scale for each output), "int8-g128" (for each group
             of 128 inputs; also 64, 32), "int4" (the same as "int4-g128"; also "int4-g64", "int4-g32"), or with a zero
             point for each group "int4-g128-asym" (also 64, 32). What is lossless is then relative to the rounded model.
-        activations: "int8" rounds what enters products with rounded weights, too: faster, and not as near to the original.
+        activations: "int8" rounds what enters products with rounded weights, too, those of a file among them: faster, and
+            not as near to the original.
         draft_quantization: What quantization is, for draft models, whose own settings may say otherwise.
         batch_invariant: Same seed, same bits: with any proposer or none, in any batch, in any chunks. Free where
             our kernels run the model; elsewhere every row is computed alone, which is slow.

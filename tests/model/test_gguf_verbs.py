@@ -14,6 +14,7 @@ from outrider.convert.gguf import write_gguf
 from outrider.convert.gguf_vocabulary import own_vocabulary
 from tests.model import checkpoints
 from tests.model.test_gguf_vocabularies import byte_level_tokenizer
+from tests.server.running import running
 
 pytest.importorskip("gguf")
 SHAPE: dict[str, Any] = {"layers": 2, "hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 4096}
@@ -46,15 +47,35 @@ def run(files: dict[str, str], *asked: str, typed: str | None = None) -> tuple[i
     return done.exit_code, done.output
 
 
+WRITE = ("generate", "TARGET", "-p", "low world", "-p", "a b", "--max-tokens", "12", "--json", "--temperature", "0")
+
+
+@pytest.mark.parametrize("rows", [(), ("--activations", "int8")], ids=["", "rounded-rows"])
 @pytest.mark.parametrize("way", [("DRAFT", "draft_model"), ("DRAFT", "auto"), ("OTHER", "cross_vocabulary")], ids=str)
-def test_texts_are_written_with_drafts_of_another_file(files: dict[str, str], way: tuple[str, str]) -> None:
-    asked = ("generate", "TARGET", "-p", "low world", "-p", "a b", "--max-tokens", "12", "--json", "--temperature", "0")
-    drafts = ("--draft-model", way[0], "--method", way[1])
+def test_texts_are_written_with_drafts_of_another_file(
+    files: dict[str, str], way: tuple[str, str], rows: tuple[str, ...]
+) -> None:
+    asked, drafts = (*WRITE, *rows), ("--draft-model", way[0], "--method", way[1])
     told = [run(files, *asked, *more) for more in (("--method", "none"), drafts)]
     assert [code for code, _ in told] == [0, 0]
     plain, ours = ([each["samples"][0] for each in json.loads(shown)["requests"]] for _, shown in told)
     assert [each["token_ids"] for each in plain] == [each["token_ids"] for each in ours]
     assert way[1] == "auto" or sum(each["stats"]["num_draft_tokens"] for each in ours) > 0
+
+
+@pytest.mark.slow
+def test_a_server_answers_with_drafts_of_another_file(files: dict[str, str]) -> None:
+    """Its texts are those that the command writes plainly, where rows are rounded on both sides."""
+    rounding = ("--activations", "int8")
+    code, shown = run(files, *WRITE, *rounding, "--method", "none")
+    assert code == 0, shown
+    plain = {each["prompt"]: each["samples"][0]["text"] for each in json.loads(shown)["requests"]}
+    drafts = ("--draft-model", files["draft"], "--method", "draft_model")
+    with running(files["target"], *drafts, *rounding, OMP_NUM_THREADS="1") as server:
+        body = {"model": files["target"], "max_tokens": 12, "temperature": 0}
+        told = {prompt: server.post("/v1/completions", body | {"prompt": prompt}).json() for prompt in plain}
+        assert {prompt: answer["choices"][0]["text"] for prompt, answer in told.items()} == plain
+        assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
 
 
 def test_a_chat_uses_the_template_of_the_file(files: dict[str, str]) -> None:

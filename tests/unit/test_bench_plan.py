@@ -164,9 +164,10 @@ def test_ways_that_cannot_be_taken(name: str) -> None:
 
 
 def test_a_precision_says_how_weights_and_rows_are_rounded() -> None:
-    names = ("float32", "int8", "int4-g32-asym", "int4-g32+a8")
+    names = ("float32", "int8", "int4-g32-asym", "int4-g32+a8", "auto+a8")
     assert BenchSettings(dtypes=names).dtypes == names
-    assert [rounding(name) for name in names] == [None, "int8", "int4-g32-asym", "int4-g32"]
+    assert [rounding(name) for name in names] == [None, "int8", "int4-g32-asym", "int4-g32", None]
+    assert precision("auto+a8") == {"dtype": "auto", "activations": "int8"}
     assert precision("int4-g32") == {"dtype": "bfloat16", "quantization": "int4-g32"}
     assert precision("int4-g32+a8") == {"dtype": "bfloat16", "quantization": "int4-g32", "activations": "int8"}
     recipe = plan(None).ways[0].recipe("m", "int8+a8", greedy=False)
@@ -186,7 +187,7 @@ def test_without_a_draft_model_the_others_are_measured() -> None:
         ({"batches": (65,)}, InvalidParameterError, "Use 1 to 64"),
         ({"samplings": ("T=2",)}, InvalidParameterError, "greedy or T=1"),
         ({"dtypes": ("int3",)}, InvalidParameterError, "int3"),
-        ({"dtypes": ("bfloat16+a8",)}, InvalidParameterError, r"int4\+a8, or"),
+        ({"dtypes": ("float16+a8",)}, InvalidParameterError, r"int4\+a8, or"),
         ({"dtypes": ("int4-g32+a4",)}, InvalidParameterError, r"int4\+a8, or"),
         ({"max_tokens": 1}, InvalidParameterError, "2 or more"),
         ({"num_prompts": 0}, InvalidParameterError, "1 or more"),

@@ -209,6 +209,9 @@ def test_rows_of_several_formats_are_one_matrix(instruction_set: str) -> None:
     odd = parts[0].rows(0, 30)
     with pytest.raises(ValueError, match="30 outputs and others of another format"):
         PackedWeights(library, [odd, parts[1]])
+    rounding = replace(parts[0], format=replace(parts[0].format, rounds_rows=True))
+    with pytest.raises(ValueError, match="cannot stack q4_k and q6_k, whose rows differ"):
+        PackedWeights(library, [rounding, parts[1]])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from outrider.bench.plan import Cell
-from outrider.measure.decoding_config import Recipe, rounding
+from outrider.measure.decoding_config import Recipe, precision
 from outrider.measure.figures import Spread
 
 #: The tokens before the rows of passes in results that were kept before other contexts were measured.
@@ -265,7 +265,7 @@ class Results(BaseModel):
 
     def product_peak(self, dtype: str) -> float | None:
         """The operations per second that torch's product reaches in a precision, or in float32 where that is more."""
-        names = ("bfloat16" if rounding(dtype) else dtype, "float32")
+        names = (precision(dtype)["dtype"], "float32")
         known = [self.products[name] for name in names if name in self.products]
         return max(known, default=None)
 

@@ -20,14 +20,14 @@ from outrider.bench.settings import BenchSettings, PrecisionName
 from outrider.bench.store import Store
 from outrider.bench.summary import reads_too_fast, summarise
 from outrider.bench.widen_heads import wide_heads
-from outrider.config import ModelConfig
+from outrider.config import ROUNDED_ROWS, ModelConfig
 from outrider.embedded import default_model
 from outrider.errors import InvalidParameterError, MissingExtraError, ModelError, OtherEngineError
 from outrider.llm import LLM
 from outrider.measure import machine
 from outrider.measure.agreement import measure_rounding
 from outrider.measure.contestants import Contestant, interleave, ours
-from outrider.measure.decoding_config import DecodingConfig, precision, rounding
+from outrider.measure.decoding_config import DecodingConfig, precision, rounding, rounds_rows
 from outrider.measure.load import LoadWatch
 from outrider.measure.plausible import AGAIN
 from outrider.measure.progress import Progress
@@ -133,9 +133,10 @@ class Session:
         with self._one(f"loading {self._name}"):
             target = self._target(dtype)
             llm = self._load(target, dtype)
-        actual = dtype if rounding(dtype) else str(llm.engine.runner.loaded.dtype).removeprefix("torch.")
+        computed = str(llm.engine.runner.loaded.dtype).removeprefix("torch.")
+        actual = dtype if rounding(dtype) else computed + ROUNDED_ROWS * rounds_rows(dtype)
         self._note_rounding(llm, actual, results)
-        stored = rounding(actual) or actual
+        stored = rounding(actual) or computed
         kind = stored[: len("int8")] if rounding(actual) else stored  # peers have one way to store weights of 8 or 4 bits
         models = PeerModels(target, self._draft_model, kind, torch.get_num_threads(), cache_folder() / "peers")
         with ExitStack() as stack:
@@ -151,7 +152,7 @@ class Session:
 
     def _note_rounding(self, llm: LLM, dtype: str, results: Results) -> None:
         """What rounding costs and gains, on the prompts of this run."""
-        if rounding(dtype) is None:
+        if rounding(dtype) is None and not rounds_rows(dtype):
             return
         with self._one("what rounding costs"):
             texts = [task.prompt_ids for tasks in self._texts.values() for task in tasks]
@@ -181,9 +182,8 @@ class Session:
             return self._settings.model
         if not self._settings.wide:
             return default_model("target")
-        return wide_target(
-            "bfloat16" if dtype == "auto" or rounding(dtype) else dtype
-        )  # "auto" is the embedded checkpoint's own
+        name = precision(dtype)["dtype"]
+        return wide_target("bfloat16" if name == "auto" else name)  # "auto" is the embedded checkpoint's own
 
     def _load(self, target: str, dtype: PrecisionName) -> LLM:
         """The target, with KV memory for the largest cell."""

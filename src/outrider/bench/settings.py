@@ -21,8 +21,10 @@ Chunk = Annotated[int, Field(ge=1, le=4_096)]
 
 ALL_PEERS = "all"
 
+#: How weights may be held that rounded rows meet. Those in a dtype are quantised in their files.
+_BESIDE_ROWS = (*QUANTIZATIONS, "auto", "bfloat16", "float32")
 #: Rounded weights, and rows that are rounded before they meet them.
-RoundedRowsName = Annotated[str, Field(pattern=rf"^({'|'.join(QUANTIZATIONS)}){re.escape(ROUNDED_ROWS)}$")]
+RoundedRowsName = Annotated[str, Field(pattern=rf"^({'|'.join(_BESIDE_ROWS)}){re.escape(ROUNDED_ROWS)}$")]
 #: How weights are held: in a dtype, or quantized.
 PrecisionName = DTypeName | QuantizationName | RoundedRowsName
 
@@ -35,7 +37,7 @@ class BenchSettings(Frozen):
         draft_model: Its draft model. None takes the embedded one for the embedded target, and none for other targets.
         wide: Whether the target is the wide copy of the embedded one.
         dtypes: The precisions, measured one after another. Rounded weights are used with bfloat16, and with
-            "+a8" behind them rows are rounded to 8 bits, too.
+            "+a8" behind them rows are rounded to 8 bits, too; "auto+a8" is for files whose weights are quantised.
         device: The device, as LLM takes it.
         num_threads: The number of threads that compute. None leaves torch's.
         workloads: Names of built-in workloads. "long" stands for all that have long prompts.

@@ -79,7 +79,8 @@ def doctor(
     llm = options.load(notes, model, "none", prefix_caching=False, **how)
     sample = _sample(llm, prompts, batch, num_prompts, max_tokens, temperature)
     with _progress(notes) as progress:
-        report = _examine(llm, asked, sample, progress, rounded=quantization is not None)
+        rounded = quantization is not None or activations is not None
+        report = _examine(llm, asked, sample, progress, rounded=rounded)
     if as_json:
         sys.stdout.write(json.dumps(report.as_json()) + "\n")
     else:

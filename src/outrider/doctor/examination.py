@@ -77,7 +77,7 @@ class Report:
         load: Of the machine meanwhile, as a sentence.
         doubts: What cannot be believed, since other work disturbed it.
         passes_doubted: Whether the times of the target's passes are among it. Then no ratios are told.
-        target_is_rounded: Whether it was rounded when it was loaded.
+        target_is_rounded: Whether its weights were rounded when it was loaded, or its rows are.
         rounding: What this costs and gains. None where it is not, or the model as it was cannot be loaded beside it.
     """
 

@@ -57,12 +57,12 @@ class PackedWeights:
         panel = library.panel(self.real)
         self.width = -(-self.own_outputs // panel) * panel
         self._library = library
+        self.places = None if parts[0].order is None else torch.argsort(parts[0].order).to(torch.int32)
         self.tail = self._packed_tail(all_parts[len(parts) :], bias, panel)
         bias = None if bias is None else bias[: self.own_outputs]
         whole_rows = self.format.quantised and self.format.group is None
         scales = [part.scale for part in parts if whole_rows and part.scale is not None]
         self.scale, self.bias = self._column(torch.cat(scales) if scales else None), self._column(bias)
-        self.places = None if parts[0].order is None else torch.argsort(parts[0].order).to(torch.int32)
         self.struct = linear_struct(self.format, self.operand, self.own_outputs, self.in_features)
         self.struct.scale, self.struct.bias, self.struct.places = map(_address, (self.scale, self.bias, self.places))
         self.struct.next = None if self.tail is None else ctypes.addressof(self.tail.struct)
@@ -104,7 +104,10 @@ class PackedWeights:
             return None
         if self.own_outputs % panel:
             raise ValueError(f"the kernels cannot stack {self.own_outputs} outputs and others of another format")
-        return PackedWeights(self._library, parts, None if bias is None else bias[self.own_outputs :])
+        tail = PackedWeights(self._library, parts, None if bias is None else bias[self.own_outputs :])
+        if not self.shares_rows_with(tail):
+            raise ValueError(f"the kernels cannot stack {self.format.name} and {tail.format.name}, whose rows differ")
+        return tail
 
     def _packed(self, parts: list[StoredWeight]) -> Tensor:
         num_bytes = packed_bytes(self._library, self.struct, self.real)

@@ -7,6 +7,7 @@ decoded losslessly is the rounded one.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -208,6 +209,22 @@ def quantise_linears(
         raise UnsupportedModelError(
             name, f"{error} holds weights that are not finite, and cannot be rounded", remedy
         ) from None
+
+
+def round_rows(model: nn.Module, stacks: Iterable[ExpertStack] = ()) -> None:
+    """Let what enters products with weights that a file brought quantised be rounded to 8 bits. The weights stay as they
+    are, and so do products with those that are floats in their file."""
+    for stack in stacks:
+        kept = getattr(stack.module, "quantised_stacks", {})
+        if stack.name in kept:
+            kept[stack.name] = _with_rounded_rows(kept[stack.name])
+    for module in model.modules():
+        if isinstance(module, QuantisedLinear):
+            module.quantised_weight = _with_rounded_rows(module.quantised_weight)
+
+
+def _with_rounded_rows(stored: StoredWeight) -> StoredWeight:
+    return replace(stored, format=replace(stored.format, rounds_rows=stored.format.may_round_rows))
 
 
 class _NotFiniteError(ValueError):

@@ -60,12 +60,17 @@ def rounding(dtype: str) -> str | None:
     return name if name in QUANTIZATIONS else None
 
 
+def rounds_rows(dtype: str) -> bool:
+    """Whether rows are rounded to 8 bits in this precision."""
+    return dtype.endswith(ROUNDED_ROWS)
+
+
 def precision(dtype: str) -> dict[str, Any]:
     """The settings of a model for a dtype, or for weights that are rounded this way, which are used with bfloat16."""
     weights = rounding(dtype)
+    rows = {"activations": "int8"} if rounds_rows(dtype) else {}
     if weights is None:
-        return {"dtype": dtype}
-    rows = {"activations": "int8"} if dtype.endswith(ROUNDED_ROWS) else {}
+        return {"dtype": dtype.removesuffix(ROUNDED_ROWS), **rows}
     return {"dtype": "bfloat16", "quantization": weights, **rows}
 
 

@@ -111,11 +111,13 @@ class Blocks(WeightFormat):
             self, dtype, data, scale, torch.empty(rows, heads, dtype=torch.uint8) if self.has_zeros else None
         )
 
+    @property
+    def may_round_rows(self) -> bool:
+        return self.code_bits <= 8  # others are floats
+
     def operand(self, dtype: torch.dtype, *, pairs: bool) -> Operand:
         exact = self.code_bits <= 8  # in bf16, before they are scaled
-        if self.rounds_rows and exact:
-            return Operand.BYTES
-        return Operand.PAIRS if pairs and exact and dtype == torch.bfloat16 else Operand.REAL
+        return super().operand(dtype, pairs=pairs and exact)
 
     def struct(self) -> BlocksStruct:
         return BlocksStruct(self.code_bits, self.values, self.subtracted, self.part, self.scales, self.lows)

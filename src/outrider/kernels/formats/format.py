@@ -35,6 +35,11 @@ class WeightFormat(ABC):
     has_zeros: bool = False
     rounds_rows: bool = False
 
+    @property
+    def may_round_rows(self) -> bool:
+        """Whether the kernels have products of rows that are rounded to 8 bits with such weights."""
+        return self.quantised
+
     @abstractmethod
     def store(self, weight: Tensor) -> StoredWeight:
         """Keep a matrix [out_features, in_features] of finite numbers in this format."""

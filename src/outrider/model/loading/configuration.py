@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config import ModelConfig
-from outrider.errors import InvalidParameterError, ModelLoadError, UnsupportedModelError
+from outrider.errors import ContradictionError, InvalidParameterError, ModelLoadError, UnsupportedModelError
 from outrider.model import hf
 from outrider.model.loading.attempts import attempt
 from outrider.model.loading.files import check_files
 from outrider.model.loading.fit import Needs, needs, stored_tensors
 from outrider.model.loading.gguf.architecture import read_config
+from outrider.model.loading.gguf.blocks import rows_may_be_rounded
 from outrider.model.loading.gguf.header import GgufFile, is_gguf, read_gguf
 from outrider.model.loading.quantised.scheme import declared, layout_of
 from outrider.model.loading.sources import source_options
@@ -69,7 +70,8 @@ def read_hf_config(config: ModelConfig, source: dict[str, Any]) -> Any:
     check_decoder(config.model, found)
     _check_depth(config.model, found)
     check_rounding(config, found)
-    layout_of(config.model, found)  # refuses what is not loaded here
+    layout = layout_of(config.model, found)  # refuses what is not loaded here
+    check_rounded_rows(config, brought=layout is not None)
     return found
 
 
@@ -82,6 +84,7 @@ def read_file_config(config: ModelConfig, file: GgufFile) -> Any:
             f"its weights are in blocks already, and quantization={config.quantization!r} would round them again",
             "Leave quantization out.",
         )
+    check_rounded_rows(config, brought=rows_may_be_rounded(file))
     return found
 
 
@@ -129,6 +132,35 @@ def check_rounding(config: ModelConfig, hf_config: Any) -> None:
         f"its weights are quantised already ({method}), and quantization={config.quantization!r} would round them again",
         "Leave quantization out, or give the original checkpoint.",
     )
+
+
+def check_rounded_rows(config: ModelConfig, *, brought: bool) -> None:
+    """Raise ContradictionError where rows are to be rounded, and would meet no rounded weights. `brought` says whether the
+    checkpoint brings such weights."""
+    if config.activations is None or config.quantization is not None or brought:
+        return
+    raise ContradictionError(
+        "activations",
+        config.activations,
+        f"only products with rounded weights take rounded activations, quantization is None, and {config.model} brings no "
+        "weights of 8 bits or less",
+        'Use quantization="int8" or "int4" with it, or leave it out.',
+    )
+
+
+def has_rounded_weights(config: ModelConfig) -> bool:
+    """Whether weights of a checkpoint are rounded at load, or were in its files. Its configuration alone is read.
+
+    Raises:
+        ModelLoadError: Not on the hub, or unreadable.
+        UnsupportedModelError: Not a causal decoder.
+    """
+    if config.quantization is not None:
+        return True
+    if is_gguf(config.model):
+        return rows_may_be_rounded(read_gguf(config.model))
+    plain = config.replace(activations=None)
+    return layout_of(config.model, read_hf_config(plain, source_options(plain))) is not None
 
 
 def _check_depth(name: str, hf_config: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from outrider.config import CacheConfig, ModelConfig, SchedulerConfig
 from outrider.model.factory import make_runner
+from outrider.model.loading.configuration import has_rounded_weights
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.loading.loader import adopt_model, load_model
 from outrider.model.loading.sources import check_sources
@@ -68,11 +69,19 @@ class DraftLoader:
             attention_backend="auto",
             max_model_len=None,
             quantization=rounding,
-            activations=None if rounding is None else self._settings.activations,
+            activations=None,
             batch_invariant=False,  # drafts may differ in their bits: they are guesses
         )
+        if self._settings.activations is not None and self._is_rounded(settings):
+            settings = settings.replace(activations=self._settings.activations)
         capacity = target.blocks.num_blocks * target.blocks.block_size  # whatever fits the target's memory fits the draft's
         return make_runner(self._load(settings), "auto", self._cache.replace(num_tokens=capacity), self._scheduling)
+
+    def _is_rounded(self, settings: ModelConfig) -> bool:
+        """Whether the weights of a draft model are rounded, or were in its files."""
+        if settings.model in self._given:
+            return settings.quantization is not None
+        return has_rounded_weights(settings)
 
     def _load(self, settings: ModelConfig) -> LoadedModel:
         given = self._given.get(settings.model)

@@ -14,11 +14,12 @@ import torch
 from outrider.config import ModelConfig
 from outrider.errors import ContradictionError, ModelLoadError, UnsupportedModelError
 from outrider.kernels.formats.registry import FORMATS
-from outrider.kernels.weights import ExpertStack, quantise_linears
+from outrider.kernels.weights import ExpertStack, quantise_linears, round_rows
 from outrider.model import hf
 from outrider.model.loading.attempts import attempt
 from outrider.model.loading.configuration import (
     check_decoder,
+    check_rounded_rows,
     check_rounding,
     longest_text,
     read_file_config,
@@ -35,7 +36,7 @@ from outrider.model.loading.hub import local_folder
 from outrider.model.loading.kinds import missing_head, wrong_shape
 from outrider.model.loading.loaded_model import LoadedModel, describe_model
 from outrider.model.loading.quantised.checkpoint import QuantisedCheckpoint
-from outrider.model.loading.quantised.scheme import layout_of, rounded_while_computing
+from outrider.model.loading.quantised.scheme import declared, layout_of, rounded_while_computing
 from outrider.model.loading.sources import source_options
 from outrider.model.loading.tokenizers import checkpoint_tokenizer, given_tokenizer
 
@@ -88,6 +89,7 @@ def adopt_model(model: Any, config: ModelConfig, tokenizer: Any | None = None, *
     check_given(model, config)
     check_decoder(config.model, model.config)
     check_rounding(config, model.config)
+    check_rounded_rows(config, brought=declared(model.config) is not None)
     device = usable_device(str(model.device) if config.device is None else config.device)
     longest = longest_text(config, model.config)
     own_tokenizer = None if tokenizer is None else given_tokenizer(tokenizer)
@@ -114,11 +116,12 @@ def _loaded(
 ) -> LoadedModel:
     """Prepare a model that is ours, and find out about it."""
     model.eval().requires_grad_(False)
+    stacks = hf.expert_stacks(model)
+    if config.activations is not None:
+        _check_rounded_rows(config, model, stacks)
+        round_rows(model, stacks)
     if config.quantization is not None:
-        fmt, stacks = FORMATS[config.quantization], hf.expert_stacks(model)
-        if config.activations is not None:
-            fmt = replace(fmt, rounds_rows=True)
-            _check_rounded_rows(config, model, stacks)
+        fmt = replace(FORMATS[config.quantization], rounds_rows=config.activations is not None)
         quantise_linears(model, fmt, stacks, name=config.model)
         hf.use_stored_experts(model)
     if model.dtype == torch.float64:

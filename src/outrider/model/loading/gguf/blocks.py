@@ -10,7 +10,7 @@ from outrider.kernels.formats.gguf import GGUF_TYPES
 from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.pages import release
 from outrider.kernels.rounding import parts
-from outrider.model.loading.gguf.header import GgufTensor
+from outrider.model.loading.gguf.header import GgufFile, GgufTensor
 from outrider.model.loading.gguf.values import AGAIN
 
 
@@ -19,6 +19,11 @@ def is_packed(tensor: GgufTensor) -> bool:
     floats."""
     known = tensor.type in GGUF_TYPES and ".ffn_gate_inp." not in tensor.name
     return known and len(tensor.shape) in (2, 3) and tensor.shape[-1] % 32 == 0
+
+
+def rows_may_be_rounded(file: GgufFile) -> bool:
+    """Whether there are matrices of a file that rows of 8 bits can be multiplied with."""
+    return any(is_packed(tensor) and GGUF_TYPES[tensor.type].format.may_round_rows for tensor in file.tensors.values())
 
 
 def stored_tensor(path: str, tensor: GgufTensor, dtype: torch.dtype, order: Tensor | None = None) -> StoredWeight:
