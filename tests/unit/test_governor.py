@@ -231,6 +231,17 @@ def test_a_staircase_keeps_its_steps() -> None:
     assert plan.rows == {0: ("draft", 7)}
 
 
+def test_a_draft_of_one_pass_takes_no_longer_when_it_is_long() -> None:
+    costs = CostModel(CostTable({1: 1.0, 16: 1.0}), in_one_pass=["block"])
+    assert costs.draft_seconds("block", 2, 7) == costs.draft_seconds("block", 2, 1)
+    assert costs.draft_seconds("chain", 2, 7) == pytest.approx(7 * costs.draft_seconds("chain", 2, 1))
+    for _ in range(200):
+        for method in ("block", "chain"):
+            costs.observe(StepWork(8, 1, 0, (DraftWork(method, 1, 7),)), StepTimes(0.14, 1.0, 0.02))
+    assert costs.draft_seconds("block", 1, 2) == pytest.approx(0.14, rel=0.05)
+    assert costs.draft_seconds("chain", 1, 2) == pytest.approx(0.04, rel=0.05)
+
+
 def _crowd(rng: random.Random) -> tuple[CostModel, list[Text], Plan]:
     """Eight texts on a staircase that is drawn and corrected, and their best plan where every row is looked at."""
     seconds, passes = 1.0, dict[int, float]()

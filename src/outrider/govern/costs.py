@@ -258,14 +258,16 @@ class CostModel:
     Args:
         table: What the calibration found.
         lookups: Methods without a model of their own: they take time for each text, however long the drafts are.
+        in_one_pass: Methods that draft all tokens of a text in one pass of theirs.
     """
 
-    def __init__(self, table: CostTable, lookups: Sequence[str] = ()) -> None:
+    def __init__(self, table: CostTable, lookups: Sequence[str] = (), in_one_pass: Sequence[str] = ()) -> None:
         one = min(table.passes.values())
         self.passes = Curve(table.passes)
         self.host = Curve({size: one * (0.02 + 0.001 * size) for size in _HOST_SIZES})
         self._context_seconds = table.context_seconds
         self._lookups = frozenset(lookups)
+        self._in_one_pass = self._lookups.union(in_one_pass)
         self._drafts = {name: Curve(points) for name, points in table.drafts.items()}
         self._default = {size: one * (0.05 + 0.001 * size) for size in _HOST_SIZES}
         self._lookup = {size: one * 0.002 * size for size in _HOST_SIZES}
@@ -279,7 +281,7 @@ class CostModel:
         """Time in which a method drafts so many tokens for each of so many texts."""
         if not texts or not levels:
             return 0.0
-        return self._curve(method).seconds(texts) * (1 if method in self._lookups else levels)
+        return self._curve(method).seconds(texts) * (1 if method in self._in_one_pass else levels)
 
     def catch_up_seconds(self, method: str, rows: int) -> float:
         """Time in which a method's own model reads so many tokens."""
@@ -332,7 +334,7 @@ class CostModel:
         (draft,) = own
         others = [self.draft_seconds(each.method, each.texts, each.levels) for each in drafts if each is not draft]
         curve = self._curve(draft.method)
-        levels = 1 if draft.method in self._lookups else max(draft.levels, 1)
+        levels = 1 if draft.method in self._in_one_pass else max(draft.levels, 1)
         curve.observe(draft.texts, curve.base(draft.texts) * levels, max(seconds - sum(others), 0.0))
 
     def doubt(self) -> None:

@@ -18,6 +18,7 @@ class Candidate:
         name: Tells it from the others.
         longest: Most draft tokens.
         lookup: Whether it needs no model of its own, so that it costs little and has nothing to read first.
+        in_one_pass: Whether a draft takes one pass of its own, however long it is.
         prior: Chance that its draft tokens stand, before anything was seen.
         experience: What it showed in earlier processes.
         composite: How it is made of other candidates; None for a method by itself. What is learnt is learnt of those.
@@ -27,6 +28,7 @@ class Candidate:
     name: str
     longest: int
     lookup: bool = False
+    in_one_pass: bool = False
     prior: float = 0.6
     experience: Experience | None = None
     composite: Composite | None = None

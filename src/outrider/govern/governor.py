@@ -63,7 +63,8 @@ class Governor:
         self._read_at_once = read_at_once
         self.candidates = {each.name: each for each in candidates}
         self._lookups = frozenset(each.name for each in candidates if each.lookup)
-        self._standings = Standings(CostModel(table, sorted(self._lookups)))
+        in_one_pass = [each.name for each in candidates if each.in_one_pass]
+        self._standings = Standings(CostModel(table, sorted(self._lookups), in_one_pass))
         self._differences = {each.name: Differences() for each in candidates if each.composite is not None}
         self._here = self._standings.of(1, 0)
         known = {each.name: each.experience for each in candidates if each.experience is not None}

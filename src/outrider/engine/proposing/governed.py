@@ -182,6 +182,7 @@ class GovernedSets:
                 name,
                 config.num_draft_tokens,
                 lookup=not config.method.grows_from_probabilities,
+                in_one_pass=config.method.drafts_in_one_pass,
                 experience=experience(name),
                 alone=name in choices,
             )

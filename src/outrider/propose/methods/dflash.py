@@ -21,6 +21,7 @@ class DFlash(FeatureMethod):
     """
 
     name: ClassVar[str] = "dflash"
+    drafts_in_one_pass: ClassVar[bool] = True
 
     def proposer(self, head: PublishedHead, target: Target, bridge: Bridge) -> Proposer:
         return BlockHeadProposer(BlockHead(head, target), target, bridge, self.min_confidence)

@@ -1,0 +1,81 @@
+"""The engine chooses among methods of which some are heads: what it measures of them, how long it lets them draft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.engine.proposing import keeping
+from outrider.govern.costs import CostTable, StepTimes, StepWork
+from outrider.prove.published_blocks import save_random_dflash
+from outrider.prove.published_heads import save_random_eagle
+from tests.model import checkpoints
+
+COPY = [1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+#: Rows cost nothing, so that whatever stands pays.
+FREE = CostTable(dict.fromkeys((1, 2, 4, 8, 16, 32, 64), 1.0))
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
+    """A target with a head of DFlash and one of EAGLE-3."""
+    folder = tmp_path_factory.mktemp("auto_heads")
+    target = checkpoints.save("llama", folder / "target", seed=3)
+    block = save_random_dflash(folder / "block", target, block_size=8, scale=0.1)
+    eagle = save_random_eagle(folder / "eagle", target, "speculators", eagle_aux_hidden_state_layer_ids=[1, 2], scale=0.1)
+    return target, block, eagle
+
+
+def chosen_for(paths: tuple[str, str, str]) -> LLM:
+    target, block, eagle = paths
+    methods: list[Any] = [
+        {"method": "dflash", "model": block, "num_draft_tokens": 7},
+        {"method": "eagle3", "model": eagle},
+        {"method": "ngram", "min_match": 1},
+    ]
+    return LLM(target, dtype="float64", block_size=4, speculation={"method": "auto", "methods": methods})
+
+
+@pytest.mark.parametrize("params", [{"seed": 3}, {"temperature": 0.0}], ids=["seeded", "greedy"])
+def test_it_writes_what_plain_decoding_writes(
+    paths: tuple[str, str, str], params: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(keeping.VARIABLE, "off")
+
+    def steady(work: StepWork, times: StepTimes) -> StepTimes:
+        drafts = 0.001 * sum(1 if each.method == "dflash" else each.levels for each in work.drafts)
+        return StepTimes(drafts, 1.0, 0.01)
+
+    with chosen_for(paths) as llm:
+        llm.engine.governing.script(FREE, steady)
+        sampling = SamplingParams(max_tokens=60, **params)
+        chosen = llm.generate([COPY, COPY[1:], [0]], sampling)
+        lengths = {name: {rows for one, rows in llm.stats.chosen if one == name} for name in ("dflash", "eagle3")}
+        plain = llm.generate([COPY, COPY[1:], [0]], sampling, speculation="none")
+        assert [output.token_ids for output in chosen] == [output.token_ids for output in plain]
+        assert sum(output.stats.num_proposer_faults for output in chosen) == 0
+        known = llm.engine.governing._sets.alive[-1].governor.candidates
+        assert [name for name in lengths if known[name].in_one_pass] == ["dflash"]
+        assert max(lengths["dflash"]) <= 7
+        assert max(lengths["eagle3"]) <= 5
+        assert llm.stats.finished.num_accepted_tokens > 0
+        llm.engine.check_integrity()
+        llm.engine.check_rest()
+
+
+def test_passes_are_measured_and_drafts_of_heads_as_they_come(
+    paths: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(keeping.VARIABLE, str(tmp_path / "costs"))
+    with chosen_for(paths) as llm:
+        (file,) = (tmp_path / "costs").iterdir()
+        table = json.loads(file.read_text())["table"]
+        assert all(seconds > 0.0 for seconds in table["passes"].values())
+        assert table["drafts"] == {}
+        params = SamplingParams(max_tokens=60, temperature=0.0)
+        chosen, plain = llm.generate(COPY, params)[0], llm.generate(COPY, params, speculation="none")[0]
+        assert chosen.token_ids == plain.token_ids
