@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,11 @@ from outrider.heads.block_config import BlockHeadConfig
 from outrider.heads.block_network import BlockHeadNetwork
 from outrider.heads.feature_config import FeatureHeadConfig
 from outrider.heads.feature_networks import Eagle1Network, Eagle3Network
-from outrider.heads.formats import safeailab, safeailab1, speculators, speculators_dflash, zlab
+from outrider.heads.formats import gguf, safeailab, safeailab1, speculators, speculators_dflash, zlab
 from outrider.heads.formats.folder import CONFIG, HeadTensor, read_config, read_tensors
 from outrider.heads.formats.layer import refused
 from outrider.heads.published_network import PublishedNetwork
+from outrider.model.loading.gguf.header import is_gguf
 
 _FORMATS: tuple[Any, ...] = (speculators_dflash, zlab, safeailab, speculators, safeailab1)
 _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
@@ -41,29 +43,33 @@ class PublishedHead(NamedTuple):
 
 
 def read_head_config(folder: str) -> FeatureHeadConfig:
-    """What the head in a folder says of itself, without its tensors.
+    """What the head in a folder or a GGUF file says of itself, without its tensors.
 
     Raises:
         InvalidParameterError: No such folder.
+        UnsupportedModelError: The GGUF file holds no such head.
         ModelLoadError: It holds no head of a known format, or the file does not settle what a field means.
     """
     return _read_config(folder)[0]
 
 
 def read_head(folder: str) -> PublishedHead:
-    """The head in a folder.
+    """The head in a folder, or in a GGUF file.
 
     Raises:
         InvalidParameterError: No such folder.
+        UnsupportedModelError: The GGUF file holds no such head.
         ModelLoadError: It holds no head of a known format, its file does not settle what a field means, or a tensor is
             missing, corrupt, pickled or of another shape.
     """
     config, form = _read_config(folder)
-    found = {name: tensor for name, tensor in read_tensors(folder).items() if not name.startswith(_COPIES)}
-    prefixes = {old: new for old, new in form.PREFIXES.items() if any(name.startswith(old) for name in found)}
-    tensors = {_renamed(name, prefixes): tensor for name, tensor in found.items()}
+    read = gguf.read_tensors(folder) if form is gguf else read_tensors(folder)
+    found = {name: tensor for name, tensor in read.items() if not name.startswith(_COPIES)}
+    used = [start for start in form.PREFIXES if any(name.startswith(start) for name in found)]
+    tensors = {_renamed(name, form.PREFIXES): tensor for name, tensor in found.items()}
     if len(tensors) < len(found):
-        raise ModelLoadError(folder, f"{' and '.join(prefixes)} name one part of it twice", _OTHER)
+        raise ModelLoadError(folder, f"{' and '.join(used)} name one part of it twice", _OTHER)
+    prefixes = {start: form.PREFIXES[start] for start in sorted(form.PREFIXES, key=used.__contains__)}
     tokens = _tokens(folder, config, tensors.pop("d2t", None), tensors.pop("t2d", None))
     with torch.device("meta"):
         network = _network(config, tensors)
@@ -74,13 +80,13 @@ def read_head(folder: str) -> PublishedHead:
 
 def _read_config(folder: str) -> tuple[FeatureHeadConfig, Any]:
     """The head's own configuration, and its format."""
-    mapping = read_config(folder)
-    form = next((each for each in _FORMATS if each.fits(mapping)), None)
-    if form is None:
-        known = ", ".join(each.NAME for each in _FORMATS)
-        problem = f"{CONFIG} describes no head of a known format ({known})"
-        raise ModelLoadError(folder, problem, "Use method='draft_model' for a draft model, and a head's own folder here.")
-    config = form.read(folder, mapping)
+    form: Any = gguf
+    if is_gguf(folder):
+        config = gguf.read(folder)
+    else:
+        mapping = read_config(folder)
+        form = _format_of(folder, mapping)
+        config = form.read(folder, mapping)
     for name in ("target_hidden_size", "draft_vocab_size"):
         size = getattr(config, name)
         if type(size) is not int or size < 1:
@@ -89,6 +95,15 @@ def _read_config(folder: str) -> tuple[FeatureHeadConfig, Any]:
         problem = f"the target has {config.vocab_size} tokens"
         raise refused(folder, "draft_vocab_size", config.draft_vocab_size, problem, _OTHER)
     return config, form
+
+
+def _format_of(folder: str, mapping: Mapping[str, Any]) -> Any:
+    found = next((each for each in _FORMATS if each.fits(mapping)), None)
+    if found is None:
+        known = ", ".join(each.NAME for each in _FORMATS)
+        problem = f"{CONFIG} describes no head of a known format ({known})"
+        raise ModelLoadError(folder, problem, "Use method='draft_model' for a draft model, and a head's own folder here.")
+    return found
 
 
 def _network(config: FeatureHeadConfig, tensors: dict[str, HeadTensor]) -> PublishedNetwork:

@@ -11,7 +11,8 @@ class Eagle3(FeatureMethod):
     """A published EAGLE-3 head drafts from what entered three of the target's layers.
 
     Attributes:
-        model: Local folder of the head, as SafeAILab or the speculators package publish it.
+        model: Local folder of the head, as SafeAILab, SpecForge, NVIDIA or the speculators package publish it; or a GGUF
+            file.
     """
 
     name: ClassVar[str] = "eagle3"

@@ -199,28 +199,8 @@ def read_config(file: GgufFile) -> Any:
     import transformers
 
     known, values = architecture_of(file), Values(file)
-    for name, plain in _SPECIAL.items():
-        if name not in known.knows and values.get(name) not in (None, plain):
-            raise values.refuse(f"{values.architecture}.{name}={values.get(name)!r}")
-    heads, hidden = values.count("attention.head_count"), values.count("embedding_length")
-    layers = values.count("block_count")
-    if layers > len(file.tensors):
-        problem = f"it says {layers:,} layers, and holds {len(file.tensors)} tensors"
-        raise ModelLoadError(file.path, problem, AGAIN)
-    head_dim = values.count("attention.key_length", hidden // heads)
-    if values.count("attention.value_length", head_dim) != head_dim:
-        raise values.refuse("values of another width than its keys")
-    shape = {
+    shape = read_shape(values, known) | {
         "vocab_size": _vocab_size(file),
-        "hidden_size": hidden,
-        "intermediate_size": values.count("feed_forward_length"),
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": values.count("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": values.count("context_length"),
-        "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": known.rope(values, head_dim),
         "tie_word_embeddings": not values.has("output.weight"),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
@@ -231,6 +211,37 @@ def read_config(file: GgufFile) -> Any:
     except Exception as error:  # whatever transformers finds wrong with a configuration
         reason = str(error).strip().splitlines()[-1].strip()
         raise ModelLoadError(file.path, f"its metadata are no configuration ({reason})", AGAIN) from error
+
+
+def read_shape(values: Values, known: Architecture) -> dict[str, Any]:
+    """The fields of transformers' configuration that describe the layers of a file.
+
+    Raises:
+        ModelLoadError: A value is missing, or is not what it has to be.
+        UnsupportedModelError: The architecture has something that is not known.
+    """
+    for name, plain in _SPECIAL.items():
+        if name not in known.knows and values.get(name) not in (None, plain):
+            raise values.refuse(f"{values.architecture}.{name}={values.get(name)!r}")
+    heads, hidden = values.count("attention.head_count"), values.count("embedding_length")
+    layers = values.count("block_count")
+    if layers > len(values.file.tensors):
+        problem = f"it says {layers:,} layers, and holds {len(values.file.tensors)} tensors"
+        raise ModelLoadError(values.file.path, problem, AGAIN)
+    head_dim = values.count("attention.key_length", hidden // heads)
+    if values.count("attention.value_length", head_dim) != head_dim:
+        raise values.refuse("values of another width than its keys")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": values.count("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": values.count("context_length"),
+        "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": known.rope(values, head_dim),
+    }
 
 
 def _vocab_size(file: GgufFile) -> int:

@@ -30,6 +30,8 @@ _TYPES = {
     0: "F32", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 23:
     "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
 } | {known.number: name for name, known in GGUF_TYPES.items()}  # fmt: skip
+#: Bytes of a number, of types without blocks.
+_SINGLE = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}
 _MOST_DIMENSIONS = 4
 _LARGEST_NAME = 65_535
 #: The name of a part of a model that lies in several files.
@@ -60,10 +62,16 @@ class GgufTensor:
         """uint8 [rows, bytes of a row], still in the file."""
         return torch.from_numpy(self.data).reshape(prod(self.shape[:-1]), -1)
 
+    def integers(self) -> Tensor:
+        """int64 of its shape, of a tensor of type I64."""
+        return torch.from_numpy(self.data.copy()).view(torch.int64).reshape(self.shape)
+
     def floats(self) -> Tensor:
         """float32 of its shape."""
         if self.type == "F32":
             return torch.from_numpy(self.data.copy()).view(torch.float32).reshape(self.shape)
+        if self.type == "I64":
+            return self.integers().float()
         stored = GGUF_TYPES[self.type].stored(self.rows().clone(), torch.float32)
         return stored.format.dequantise(stored, torch.float32).reshape(self.shape)
 
@@ -172,10 +180,8 @@ def _placed(
 
 
 def _nbytes(name: str, shape: tuple[int, ...], kind: str) -> int:
-    if kind == "F32":
-        return 4 * prod(shape)
-    if kind in ("F16", "BF16"):  # vectors may have any length
-        return 2 * prod(shape)
+    if kind in _SINGLE:  # vectors may have any length
+        return _SINGLE[kind] * prod(shape)
     known = GGUF_TYPES.get(kind)
     if known is None:
         raise _MalformedError(f"{name} has the type {kind}, and F32, {', '.join(GGUF_TYPES)} are known")
