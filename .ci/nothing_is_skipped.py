@@ -18,6 +18,7 @@ PACKAGES = (
     "mkdocs",
     "playwright",
     "ray",
+    "triton",
     "websockets",
 )
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: No test measures what passes cost, but those that ask for it, and none leaves files in the user's folders.
 os.environ["OUTRIDER_COSTS"] = "off"
+#: Triton's interpreter runs the kernels for GPUs, unless somebody who has one says otherwise.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,6 +20,7 @@ from tests.mutation.judge import CHECKS, CLAIM, judge
 from tests.mutation.mutants import MUTANTS, PROBE_DIFFERS, Mutant
 from tests.mutation.native_mutants import NATIVE_MUTANTS
 from tests.mutation.running_mutants import RUNNING_MUTANTS
+from tests.mutation.triton_mutants import TRITON_MUTANTS
 from tests.mutation.warm import WarmProcess
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +80,7 @@ def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path, warm: WarmProcess) ->
     assert_caught(mutant, warm.run(mutant.killer, plant(mutant, tmp_path), "off"))
 
 
-@pytest.mark.parametrize("mutant", [*PLANTED, *NATIVE_MUTANTS], ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", [*PLANTED, *NATIVE_MUTANTS, *TRITON_MUTANTS], ids=lambda m: m.name)
 def test_every_bug_still_has_its_place(mutant: Mutant) -> None:
     """Also of those that `make test` leaves out."""
     assert (PACKAGE / mutant.path).read_text("utf-8").count(mutant.old) == 1

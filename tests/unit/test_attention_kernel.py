@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.cache.layer_spec import LayerReach
-from outrider.kernels.attention import PassAttention, can_attend
+from outrider.kernels.attention import PassAttention
 from outrider.kernels.library import available_sets, kernels_for
 from outrider.model.backends.pass_rows import pass_rows
 from outrider.model.batch import RaggedBatch, Segment
@@ -116,6 +116,9 @@ def test_the_bits_of_a_row_do_not_depend_on_what_else_attends(dtype: torch.dtype
 
 
 def test_what_the_kernels_do_not_take_is_told() -> None:
+    can_attend = PassAttention(
+        kernels_for(available_sets()[0]), pass_rows(RaggedBatch(SEGMENTS, BLOCK, torch.device("cpu")))
+    ).takes
     rows = torch.zeros(2, 3, 8)
     assert can_attend(rows, rows, rows)
     assert can_attend(rows.bfloat16(), rows.bfloat16(), rows.bfloat16())

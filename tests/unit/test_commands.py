@@ -65,7 +65,7 @@ def test_the_extra_for_tests_brings_what_they_would_skip_without() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     for name in ("gguf", "playwright", "axe-playwright-python", "compressed-tensors", "opentelemetry-sdk", "websockets"):
         assert any(requirement.startswith(name) for requirement in extras["dev"])
-    assert "outrider[bench,docs,grammar,ray,release,serve,train]" in extras["dev"]
+    assert "outrider[bench,docs,grammar,ray,release,serve,train,triton]" in extras["dev"]
 
 
 def test_the_demo_installs_only_what_the_package_needs(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.kernels.triton.devices import runs_on
+
 #: Which slots of the pool hold a context: a slice where they are consecutive (read without a copy), else their indices.
 Slots = slice | Tensor
 
@@ -40,6 +42,11 @@ class KVPool:
             slot_mapping: [num_rows] slot of each row.
         """
         memory = self.memory(layer, keys, values)
+        if runs_on(keys.device):
+            from outrider.kernels.triton.kv_write import write_rows  # which imports Triton
+
+            write_rows(keys, values, *memory, slot_mapping)
+            return memory
         for store, rows in zip(memory, (keys, values), strict=True):
             store.index_copy_(0, slot_mapping, rows)
         return memory

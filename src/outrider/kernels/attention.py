@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from itertools import accumulate, chain
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,31 +24,12 @@ _I64 = ctypes.c_int64
 KNOWN_DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.float32, torch.float64: torch.float64}
 
 
-def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernels take such rows [num_rows, heads, dim]: one known dtype, one width, on a CPU."""
-    same = query.dtype == keys.dtype == values.dtype and query.shape[-1] == keys.shape[-1] == values.shape[-1]
-    return same and query.dtype in KNOWN_DTYPES and query.device.type == "cpu"
+class RowAttention(Protocol):
+    """The attention of the rows of one pass, layer by layer, by kernels of this project."""
 
-
-class PassAttention:
-    """The attention of the rows of one pass, layer by layer.
-
-    Args:
-        library: The kernels of this processor.
-        rows: The rows. Their lists are copied once for all layers.
-    """
-
-    def __init__(self, library: KernelLibrary, rows: PassRows) -> None:
-        self._library = library
-        lists = [getattr(rows, name) for name in ATTENTION_LISTS]
-        self._numbers = np.array(list(chain.from_iterable(lists)), np.int64)
-        self._ancestry = rows.ancestry
-        begins = accumulate((len(values) for values in lists[:-1]), initial=0)
-        self._call = AttendCall(rows=len(rows.positions), segments=len(rows.start), block_size=rows.block_size)
-        for name, begin in zip(ATTENTION_LISTS, begins, strict=True):
-            setattr(self._call, name, self._numbers.ctypes.data + 8 * begin)
-        self._call.ancestry = self._ancestry.ctypes.data
-        self._scratch = torch.empty(0)
+    def takes(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
+        """Whether the kernels take such rows and memory [..., heads, dim]."""
+        ...
 
     def attend(
         self,
@@ -71,6 +53,47 @@ class PassAttention:
             softcap: Scores stay between -softcap and softcap by a scaled tanh. None for no such bound.
             sinks: [num_heads] a logit for each head that takes weight and gives nothing, or None.
         """
+        ...
+
+
+class PassAttention:
+    """Attention by the kernels for CPUs, see RowAttention.
+
+    Args:
+        library: The kernels of this processor.
+        rows: The rows. Their lists are copied once for all layers.
+    """
+
+    def __init__(self, library: KernelLibrary, rows: PassRows) -> None:
+        self._library = library
+        lists = [getattr(rows, name) for name in ATTENTION_LISTS]
+        self._numbers = np.array(list(chain.from_iterable(lists)), np.int64)
+        self._ancestry = rows.ancestry
+        begins = accumulate((len(values) for values in lists[:-1]), initial=0)
+        self._call = AttendCall(rows=len(rows.positions), segments=len(rows.start), block_size=rows.block_size)
+        for name, begin in zip(ATTENTION_LISTS, begins, strict=True):
+            setattr(self._call, name, self._numbers.ctypes.data + 8 * begin)
+        self._call.ancestry = self._ancestry.ctypes.data
+        self._scratch = torch.empty(0)
+
+    def takes(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
+        """One known dtype, one width, on a CPU."""
+        same = query.dtype == keys.dtype == values.dtype and query.shape[-1] == keys.shape[-1] == values.shape[-1]
+        return same and query.dtype in KNOWN_DTYPES and query.device.type == "cpu"
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        window: int,
+        chunk: int,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See RowAttention."""
         real = KNOWN_DTYPES[query.dtype]
         rows = query.to(real).contiguous()
         out = torch.empty_like(rows)

@@ -2,7 +2,8 @@
 
 The library is plain C, compiled when the package is built (hatch_build.py). Where there was no compiler it is missing, and
 stock operators do all the work. The environment variable OUTRIDER_KERNELS chooses by hand, for tests and to find out
-whether the kernels cause a fault. It is "off" or the name of an instruction set.
+whether the kernels cause a fault. It is "off", the name of an instruction set, or "triton" for kernels that are not these
+(triton/devices.py).
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def available_sets() -> tuple[str, ...]:
 def kernel_library() -> KernelLibrary | None:
     """The kernels to use here. None where there are none."""
     wish = os.environ.get("OUTRIDER_KERNELS", "")
-    if wish == "off":
+    if wish in ("off", "triton"):
         return None
     sets = available_sets()
     if wish and wish not in sets:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.cache.layer_spec import LayerReach
 from outrider.cache.pool import KVPool, Slots
-from outrider.kernels.attention import PassAttention
+from outrider.kernels.attention import RowAttention
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.running.running_pass import RunningPass
 
@@ -49,7 +49,7 @@ class ForwardContext:
     batch: RaggedBatch
     pool: KVPool
     reaches: list[LayerReach]
-    kernel: PassAttention | None = None
+    kernel: RowAttention | None = None
     running: RunningPass | None = None
     _parts: dict[tuple[int, LayerReach, torch.dtype], SeenPart] = field(default_factory=dict)
     _slots: dict[tuple[int, LayerReach], list[Tensor]] = field(default_factory=dict)

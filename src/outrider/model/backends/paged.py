@@ -1,8 +1,9 @@
 """The fast backend for any decoder: our own attention function under an unmodified model.
 
 transformers hands each layer's query, key and value to a registered function. No mask function is registered with it, so
-the model passes no mask, and causality, windows and trees are decided here. Where our kernels run, all rows of a pass
-attend in one call, and the KV memory is read in place. Elsewhere each sequence's rows attend by a stock operator.
+the model passes no mask, and causality, windows and trees are decided here. Where our kernels run, in C on a CPU and in
+Triton on a GPU, all rows of a pass attend in one call, and the KV memory is read in place. Elsewhere each sequence's rows
+attend by a stock operator.
 
 Where our kernels also multiply with the weights, what is left is computed in ways that do not depend on the number of rows
 (`row_guard.py`). Then a row's bits are a function of its text.
@@ -19,14 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.kernels.attention import KNOWN_DTYPES, PassAttention, can_attend
+from outrider.kernels.attention import KNOWN_DTYPES, PassAttention, RowAttention
 from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.kernels.linear import packed_for
+from outrider.kernels.triton.devices import runs_on
 from outrider.model import hf
 from outrider.model.backends.base import PartialPass, PassOutput
 from outrider.model.backends.hosted import HostedAttention
 from outrider.model.backends.pass_rows import pass_rows
 from outrider.model.backends.row_guard import RowGuard, noting_kinds
+from outrider.model.batch import RaggedBatch
 from outrider.model.context import ForwardContext, SeenPart, current_context
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.running.mixers import RunningMixers
@@ -82,6 +85,16 @@ class PagedAttention(HostedAttention):
             self._mixers.remove()
         self._guard, self._mixers, self._looks = None, None, False
 
+    def _row_attention(self, batch: RaggedBatch) -> RowAttention | None:
+        """What attends in a pass over these rows; None where a stock operator does."""
+        if self._library is not None:
+            return PassAttention(self._library, pass_rows(batch))
+        if runs_on(batch.device):
+            from outrider.kernels.triton.attention import TritonAttention  # which imports Triton
+
+            return TritonAttention(pass_rows(batch), batch.device)
+        return None
+
     @property
     def may_be_invariant(self) -> bool:
         return self._guard is not None
@@ -99,8 +112,7 @@ class PagedAttention(HostedAttention):
     def forward(
         self, loaded: LoadedModel, context: ForwardContext, aux_layers: Sequence[int], part: PartialPass | None = None
     ) -> PassOutput:
-        if self._library is not None:
-            context.kernel = PassAttention(self._library, pass_rows(context.batch))
+        context.kernel = self._row_attention(context.batch)
         if not self._looks:
             return super().forward(loaded, context, aux_layers, part)
         with noting_kinds(loaded.model) as found:  # the first pass, which is one of the probe
@@ -131,7 +143,7 @@ def _attention(
         query, key, value = _of_one_width(query, key, value)
     keys, values = context.pool.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), context.batch.slot_mapping)
     scores = Scores(scale, softcap, s_aux)
-    if context.kernel is None or not can_attend(query, keys, values):
+    if context.kernel is None or not context.kernel.takes(query, keys, values):
         return stock(context, layer, query[0], scores)[None, ..., :width], None
     out = context.kernel.attend(
         query[0].transpose(0, 1),

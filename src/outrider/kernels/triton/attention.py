@@ -1,0 +1,269 @@
+"""Attention of the rows of a pass over the paged KV memory, on a GPU.
+
+A program computes what the rows of a tile find in one split of their texts, for the query heads that share a KV head. A
+second kernel folds the splits of a row, in their order. Splits and the tiles of positions in them have fixed sizes and
+begin at the first position of the text, and positions that a row does not see add exact zeros. So the bits of a row are a
+function of its text, and not of the batch, of the number of rows, or of the chunk or draft that it is computed in.
+
+A tree's rows share the tiles before the first of them. Behind that each row gathers its own path, so that its positions lie
+in the same columns as those of a chain.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.kernels.decoder import PassRows
+from outrider.kernels.triton.row_tiles import RowTiles
+
+#: Positions of a split, and of a tile in it.
+SPLIT, TILE = 256, 64
+#: Rows of a tile times the query heads that share a KV head, at most; fewer for wide heads, which take more registers.
+QUERIES, QUERIES_OF_WIDE_HEADS = 64, 32
+#: Bytes that what is found in the splits may take. Where there are more rows, they attend in several turns.
+FOUND_BYTES = 64 * 2**20
+#: A product and a sum are rounded one after the other, so that the bits are those of the source, however it is compiled.
+OPTIONS = {"enable_fp_fusion": False}
+KNOWN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+WIDEST_HEAD = 256
+
+
+class TritonAttention:
+    """Attention by the kernels for GPUs, see RowAttention.
+
+    Args:
+        rows: The rows. Their lists are copied to the device once for each number of query heads that share a KV head.
+        device: Where queries, keys and values lie.
+    """
+
+    def __init__(self, rows: PassRows, device: torch.device) -> None:
+        self._rows = rows
+        self._device = device
+        self._tiles: dict[int, RowTiles] = {}
+        self._seen_from: dict[tuple[int, int], Tensor] = {}
+
+    def takes(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
+        """One known dtype, one width, heads that fit into a tile."""
+        same = query.dtype == keys.dtype == values.dtype and query.shape[-1] == keys.shape[-1] == values.shape[-1]
+        fits = query.shape[-1] <= WIDEST_HEAD and query.shape[1] // keys.shape[1] <= QUERIES_OF_WIDE_HEADS
+        return same and fits and query.dtype in KNOWN_DTYPES
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        window: int,
+        chunk: int,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See RowAttention."""
+        query = query.contiguous()
+        num_rows, num_heads, dim = query.shape
+        group = num_heads // keys.shape[1]
+        padded = max(triton.next_power_of_2(dim), 16)
+        queries = QUERIES if padded <= 128 else QUERIES_OF_WIDE_HEADS
+        tiles = self._tiles_of(queries // group)
+        firsts = self._firsts(tiles, window, chunk)
+        num_splits = triton.cdiv(tiles.longest, SPLIT)
+        most_rows = max(FOUND_BYTES // (4 * num_heads * num_splits * (padded + 2)), queries // group)
+        sums = torch.empty(min(most_rows, num_rows), num_heads, num_splits, padded, device=query.device)
+        largest, totals = torch.empty(2, *sums.shape[:3], device=query.device)
+        out = torch.empty_like(query)
+        sizes = {"GROUP": group, "QUERIES": queries, "SPLIT": SPLIT, "DIM": dim, "PADDED": padded, **OPTIONS}
+        for begin, end in tiles.turns(len(sums)):
+            here, first_row = tiles.tiles[begin:end], tiles.spans[begin][0]
+            _find[(end - begin, keys.shape[1], num_splits)](
+                query, keys, values, firsts, here, tiles.positions, tiles.path_at, tiles.paths, tiles.tables,
+                sums, largest, totals, first_row, scale,
+                SOFTCAP=softcap or 0.0, TILE=TILE, BLOCK=tiles.block_size, TREES=tiles.has_trees, **sizes,
+            )  # fmt: skip
+            _fold[(end - begin, keys.shape[1])](
+                sums, largest, totals, query if sinks is None else sinks, firsts, here, tiles.positions, out,
+                first_row, num_splits, SINKS=sinks is not None, **sizes,
+            )  # fmt: skip
+        return out
+
+    def _tiles_of(self, rows_at_once: int) -> RowTiles:
+        if rows_at_once not in self._tiles:
+            self._tiles[rows_at_once] = RowTiles.of(self._rows, rows_at_once, self._device)
+        return self._tiles[rows_at_once]
+
+    def _firsts(self, tiles: RowTiles, window: int, chunk: int) -> Tensor:
+        """The first position [num_rows] that each row sees."""
+        if (window, chunk) not in self._seen_from:
+            first = torch.zeros_like(tiles.positions)
+            if window:
+                first = (tiles.positions - window + 1).clamp_(min=0)
+            if chunk:
+                first = torch.maximum(first, tiles.positions // chunk * chunk)
+            self._seen_from[window, chunk] = first
+        return self._seen_from[window, chunk]
+
+
+@triton.jit
+def _slots(tables, table_at, places, inside, BLOCK: tl.constexpr):
+    """The slots of places of a text: tokens in the order in which they lie in its blocks."""
+    return tl.load(tables + table_at + places // BLOCK, inside, 0).to(tl.int64) * BLOCK + places % BLOCK
+
+
+@triton.jit
+def _scores(query, keys, offsets, inside, scale, SOFTCAP: tl.constexpr):
+    """Scores of queries [QUERIES, PADDED] with the keys of a tile of positions, [QUERIES, TILE] in float32."""
+    tile = tl.load(keys + offsets, inside, 0.0)
+    scores = tl.dot(query, tl.trans(tile), input_precision="ieee") * scale
+    if SOFTCAP > 0:
+        scores = SOFTCAP * (1 - 2 / (tl.exp(2 * scores / SOFTCAP) + 1))  # a scaled tanh
+    return scores
+
+
+@triton.jit
+def _add(weights, seen, values, offsets, inside, sums):
+    """Add the weighted values of a tile of positions to sums [QUERIES, PADDED].
+
+    A weight of zero does not silence a value that is no number. So such values are left out, and queries that do see them
+    get a sum that is no number.
+    """
+    tile = tl.load(values + offsets, inside, 0.0)
+    sound = tl.min((tl.abs(tile) < float("inf")).to(tl.int32), 1)
+    tile = tl.where(sound[:, None] > 0, tile, 0.0)
+    spoilt = tl.max((seen & (sound[None, :] == 0)).to(tl.int32), 1)
+    sums = tl.where(spoilt[:, None] > 0, float("nan"), sums)
+    return tl.dot(weights.to(tile.dtype), tile, sums, input_precision="ieee")
+
+
+@triton.jit
+def _weigh(scores, seen, largest, totals):
+    """The weights of a tile of positions, and what is found so far: the largest score, the factor of earlier sums, and the
+    total of weights."""
+    scores = tl.where(seen, scores, float("-inf"))
+    most = tl.maximum(largest, tl.max(scores, 1))
+    shift = tl.where(most == float("-inf"), 0.0, most)
+    weights = tl.exp(scores - shift[:, None])
+    earlier = tl.exp(largest - shift)
+    return weights, most, earlier, totals * earlier + tl.sum(weights, 1)
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def _find(
+    query, keys, values,  # [num_rows, num_heads, DIM], [num_slots, num_kv_heads, DIM] twice
+    firsts,  # [num_rows] the first position that each row sees
+    tiles, positions, path_at, paths, tables,  # see RowTiles
+    all_sums, all_largest, all_totals,  # [rows, num_heads, num_splits, PADDED], and twice without the last
+    first_row,  # the row that these begin with
+    scale,
+    SOFTCAP: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    TREES: tl.constexpr, SPLIT: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """What the rows of a tile find in a split of their text: sums of values, the largest score, the total of weights."""
+    kv_head, split, num_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    num_kv_heads = tl.num_programs(1)
+    tiles += tl.program_id(0) * 4
+    tile_row, num_rows, start, table_at = tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 3)
+
+    turn = tl.arange(0, QUERIES) // GROUP  # of the tile's rows
+    real = turn < num_rows
+    rows = tile_row + turn
+    own = tl.load(positions + rows, real, -1)
+    first = tl.load(firsts + rows, real, 2147483647)
+    begin = tl.maximum(split * SPLIT, tl.min(first, 0) // TILE * TILE)
+    end = tl.minimum((split + 1) * SPLIT, tl.max(own, 0) + 1)
+    if begin >= end:
+        return
+
+    dims, columns = tl.arange(0, PADDED), tl.arange(0, TILE)
+    heads = kv_head * GROUP + tl.arange(0, QUERIES) % GROUP
+    entry = rows.to(tl.int64) * (num_kv_heads * GROUP) + heads
+    of_row = tl.load(query + entry[:, None] * DIM + dims, real[:, None] & (dims < DIM), 0.0)
+    largest = tl.full([QUERIES], float("-inf"), tl.float32)
+    totals = tl.zeros([QUERIES], tl.float32)
+    sums = tl.zeros([QUERIES, PADDED], tl.float32)
+
+    # Positions that all rows find in the same places: a chain's own, and those before a tree.
+    shared_end = end
+    if TREES:
+        is_tree = tl.load(path_at + tile_row) >= 0
+        shared_end = tl.where(is_tree, tl.minimum(end, tl.maximum(start // TILE * TILE, begin)), end)
+    for at in range(begin, shared_end, TILE):
+        places = at + columns
+        inside = (places < end)[:, None] & (dims < DIM)
+        slots = _slots(tables, table_at, places, places < end, BLOCK)
+        offsets = (slots * num_kv_heads + kv_head)[:, None] * DIM + dims
+        seen = (places <= own[:, None]) & (places >= first[:, None])
+        scores = _scores(of_row, keys, offsets, inside, scale, SOFTCAP)
+        weights, largest, earlier, totals = _weigh(scores, seen, largest, totals)
+        sums = _add(weights, seen, values, offsets, inside, sums * earlier[:, None])
+    if TREES:
+        for at in range(shared_end, end, TILE):
+            seen = (at + columns <= own[:, None]) & (at + columns >= first[:, None])
+            scores = tl.full([QUERIES, TILE], float("-inf"), tl.float32)
+            for row in range(num_rows):
+                places, inside = _path(path_at, paths, tile_row + row, positions, start, at + columns)
+                slots = _slots(tables, table_at, places, inside, BLOCK)
+                offsets = (slots * num_kv_heads + kv_head)[:, None] * DIM + dims
+                found = _scores(of_row, keys, offsets, inside[:, None] & (dims < DIM), scale, SOFTCAP)
+                scores = tl.where((turn == row)[:, None], found, scores)
+            weights, largest, earlier, totals = _weigh(scores, seen, largest, totals)
+            sums = sums * earlier[:, None]
+            for row in range(num_rows):
+                places, inside = _path(path_at, paths, tile_row + row, positions, start, at + columns)
+                slots = _slots(tables, table_at, places, inside, BLOCK)
+                offsets = (slots * num_kv_heads + kv_head)[:, None] * DIM + dims
+                added = _add(weights, seen & (turn == row)[:, None], values, offsets, inside[:, None] & (dims < DIM), sums)
+                sums = tl.where((turn == row)[:, None], added, sums)
+
+    found_at = (((rows - first_row).to(tl.int64) * (num_kv_heads * GROUP) + heads) * num_splits) + split
+    tl.store(all_sums + found_at[:, None] * PADDED + dims, sums, real[:, None] & (dims < PADDED))
+    tl.store(all_largest + found_at, largest, real)
+    tl.store(all_totals + found_at, totals, real)
+
+
+@triton.jit
+def _path(path_at, paths, row, positions, start, at):
+    """Where the positions `at` [TILE] on the path of a tree's row lie in its text, and which of them it has."""
+    inside = at <= tl.load(positions + row)
+    behind = tl.load(paths + tl.load(path_at + row) + at - start, inside & (at >= start), 0)
+    return tl.where(at < start, at, start + behind), inside
+
+
+@triton.jit(do_not_specialize=["first_row", "num_splits"])
+def _fold(
+    all_sums, all_largest, all_totals,  # as `_find` wrote them
+    sinks,  # [num_heads], read with SINKS alone
+    firsts, tiles, positions, out,  # [num_rows], see RowTiles twice, [num_rows, num_heads, DIM]
+    first_row, num_splits,
+    SINKS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr, DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """The attention of a tile's rows, from what they found in the splits of their text."""
+    kv_head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
+    tiles += tl.program_id(0) * 4
+    turn = tl.arange(0, QUERIES) // GROUP
+    rows, real = tl.load(tiles) + turn, turn < tl.load(tiles + 1)
+    first, last = tl.load(firsts + rows, real, 2147483647) // SPLIT, tl.load(positions + rows, real, -1) // SPLIT
+    heads, dims = kv_head * GROUP + tl.arange(0, QUERIES) % GROUP, tl.arange(0, PADDED)
+    largest = tl.full([QUERIES], float("-inf"), tl.float32)
+    totals = tl.zeros([QUERIES], tl.float32)
+    if SINKS:
+        largest = tl.load(sinks + heads).to(tl.float32)
+        totals += 1
+    sums = tl.zeros([QUERIES, PADDED], tl.float32)
+    found_at = ((rows - first_row).to(tl.int64) * (num_kv_heads * GROUP) + heads) * num_splits
+    for split in range(tl.min(first, 0), tl.max(last, 0) + 1):
+        at, seen = found_at + split, (split >= first) & (split <= last)
+        most = tl.maximum(largest, tl.load(all_largest + at, seen, float("-inf")))
+        shift = tl.where(most == float("-inf"), 0.0, most)
+        earlier, now = tl.exp(largest - shift), tl.exp(tl.load(all_largest + at, seen, float("-inf")) - shift)
+        totals = totals * earlier + tl.load(all_totals + at, seen, 0.0) * now
+        here = tl.load(all_sums + at[:, None] * PADDED + dims, seen[:, None] & (dims < DIM), 0.0)
+        sums = sums * earlier[:, None] + here * now[:, None]
+        largest = most
+    entry = rows.to(tl.int64) * (num_kv_heads * GROUP) + heads
+    attended = (sums / tl.where(real, totals, 1.0)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + entry[:, None] * DIM + dims, attended, real[:, None] & (dims < DIM))

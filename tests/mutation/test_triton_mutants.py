@@ -1,0 +1,26 @@
+"""Plant bugs in the kernels for GPUs and see a check turn red."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutation.judge import CHECKS, judge
+from tests.mutation.mutants import Mutant
+from tests.mutation.test_mutants import assert_caught, one_of_each_kind, plant
+from tests.mutation.triton_mutants import TRITON_MUTANTS
+from tests.mutation.warm import WarmProcess
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+
+@pytest.mark.slow  # each is a unit test of its own
+@pytest.mark.parametrize("check", sorted({mutant.killer for mutant in TRITON_MUTANTS}))
+def test_the_real_kernels_pass(check: str) -> None:
+    assert judge(CHECKS[check]) is None
+
+
+@pytest.mark.parametrize("mutant", one_of_each_kind(TRITON_MUTANTS))
+def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path, warm: WarmProcess) -> None:
+    assert_caught(mutant, warm.run(mutant.killer, plant(mutant, tmp_path), "off"))

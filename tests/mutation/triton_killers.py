@@ -1,0 +1,28 @@
+"""Checks that a bug in the kernels for GPUs must turn red, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+
+def triton_attention_is_its_definition() -> None:
+    """Rows of scattered blocks, chunks, trees, windows and sinks."""
+    from tests.unit import test_triton_attention as attention
+
+    for way in attention.WAYS[:2]:
+        attention.test_every_row_attends_to_what_it_sees(way)
+
+
+def triton_attention_has_bits_of_its_own() -> None:
+    """Neither the batch, nor the chunk, nor the tree that a row is computed in has a part in its bits."""
+    from tests.unit import test_triton_attention as attention
+
+    with attention.pytest.MonkeyPatch.context() as patch:
+        attention.test_the_bits_of_a_row_do_not_depend_on_what_else_attends(patch)
+    attention.test_a_tree_has_the_bits_of_its_paths()
+    attention.test_what_a_row_does_not_see_may_be_infinite()
+
+
+def triton_rows_are_kept() -> None:
+    """Keys and values lie in the slots of their rows."""
+    from tests.unit import test_triton_attention as attention
+
+    attention.test_keys_and_values_go_to_their_slots()

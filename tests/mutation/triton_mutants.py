@@ -1,0 +1,29 @@
+"""Bugs planted in the kernels for GPUs."""
+
+from __future__ import annotations
+
+from tests.mutation.mutants import Mutant
+
+_LAW, _BITS, _KEPT = "triton_attention_is_its_definition", "triton_attention_has_bits_of_its_own", "triton_rows_are_kept"
+
+
+def _mutant(name: str, killer: str, old: str, new: str, file: str = "attention.py") -> Mutant:
+    return Mutant(name, 0, f"kernels/triton/{file}", old, new, killer)
+
+
+TRITON_MUTANTS = (
+    _mutant("a row does not see itself", _LAW, "seen = (places <= own[:, None])", "seen = (places < own[:, None])"),
+    _mutant("the last position of a split is left out", _LAW, "(split + 1) * SPLIT,", "(split + 1) * SPLIT - 1,"),
+    _mutant("all texts have the blocks of the first", _LAW, "tables + table_at + places", "tables + places"),
+    _mutant("a sink takes no weight", _LAW, "        totals += 1\n", ""),
+    _mutant("scores are not capped", _LAW, "if SOFTCAP > 0:", "if SOFTCAP > 1e9:"),
+    _mutant("a tree's row sees the rows before it", _LAW, "at < start, at, start + behind", "at < start, at, at"),
+    _mutant("a window is one position wider", _LAW, "tiles.positions - window + 1", "tiles.positions - window"),
+    _mutant("a split is not scaled as it is folded in", _LAW, "here * now[:, None]", "here"),
+    _mutant("query heads go with other key-value heads", _LAW, "tl.program_id(1), tl.program_id(2)", "0, tl.program_id(2)"),
+    _mutant("tiles begin where the first row's window does", _BITS, "tl.min(first, 0) // TILE * TILE", "tl.min(first, 0)"),
+    _mutant("splits overlap", _LAW, "split * SPLIT, tl.min", "split * (SPLIT - 2), tl.min"),
+    _mutant("what a row does not see spoils it", _BITS, "tile = tl.where(sound[:, None] > 0, tile, 0.0)", "tile = tile"),
+    _mutant("what a row sees does not spoil it", _BITS, 'float("nan"), sums)', "sums, sums)"),
+    _mutant("values lie with the heads of keys", _KEPT, "row * value_row", "row * key_row", "kv_write.py"),
+)

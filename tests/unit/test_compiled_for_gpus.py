@@ -1,0 +1,36 @@
+"""The Triton kernels compile for the GPUs of three generations, and fit into their shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+#: Bytes of shared memory that a program may have, by compute capability.
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+def compiled(capability: int, folder: Path, *names: str) -> list[dict[str, object]]:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    command = [sys.executable, "-m", "tests.unit.compiled_for_gpus", str(capability), *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow  # the compiler takes ten seconds for a kernel of attention
+@pytest.mark.parametrize("capability", SHARED)
+def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
+    kernels = compiled(capability, tmp_path)
+    assert {each["kernel"] for each in kernels} == {"_find", "_fold", "_write"}
+    assert all(each["shared"] <= SHARED[capability] for each in kernels)
+
+
+def test_a_small_kernel_compiles(tmp_path: Path) -> None:
+    assert [each["kernel"] for each in compiled(90, tmp_path, "kv")] == ["_write"]
