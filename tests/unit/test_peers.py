@@ -23,7 +23,7 @@ from outrider.bench.peers.base import (
     _deadline,
     build_with,
 )
-from outrider.bench.peers.converted import converted_path
+from outrider.bench.peers.converted import converted_path, gguf_file
 from outrider.bench.peers.known_peers import PEERS, open_peer
 from outrider.bench.peers.worker import Worker
 from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError, MissingExtraError
@@ -262,3 +262,12 @@ def test_openvino_keeps_float32_where_the_processor_has_no_bfloat16(
 ) -> None:
     models = PeerModels("target", None, dtype, 2, Path("unused"))
     assert openvino._properties(models, capabilities)["KV_CACHE_PRECISION"] == kv
+
+
+def test_a_file_of_llama_cpp_is_not_converted(tmp_path: Path) -> None:
+    assert gguf_file(tmp_path / "kept", "model.gguf", "bfloat16") == "model.gguf"
+    assert not (tmp_path / "kept").exists()
+    models = PeerModels("model.gguf", "draft.gguf", "bfloat16", 1, tmp_path)
+    if PEERS["llama.cpp"].missing() is None:
+        with open_peer("llama.cpp", models) as peer:
+            assert peer.precision == "weights of the file, KV float16"

@@ -23,11 +23,14 @@ def converted_path(folder: Path, checkpoint: str, kind: str) -> Path:
 
 
 def gguf_file(folder: Path, checkpoint: str, dtype: str) -> str:
-    """The checkpoint as a GGUF file in which no token ends a text. The file is written if it is missing.
+    """The checkpoint as a GGUF file in which no token ends a text. The file is written if it is missing. A checkpoint
+    that is a GGUF file is taken as it is.
 
     Raises:
         UnsupportedModelError: GGUF cannot describe what this model computes.
     """
+    if checkpoint.endswith(".gguf"):
+        return checkpoint
     from outrider.convert.gguf import write_gguf  # imports torch, which a check of names does not need
 
     path = converted_path(folder, checkpoint, f"{dtype}.gguf")

@@ -55,6 +55,8 @@ class LlamaCppPeer(Peer):
     def precision(self) -> str:
         """See Peer."""
         weights = {"int8": "q8_0", "int4": "q4_0"}.get(self.models.dtype, self.models.dtype)
+        if self.models.target.endswith(".gguf"):
+            weights = "of the file"
         return f"weights {weights}, KV {_kv_type(self.models.dtype)}"
 
 
