@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.train.sizes import Size
 
 app = typer.Typer(
-    help="Train what drafts for a target: `data` first, then `distill`, `eagle3`, `medusa`, `blockwise` or `exit`.",
+    help="Train what drafts for a target: `data` first, then a draft model (`distill`), or heads by their method.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -96,6 +96,8 @@ def data(
 
 
 Layer = Annotated[int | None, typer.Option(help="They read what the first so many layers leave; all unless given.")]
+Unroll = Annotated[int, typer.Option(help="Draft tokens behind each token of a text that it learns.")]
+FeedForward = Annotated[int | None, typer.Option(help="Units of its layers; the target's unless given.")]
 Heads = Annotated[int, typer.Option(help="Tokens ahead that they guess.")]
 
 
@@ -186,18 +188,44 @@ def eagle3(
         str | None, typer.Option(help="It reads what enters these layers; 2,n/2,n-3 of n unless given.")
     ] = None,
     draft_vocab: Annotated[int, typer.Option(help="Most tokens that it drafts: the data's most frequent ones.")] = 32000,
-    unroll: Annotated[int, typer.Option(help="Draft tokens behind each token of a text that it learns.")] = 4,
-    feed_forward: Annotated[int | None, typer.Option(help="Units of its layer; the target's unless given.")] = None,
+    unroll: Unroll = 4,
+    feed_forward: FeedForward = None,
     num_draft_tokens: NumDraftTokens = 5,
 ) -> None:
     """Train a layer that continues the frozen target's features (EAGLE-3, Li et al. 2025)."""
-    asked = {
-        "layers": _numbers("layers", layers),
-        "draft_vocab": draft_vocab,
-        "unroll": unroll,
-        "feed_forward": feed_forward,
-    }
-    _train_heads("eagle3", training, num_draft_tokens, asked)
+    asked = {"layers": _numbers("layers", layers), "draft_vocab": draft_vocab, "unroll": unroll}
+    _train_heads("eagle3", training, num_draft_tokens, {**asked, "feed_forward": feed_forward})
+
+
+@app.command()
+@with_training()
+def eagle1(
+    training: Training,
+    unroll: Unroll = 4,
+    feed_forward: FeedForward = None,
+    num_draft_tokens: NumDraftTokens = 5,
+) -> None:
+    """Train a layer that continues what the target's final norm leaves (EAGLE, Li et al. 2024)."""
+    _train_heads("eagle1", training, num_draft_tokens, {"unroll": unroll, "feed_forward": feed_forward})
+
+
+@app.command()
+@with_training()
+def dflash(
+    training: Training,
+    layers: Annotated[str | None, typer.Option(help="It reads what enters these layers; up to five unless given.")] = None,
+    own_layers: Annotated[int, typer.Option(help="Layers of its own.")] = 2,
+    block_size: Annotated[int, typer.Option(help="Rows of a block: it drafts one token less in a pass.")] = 8,
+    mask_token: Annotated[
+        int | None, typer.Option(help="Stands for tokens to be drafted; the rarest of the data unless given.")
+    ] = None,
+    blocks: Annotated[int, typer.Option(help="Most blocks of a text in a batch.")] = 32,
+    feed_forward: FeedForward = None,
+) -> None:
+    """Train layers that draft a block of tokens in one pass (DFlash, 2026)."""
+    asked = {"layers": _numbers("layers", layers), "own_layers": own_layers, "block_size": block_size}
+    more = {"mask_token": mask_token, "blocks": blocks, "feed_forward": feed_forward}
+    _train_heads("dflash", training, max(1, block_size - 1), {**asked, **more})
 
 
 def _train_heads(method: str, training: Training, num_draft_tokens: int, asked: dict[str, Any]) -> None:

@@ -29,7 +29,8 @@ class Training:
     out: Annotated[Path, typer.Option(help="Folder of the result. The same command goes on where it was broken off.")]
     target: Target = None
     loss: Annotated[
-        str, typer.Option(help="forward_kl, reverse_kl, jsd, total_variation, cross_entropy; for eagle3 accepted_length.")
+        str,
+        typer.Option(help="forward_kl, reverse_kl, jsd, total_variation, cross_entropy; some take accepted_length."),
     ] = "forward_kl"
     steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 1000
     batch_size: Annotated[int, typer.Option(help="Texts in a batch, on each device.")] = 16

@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.convert import speculators_head
+from outrider.convert import safeailab1_head, speculators_head, zlab_head
 from outrider.files import write_tensors, write_text
 from outrider.heads.formats.folder import CONFIG
 from outrider.heads.formats.published import PublishedHead
 from outrider.model.loading.files import WHOLE
 
 #: What writes a format, by its name.
-_WRITERS: dict[str, Any] = {"speculators": speculators_head}
+_WRITERS: dict[str, Any] = {
+    "speculators": speculators_head,
+    "safeailab1": safeailab1_head,
+    "z-lab": zlab_head,
+}
 
 
 def write_head(folder: Path, head: PublishedHead, form: str) -> None:

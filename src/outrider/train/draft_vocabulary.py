@@ -39,10 +39,20 @@ def frequent_tokens(folder: Path, manifest: Manifest, size: int) -> DraftVocabul
     vocab_size = manifest.target.vocab_size
     if size >= vocab_size:
         return DraftVocabulary(None, 1.0)
-    counts = torch.zeros(vocab_size, dtype=torch.long)
+    counts = token_counts(folder, manifest)
+    chosen = torch.sort(counts, descending=True, stable=True).indices[:size]
+    return DraftVocabulary(chosen.sort().values, float(counts[chosen].sum() / counts.sum().clamp(min=1)))
+
+
+def token_counts(folder: Path, manifest: Manifest) -> Tensor:
+    """[vocab_size] how often the target wrote each token in texts that are not held out.
+
+    Raises:
+        InvalidParameterError: A file is missing or damaged.
+    """
+    counts = torch.zeros(manifest.target.vocab_size, dtype=torch.long)
     for record in read_records(folder, manifest):
         if not record.held_out:
             first = record.num_prompt_tokens if manifest.settings.max_tokens else 1
-            counts += torch.bincount(record.token_ids[first:], minlength=vocab_size)
-    chosen = torch.sort(counts, descending=True, stable=True).indices[:size]
-    return DraftVocabulary(chosen.sort().values, float(counts[chosen].sum() / counts.sum().clamp(min=1)))
+            counts += torch.bincount(record.token_ids[first:], minlength=len(counts))
+    return counts

@@ -1,84 +1,83 @@
-"""EAGLE heads learn to continue what the target computed (Li et al. 2024, 2025)."""
+"""Heads that read the target's features learn to continue what it computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.convert.head_files import write_head
-from outrider.errors import InvalidParameterError
-from outrider.heads.feature_config import FeatureHeadConfig
-from outrider.heads.feature_networks import Eagle3Network
 from outrider.heads.formats.published import PublishedHead
-from outrider.model.lone_layer import layer_config
 from outrider.train.batches import Batch
 from outrider.train.depths import Depth, Said, depth_loss, depth_overlaps
-from outrider.train.draft_vocabulary import DraftVocabulary, frequent_tokens
 from outrider.train.features import Features
 from outrider.train.losses import LossName
 from outrider.train.manifest import Manifest
 from outrider.train.settings import TrainSettings
 from outrider.train.target import FrozenTarget
 from outrider.train.trainee import HeadLearning, Overlaps, Trainee, chain_tau
-from outrider.train.unrolled_head import UnrolledHead
 
 _LOSSES = "Use forward_kl, reverse_kl, jsd, total_variation, cross_entropy or accepted_length."
-#: Least layers of a target for the layers that EAGLE-3 reads to be three different ones.
-_USUAL_FROM = 7
+
+
+class Design(NamedTuple):
+    """A head that is to be trained.
+
+    Attributes:
+        head: Its shape, its layers with the weights that training begins with, and its tokens.
+        module: Runs the layers on whole texts, and returns logits [n, draft_vocab_size] by depth. Its arguments are
+            embeddings [num_texts, num_tokens, hidden_size]; the target's hidden states [num_texts, num_tokens,
+            target_hidden_size], low to high; by depth, whether a draft token is made from a row [num_texts, num_tokens];
+            and the target's output layer. Row 0 has no feature before it, and is never asked.
+        form: The format in which it is written.
+        learnt: Draft tokens behind a row that it learns.
+        most: Draft tokens behind a row that it can make; None for any number.
+        rows: Rows of a text from which it drafts in a batch; None for all.
+        facts: What the model card says of it besides.
+    """
+
+    head: PublishedHead
+    module: nn.Module
+    form: str
+    learnt: int
+    most: int | None
+    rows: int | None
+    facts: dict[str, Any]
 
 
 class FeatureHeadSettings(HeadLearning):
-    """Which head, and what it learns.
+    """What a head learns; a subclass for each method says which head.
 
     Attributes:
-        method: Of what kind.
-        layers: The target's layers whose inputs it reads, in ascending order; None takes 2, n // 2 and n - 3 of n.
-        draft_vocab: Most tokens that it drafts: the most frequent ones of the data.
-        unroll: Draft tokens behind each token of a text that it learns.
-        feed_forward: Units of the feed-forward part of its layer; None takes as many as the target has.
+        feed_forward: Units of the feed-forward part of its layers; None takes as many as the target has.
         loss: How far its probabilities are from the target's.
         decay: What the loss of a draft token counts, relative to the one before.
     """
 
-    method: Literal["eagle3"] = "eagle3"
-    layers: tuple[int, ...] | None = Field(None, description="Use ascending layer numbers, or None.")
-    draft_vocab: int = Field(32000, ge=2, description="Use 2 or more.")
-    unroll: int = Field(4, ge=1, le=16, description="Use 1 to 16.")
     feed_forward: int | None = Field(None, ge=1, description="Use 1 or more, or None.")
     loss: LossName | Literal["accepted_length"] = Field("forward_kl", description=_LOSSES)
     decay: float = Field(0.8, gt=0.0, le=1.0, description="Use a number above 0, up to 1.")
 
     def trainee(self, target: FrozenTarget, manifest: Manifest, data: Path, settings: TrainSettings) -> Trainee:
-        vocabulary, depth = frequent_tokens(data, manifest, self.draft_vocab), settings.num_draft_tokens
-        return TrainedFeatureHead(target, manifest, self, vocabulary, settings.teacher, depth, settings.seed)
+        torch.manual_seed(settings.seed)
+        return TrainedFeatureHead(target, manifest, self, self.design(target, manifest, data), settings)
 
-    def config(self, target: FrozenTarget, draft_vocab_size: int) -> FeatureHeadConfig:
-        """The shape of the head.
+    def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
+        """The head as training begins.
+
+        Args:
+            target: The target.
+            manifest: Of the data.
+            data: Their folder.
 
         Raises:
-            InvalidParameterError: The target has no such layers.
+            InputError: The settings do not fit the target, or the data are damaged.
         """
-        count = target.num_layers
-        layers = _usual_layers(count) if self.layers is None else self.layers
-        if list(layers) != sorted(set(layers)) or not layers or not 0 <= layers[0] <= layers[-1] < count:
-            problem = f"not some of the inputs of the target's layers 0 to {count - 1}, in ascending order"
-            remedy = f"Use a form like {','.join(map(str, _usual_layers(count)))}."
-            raise InvalidParameterError("layers", layers, problem, remedy)
-        return FeatureHeadConfig(
-            method=self.method,
-            layer=_layer(target, self.feed_forward),
-            target_hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            aux_layers=layers,
-            verifier=target.title,
-            architectures=tuple(target.model.config.architectures or ()),
-        )
+        raise NotImplementedError
 
 
 class TrainedFeatureHead(Trainee):
@@ -87,112 +86,91 @@ class TrainedFeatureHead(Trainee):
     Args:
         target: The target.
         manifest: Of the data.
-        settings: Which head.
-        vocabulary: The tokens that it drafts.
-        source: "forward" runs the target on every batch; "hidden_states" takes what it computed from the data.
-        depth: Draft tokens that are measured.
-        seed: Of weights that begin random.
+        learning: What it learns.
+        design: The head.
+        settings: How the training runs.
 
     Raises:
-        InputError: The settings do not fit the target, or the data do not hold what `source` says.
+        ContradictionError: The data do not hold what the teacher needs.
     """
 
     def __init__(
         self,
         target: FrozenTarget,
         manifest: Manifest,
-        settings: FeatureHeadSettings,
-        vocabulary: DraftVocabulary,
-        source: str,
-        depth: int,
-        seed: int,
+        learning: FeatureHeadSettings,
+        design: Design,
+        settings: TrainSettings,
     ) -> None:
-        torch.manual_seed(seed)
-        self._target, self._settings, self._vocabulary = target, settings, vocabulary
-        tokens = vocabulary.tokens
-        self._config = settings.config(target, target.vocab_size if tokens is None else len(tokens))
+        self._target, self._learning, self._design = target, learning, design
+        self._config, tokens = design.head.config, design.head.tokens
         self._layers = self._config.layers_of(target.num_layers)
-        self._features = Features(target, manifest, source, self._layers)
+        self._features = Features(target, manifest, settings.teacher, self._layers)
         self.rows = self._features.rows
         self._temperature = manifest.settings.temperature
         self._tokens = None if tokens is None else tokens.to(target.device)
-        network = Eagle3Network(self._config, own_embedding=False, own_output=True)
-        output = target.output_weight()
-        assert network.lm_head is not None
-        with torch.no_grad():
-            network.lm_head.weight.copy_(output if self._tokens is None else output[self._tokens])
-        self._network = network.to(target.device)
-        self.module = UnrolledHead(self._network).train()
+        self.module = design.module.to(target.device).train()
         self.draft_vocab_size = self._config.draft_vocab_size
-        self._depth = depth
-        self.reach = max(settings.unroll, depth) + 1  # row 0 drafts nothing
+        wanted = settings.num_draft_tokens
+        self._measured = wanted if design.most is None else min(wanted, design.most)
+        self.reach = max(design.learnt, self._measured) + 1  # row 0 drafts nothing
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        depths, said = self._drafted(module, batch, batch.predicts, self._settings.unroll)
-        return depth_loss(self._settings.loss, depths, said, self._settings.decay)
+        depths, said = self._drafted(module, batch, batch.predicts, self._design.learnt, _any_rows)
+        return depth_loss(self._learning.loss, depths, said, self._learning.decay)
 
     def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
-        return depth_overlaps(*self._drafted(module, batch, batch.writes, self._depth))
+        return depth_overlaps(*self._drafted(module, batch, batch.writes, self._measured, _even_rows))
 
     def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
         return chain_tau(acceptance[:num_draft_tokens])
 
     def save(self, folder: Path) -> None:
-        write_head(folder, PublishedHead(str(folder), self._config, self._network, self._vocabulary.tokens), "speculators")
+        write_head(folder, self._design.head, self._design.form)
 
     def speculation(self, folder: Path) -> dict[str, Any]:
-        return {"method": self._settings.method, "model": str(folder)}
+        return {"method": self._config.method, "model": str(folder)}
 
     def facts(self) -> dict[str, Any]:
         return {
-            "kind": f"{self._settings.method} head",
+            "kind": f"{self._config.method} head",
             "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
-            "layers whose inputs it reads": ", ".join(map(str, self._layers)),
-            "tokens that it drafts": self.draft_vocab_size,
-            "share of the training texts that these make up": f"{self._vocabulary.share:.4f}",
-            "draft tokens that it learns behind each token": self._settings.unroll,
-            "loss": self._settings.loss,
+            "hidden states of the target that it reads": ", ".join(map(str, self._layers)),
+            **self._design.facts,
+            "draft tokens that it learns behind a token": self._design.learnt,
+            "loss": self._learning.loss,
         }
 
     def _drafted(
-        self, module: nn.Module, batch: Batch, rows_of: Callable[[int], Tensor], depth: int
+        self,
+        module: nn.Module,
+        batch: Batch,
+        rows_of: Callable[[int], Tensor],
+        depth: int,
+        choose: Callable[[Tensor, int], Tensor],
     ) -> tuple[list[Depth], Said]:
-        """So many draft tokens behind the rows that `rows_of` has for tokens so far ahead, and what the target says."""
+        """So many draft tokens behind the rows that `rows_of` has for tokens so far ahead, and what the target says. Where
+        drafts begin at some rows only, `choose` takes these."""
         states, logits = self._features.read(batch)
         embeddings = self._target.embed(batch.token_ids).float()
-        has_feature = torch.arange(batch.token_ids.shape[1], device=embeddings.device) > 0
-        wanted = [rows_of(ahead) & has_feature for ahead in range(1, depth + 1)]
+        chosen = rows_of(1) & (torch.arange(batch.token_ids.shape[1], device=embeddings.device) > 0)
+        if self._design.rows is not None:
+            chosen = choose(chosen, self._design.rows)
+        wanted = [rows_of(ahead) & chosen for ahead in range(1, depth + 1)]
         hidden = [states[layer].float() for layer in self._layers]
         drafted = module(embeddings, hidden, wanted, self._target.head)
         depths = [Depth(own, rows, ahead) for ahead, (own, rows) in enumerate(zip(drafted, wanted, strict=True), 1)]
         return depths, Said(batch, logits, self._temperature, self._tokens)
 
 
-def _usual_layers(count: int) -> tuple[int, ...]:
-    """EAGLE-3's layers of so many; a target with fewer layers shows what enters its second, middle and last one."""
-    if count >= _USUAL_FROM:
-        return (2, count // 2, count - 3)
-    return tuple(sorted({min(1, count - 1), count // 2, count - 1}))
+def _any_rows(rows: Tensor, most: int) -> Tensor:
+    """So many of the rows of each text, drawn without preference: [num_texts, num_tokens]."""
+    drawn = torch.rand(rows.shape, device=rows.device).masked_fill(~rows, -1.0)
+    count = min(most, rows.shape[1])
+    return rows & (drawn >= drawn.topk(count, 1).values[:, -1:])
 
 
-def _layer(target: FrozenTarget, feed_forward: int | None) -> Any:
-    """A layer of Llama in the target's sizes."""
-    theirs = target.model.config.get_text_config(decoder=True)
-    heads = int(theirs.num_attention_heads)
-    rotary = getattr(theirs, "rope_parameters", None) or {}
-    return layer_config(
-        "llama",
-        {
-            "hidden_size": target.hidden_size,
-            "intermediate_size": feed_forward or int(getattr(theirs, "intermediate_size", 0) or 4 * target.hidden_size),
-            "num_attention_heads": heads,
-            "num_key_value_heads": int(getattr(theirs, "num_key_value_heads", None) or heads),
-            "head_dim": int(getattr(theirs, "head_dim", None) or target.hidden_size // heads),
-            "num_hidden_layers": 1,
-            "vocab_size": target.vocab_size,
-            "rms_norm_eps": float(getattr(theirs, "rms_norm_eps", None) or 1e-5),
-            "hidden_act": "silu",
-            "max_position_embeddings": int(getattr(theirs, "max_position_embeddings", None) or 2048),
-            "rope_theta": float(rotary.get("rope_theta", 10000.0)),
-        },
-    )
+def _even_rows(rows: Tensor, most: int) -> Tensor:
+    """So many of the rows of each text, as evenly spread as can be: [num_texts, num_tokens]."""
+    number, count = rows.cumsum(1), rows.sum(1, keepdim=True).clamp(min=1)
+    return rows & ((number * most) // count > ((number - 1) * most) // count)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.train.feature_heads import FeatureHeadSettings
+from outrider.train.block_heads import DflashSettings
+from outrider.train.eagle_heads import Eagle1Settings, Eagle3Settings
 from outrider.train.heads import HeadSettings
 from outrider.train.trainee import HeadLearning
 
@@ -12,7 +13,9 @@ _LEARNING: dict[str, Any] = {
     "medusa": HeadSettings,
     "blockwise": HeadSettings,
     "exit": HeadSettings,
-    "eagle3": FeatureHeadSettings,
+    "eagle1": Eagle1Settings,
+    "eagle3": Eagle3Settings,
+    "dflash": DflashSettings,
 }
 
 
