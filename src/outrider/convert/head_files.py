@@ -9,18 +9,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.convert import safeailab1_head, speculators_head, zlab_head
+from outrider.convert import safeailab1_head, safeailab_head, speculators_block_head, speculators_head, zlab_head
+from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.files import write_tensors, write_text
 from outrider.heads.formats.folder import CONFIG
-from outrider.heads.formats.published import PublishedHead
+from outrider.heads.formats.published import PublishedHead, read_head
 from outrider.model.loading.files import WHOLE
 
-#: What writes a format, by its name.
-_WRITERS: dict[str, Any] = {
-    "speculators": speculators_head,
-    "safeailab1": safeailab1_head,
-    "z-lab": zlab_head,
+#: The formats into which a head is converted.
+FORMATS = ("speculators", "safeailab")
+#: What writes heads of a method in a format.
+_WRITERS: dict[tuple[str, str], Any] = {
+    ("speculators", "eagle3"): speculators_head,
+    ("speculators", "dflash"): speculators_block_head,
+    ("safeailab", "eagle1"): safeailab1_head,
+    ("safeailab", "eagle3"): safeailab_head,
+    ("z-lab", "dflash"): zlab_head,
 }
+
+
+def convert_head(source: str, form: str, folder: Path) -> PublishedHead:
+    """Write a head in another format, and return it. All weights keep their bits.
+
+    Args:
+        source: Its folder.
+        form: One of FORMATS.
+        folder: Where to write it: a new folder or an empty one.
+
+    Raises:
+        InvalidParameterError: There is no such folder, or `folder` holds files.
+        ModelLoadError: It holds no head of a known format.
+        UnsupportedModelError: The format has no such heads.
+        StorageError: It cannot be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        problem = "the folder holds files" if folder.is_dir() else "it is a file"
+        raise InvalidParameterError("out", str(folder), problem, "Use a new folder.")
+    head = read_head(source)
+    write_head(folder, head, form)
+    return head
 
 
 def write_head(folder: Path, head: PublishedHead, form: str) -> None:
@@ -35,7 +62,12 @@ def write_head(folder: Path, head: PublishedHead, form: str) -> None:
         UnsupportedModelError: The format has no such heads.
         StorageError: It cannot be written.
     """
-    writer = _WRITERS[form]
+    method = head.config.method
+    writer = _WRITERS.get((form, method))
+    if writer is None:
+        others = [known for known, of in _WRITERS if of == method]
+        remedy = f"Such heads are written in the format of {' or '.join(others)}."
+        raise UnsupportedModelError(head.folder, f"the format of {form} has no heads of {method}", remedy)
     mapping = writer.mapping(head.config)
     prefixes = writer.PREFIXES
     tensors = {_published(name, prefixes): weight for name, weight in head.network.state_dict().items()}

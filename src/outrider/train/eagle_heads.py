@@ -67,7 +67,7 @@ class Eagle1Settings(FeatureHeadSettings):
         config = _config(self.method, target, self.feed_forward, target.vocab_size, None)
         network = Eagle1Network(config, own_embedding=False, bias=True)
         head = PublishedHead("", config, network, None)
-        return Design(head, UnrolledHead(network), "safeailab1", self.unroll, None, None, {})
+        return Design(head, UnrolledHead(network), "safeailab", self.unroll, None, None, {})
 
 
 def _config(
