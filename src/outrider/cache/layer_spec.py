@@ -12,6 +12,7 @@ class StateKind(StrEnum):
     KEYS_AND_VALUES = "keys and values"  # of every token, in a slot of its own
     RUNNING = "running state"  # one for the whole text, which every token changes
     CONVOLUTION = "convolution"  # the last few inputs
+    SOURCE = "keys and values of a source"  # of every token that an encoder has read, in a slot of its own
 
 
 @dataclass(frozen=True)
@@ -45,4 +46,4 @@ class LayerSpec:
     def forgets_rows(self) -> bool:
         """Whether rejected rows leave nothing behind. This is so where every token has a slot: then drafts may be trees of
         any size, and a text may begin with the slots of another text that begins alike."""
-        return self.keeps <= {StateKind.KEYS_AND_VALUES}
+        return self.keeps <= {StateKind.KEYS_AND_VALUES, StateKind.SOURCE}

@@ -11,6 +11,7 @@ import torch
 from outrider.cache.added_layers import AddedLayers, AddedShape, Recompute
 from outrider.cache.blocks import BlockManager
 from outrider.cache.pool import KVPool
+from outrider.cache.source import SourceState
 from outrider.cache.state import SequenceState
 
 
@@ -20,26 +21,31 @@ class StateMemory:
     Args:
         blocks: The blocks.
         long_rope_after: Tokens after which the model uses other rotary factors for the whole text; None for never.
+        trial_source: The source of texts that try something out and bring none; None for a model without an encoder.
 
     Attributes:
         pool: Keys and values of all slots.
         added: Layers that proposers keep beside the model's own, as long as somebody holds them.
     """
 
-    def __init__(self, blocks: BlockManager, long_rope_after: int | None = None) -> None:
+    def __init__(
+        self, blocks: BlockManager, long_rope_after: int | None = None, trial_source: Sequence[int] | None = None
+    ) -> None:
         self.blocks = blocks
+        self.trial_source = trial_source
         self.long_rope_after = long_rope_after
         self.pool = KVPool(blocks.num_blocks * blocks.block_size)
         self.added: WeakSet[AddedLayers] = WeakSet()
         self._numbers = count(1)
 
-    def state(self, namespace: str | None = None) -> SequenceState:
-        """A state that holds nothing yet, for a text of this namespace."""
-        return SequenceState(self, namespace)
+    def state(self, namespace: str | None = None, source: Sequence[int] | None = None) -> SequenceState:
+        """A state that holds nothing yet, for a text of this namespace, behind a source where the model has an encoder."""
+        return SequenceState(self, namespace, None if source is None else SourceState(self.blocks, source, namespace))
 
-    def room_for(self, num_tokens: int) -> SequenceState:
-        """A state with room for a text of so many tokens, of which nothing is computed; there is memory for it."""
-        state = self.state()
+    def room_for(self, num_tokens: int, source: Sequence[int] | None = None) -> SequenceState:
+        """A state with room for a text of so many tokens, of which nothing is computed; there is memory for it. Without a
+        source it is one to try things out."""
+        state = self.state(None, self.trial_source if source is None else source)
         state.open([0] * num_tokens, share=False)
         reserved = state.reserve(num_tokens)
         assert reserved, "the caller has made the memory large enough"
@@ -73,4 +79,5 @@ class StateMemory:
 
     def check_integrity(self, states: Collection[SequenceState]) -> None:
         """Raise AssertionError unless the books agree with the states that are in use."""
-        self.blocks.check_integrity([state.block_table for state in states])
+        tables = {id(table): table for state in states for table in state.block_tables}  # samples share their source's
+        self.blocks.check_integrity(tables.values())

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from outrider.cache.blocks import BlockManager
 from outrider.cache.running import RunningText
+from outrider.cache.source import SourceState
 
 
 class Memory(Protocol):
@@ -45,14 +46,17 @@ class SequenceState:
         long_rope: Whether they were computed with the rotary factors of long texts.
         running: What layers with a running state keep of the text.
         end_of_prompt: Where the last full block ends of what the text began with.
+        source: What its layers keep of the source that an encoder has read for it; None for a model without an encoder.
 
     Args:
         memory: The model's.
         namespace: Whose text it is; blocks are shared within a namespace and never beyond it.
+        source: Of the text, of which nothing is kept yet.
     """
 
-    def __init__(self, memory: Memory, namespace: str | None = None) -> None:
+    def __init__(self, memory: Memory, namespace: str | None = None, source: SourceState | None = None) -> None:
         self.memory = memory
+        self.source = source
         self._namespace = namespace
         self.block_table: list[int] = []
         self.copies: list[tuple[int, int]] = []
@@ -67,8 +71,19 @@ class SequenceState:
 
     @property
     def space(self) -> Hashable:
-        """Whose blocks it may share: those of its namespace under the same rotary factors."""
-        return (self._namespace, self.long_rope)
+        """Whose blocks it may share: those of its namespace under the same rotary factors, behind the same source."""
+        space = (self._namespace, self.long_rope)
+        return space if self.source is None else (*space, self.source.token_ids)
+
+    @property
+    def block_tables(self) -> list[list[int]]:
+        """The tables of all blocks that it refers to; a table that states share is one object."""
+        return [self.block_table] if self.source is None else [self.block_table, self.source.block_table]
+
+    @property
+    def num_source_rows(self) -> int:
+        """Rows of an encoder that its next pass computes beside its own."""
+        return 0 if self.source is None else self.source.num_missing
 
     @property
     def end(self) -> int:
@@ -95,6 +110,8 @@ class SequenceState:
             needs: Added layers that must hold it too.
         """
         assert not self.block_table, "opened twice"
+        if self.source is not None:
+            self.source.open()
         self.long_rope = self._is_long(len(token_ids))
         self.block_table = self._blocks.match(token_ids, self.space, needs) if share else []
         self.num_published = len(self.block_table)
@@ -141,17 +158,21 @@ class SequenceState:
     def fits(self, rows: int) -> bool:
         """Whether there is memory for so many rows behind what is computed."""
         stop = self.end + rows
-        shared = len(self._blocks.shared_from(self.block_table, self.end, stop))
-        return max(0, self._blocks.blocks_for(stop) - len(self.block_table)) + shared <= self._blocks.num_free
+        needed = len(self._blocks.shared_from(self.block_table, self.end, stop))
+        needed += 0 if self.source is None else self.source.missing_blocks
+        return max(0, self._blocks.blocks_for(stop) - len(self.block_table)) + needed <= self._blocks.num_free
 
     def reserve(self, rows: int) -> bool:
-        """Own room for so many rows behind what is computed; False, and no change, where memory is short.
+        """Own room for so many rows behind what is computed, and for the source; False, and no change, where memory is
+        short.
 
         Blocks that somebody else reads too are replaced by copies of them. These are noted in `copies`, since the copies of
         all texts are made together (see `StateMemory.make_copies`).
         """
         if not self.fits(rows):
             return False
+        if self.source is not None:
+            self.source.reserve()
         stop, self.writable_from = self.end + rows, self.end
         self.copies += self._blocks.make_writable(self.block_table, self.end, stop)
         return self._blocks.grow(self.block_table, stop)
@@ -210,7 +231,7 @@ class SequenceState:
     def fork(self) -> SequenceState:
         """A second state over the same blocks; whoever writes first copies."""
         assert not self.copies, "a state is forked between two steps"
-        twin = SequenceState(self.memory, self._namespace)
+        twin = SequenceState(self.memory, self._namespace, None if self.source is None else self.source.share())
         twin.block_table = self._blocks.fork(self.block_table)
         twin.num_computed, twin.ahead, twin.num_published = self.num_computed, list(self.ahead), self.num_published
         twin.num_filled, twin.long_rope, twin.running = dict(self.num_filled), self.long_rope, self.running.fork()
@@ -221,6 +242,8 @@ class SequenceState:
     def free(self) -> None:
         """Give all blocks back; the tokens will be computed again."""
         self._blocks.free(self.block_table)
+        if self.source is not None:
+            self.source = self.source.leave()
         self.num_computed = self.num_published = self.writable_from = 0
         self.ahead.clear()
         self.num_filled.clear()
@@ -229,7 +252,8 @@ class SequenceState:
 
     def void(self) -> None:
         """The memory begins anew: what was in the blocks is lost, and there is nothing to give back."""
-        self.block_table.clear()
+        for table in self.block_tables:
+            table.clear()
         self.free()
 
     @property
@@ -283,6 +307,11 @@ class KVView:
     def running(self) -> RunningText:
         """What layers with a running state keep of the text."""
         return self._state.running
+
+    @property
+    def source(self) -> SourceState | None:
+        """What layers keep of the source of the text; None for a model without an encoder."""
+        return self._state.source
 
     def places(self, start: int, stop: int) -> tuple[int, ...]:
         """Positions behind `start`, up to `stop`, where a pass leaves the running states to the prefix cache."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.cache.pool import Slots
 from outrider.cache.running import RunningText
+from outrider.cache.source import SourceState
 from outrider.cache.state import KVView, SequenceState
 
 
@@ -33,6 +34,7 @@ class Segment:
         running: What layers with a running state keep of the text; None for a text of which nothing is kept.
         certain: Leading tokens of the text that nothing will take back, rows of this pass among them.
         places: Positions behind certain rows where the pass leaves the running states to the prefix cache.
+        source: What its layers keep of the text's source; None for a model without an encoder.
     """
 
     token_ids: Sequence[int]
@@ -45,6 +47,7 @@ class Segment:
     running: RunningText | None = None
     certain: int = 0
     places: tuple[int, ...] = ()
+    source: SourceState | None = None
 
     @classmethod
     def of(
@@ -71,6 +74,7 @@ class Segment:
             running=state.running,
             certain=certain,
             places=state.places(start, min(certain, start + len(token_ids))),
+            source=state.source,
         )
 
     @property
@@ -186,12 +190,13 @@ class RaggedBatch:
     @cached_property
     def context_slots(self) -> list[Slots]:
         """For each segment, where its context (and its own rows) lie."""
-        return [self._as_slots(slots_of(s.block_table, s.context_len, self.block_size)) for s in self.segments]
+        return [self.as_slots(slots_of(s.block_table, s.context_len, self.block_size)) for s in self.segments]
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)
 
-    def _as_slots(self, slots: np.ndarray) -> Slots:
+    def as_slots(self, slots: np.ndarray) -> Slots:
+        """Slots as the pool reads them."""
         first, last = int(slots[0]), int(slots[-1])
         consecutive = last - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())
         return slice(first, last + 1) if consecutive else self._tensor(slots)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from outrider.cache.pool import KVPool, Slots
 from outrider.kernels.attention import RowAttention
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.running.running_pass import RunningPass
+from outrider.model.source_pass import SourcePass
 
 _CPU = torch.device("cpu")
 
@@ -26,7 +27,8 @@ class SeenPart:
     Attributes:
         slots: Where it lies in the pool. It ends with the rows themselves.
         causal: Whether every row sees all that comes before it and nothing else of it, and no slot comes before the rows.
-        mask: [num_rows, num_slots] additive; None where every row sees everything.
+        mask: [num_rows, num_slots] additive, or [num_heads, num_rows, num_slots] with a bias for each head; None where
+            every row sees everything, and all of it alike.
     """
 
     slots: Slots
@@ -44,6 +46,9 @@ class ForwardContext:
         reaches: How far each layer looks, by layer index.
         kernel: What attends in the pass where our kernels do.
         running: The running states, where the model has layers with such.
+        sources: The sources of its texts, where the model has an encoder.
+        biases: What a layer adds to products of queries and keys by their distance, [num_heads, num_distances]; the last
+            one holds for all greater distances. By layer index; none for layers that add nothing.
     """
 
     batch: RaggedBatch
@@ -51,16 +56,35 @@ class ForwardContext:
     reaches: list[LayerReach]
     kernel: RowAttention | None = None
     running: RunningPass | None = None
-    _parts: dict[tuple[int, LayerReach, torch.dtype], SeenPart] = field(default_factory=dict)
-    _slots: dict[tuple[int, LayerReach], list[Tensor]] = field(default_factory=dict)
+    sources: SourcePass | None = None
+    biases: Mapping[int, Tensor] = field(default_factory=dict)
+    _parts: dict[tuple[int, LayerReach, torch.dtype, int], SeenPart] = field(default_factory=dict)
+    _row_parts: dict[tuple[int, LayerReach, int], list[SeenPart]] = field(default_factory=dict)
 
     def part(self, index: int, layer: int, dtype: torch.dtype) -> SeenPart:
         """What the rows of segment `index` look at in `layer`, with a mask in `dtype`."""
-        reach = self.reaches[layer]
-        key = (index, reach, dtype)
+        reach, bias = self.reaches[layer], self.biases.get(layer)
+        key = (index, reach, dtype, id(bias))
         if key not in self._parts:
-            self._parts[key] = self._seen_part(index, reach, dtype)
+            part = self._seen_part(index, reach, dtype)
+            self._parts[key] = part if bias is None else self._biased(index, part, bias)
         return self._parts[key]
+
+    def source_part(self, index: int) -> SeenPart:
+        """What the rows of segment `index` look at in layers that attend to its source: all of it."""
+        assert self.sources is not None, "the model has an encoder"
+        return SeenPart(self.sources.slots(index), causal=False, mask=None)
+
+    def _biased(self, index: int, part: SeenPart, bias: Tensor) -> SeenPart:
+        """The same part, whose mask adds what belongs to the distance of each row from each slot."""
+        segment, device = self.batch.segments[index], self.batch.device
+        own = torch.from_numpy(segment.positions).to(device)
+        length = part.slots.stop - part.slots.start if isinstance(part.slots, slice) else len(part.slots)
+        past = length - segment.num_rows
+        positions = torch.cat([torch.arange(segment.start - past, segment.start, device=device), own])
+        distances = (own[:, None] - positions).clamp(0, bias.shape[1] - 1)  # rows see nothing behind themselves
+        added = bias[:, distances]
+        return replace(part, causal=False, mask=added if part.mask is None else added + part.mask)
 
     def _seen_part(self, index: int, reach: LayerReach, dtype: torch.dtype) -> SeenPart:
         segment, slots = self.batch.segments[index], self.batch.context_slots[index]
@@ -73,17 +97,26 @@ class ForwardContext:
         causal = segment.parents is None and segment.start == 0 and segment.num_rows <= longest
         return SeenPart(left, causal, mask)
 
-    def slots_by_row(self, index: int, layer: int) -> list[Tensor]:
-        """For each row of segment `index` in `layer`, the pool slots it may look at, in the order of their positions."""
-        reach = self.reaches[layer]
-        if (index, reach) not in self._slots:
+    def parts_by_row(self, index: int, layer: int) -> list[SeenPart]:
+        """For each row of segment `index` in `layer`, what it looks at, in the order of positions."""
+        reach, bias = self.reaches[layer], self.biases.get(layer)
+        key = (index, reach, id(bias))
+        if key not in self._row_parts:
             slots = self.batch.context_slots[index]
             if isinstance(slots, slice):
                 slots = torch.arange(slots.start, slots.stop, device=self.batch.device)
             seen = visible(self.batch.segments[index], reach, device=self.batch.device)
             # Ancestors come before their descendants, so the order of slots is that of positions along any one path.
-            self._slots[index, reach] = [slots[row] for row in seen]
-        return self._slots[index, reach]
+            self._row_parts[key] = [_row_part(slots[row], bias) for row in seen]
+        return self._row_parts[key]
+
+
+def _row_part(slots: Tensor, bias: Tensor | None) -> SeenPart:
+    """What one row looks at: these slots, of which the last one is its own and each other one is a step farther away."""
+    if bias is None:
+        return SeenPart(slots, causal=False, mask=None)
+    distances = torch.arange(len(slots) - 1, -1, -1, device=slots.device).clamp_max(bias.shape[1] - 1)
+    return SeenPart(slots, causal=False, mask=bias[:, None, distances])
 
 
 def first_seen(segment: Segment, reach: LayerReach) -> int:

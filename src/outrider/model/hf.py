@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel, initialization
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 from transformers.integrations.moe import ExpertsInterface
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as hf_logging
 
@@ -207,15 +208,35 @@ def attends(config: Any) -> bool:
     return any(StateKind.KEYS_AND_VALUES in layer.keeps for layer in layer_specs(config))
 
 
+def has_encoder(config: Any) -> bool:
+    """Whether an encoder reads a source before the decoder writes."""
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def reads_text(config: Any) -> bool:
+    """Whether transformers has a model of this type that reads text and writes text."""
+    return getattr(config, "model_type", None) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+
+def decoder_config(config: Any) -> Any:
+    """The configuration of what writes text; of a model with an encoder, as one of its decoder alone would be."""
+    found = config.get_text_config(decoder=True)
+    layers = getattr(config, "num_decoder_layers", None)  # T5's name, which transformers takes for no part of a decoder's
+    if has_encoder(config) and layers is not None:
+        found.num_hidden_layers = layers
+    return found
+
+
 def layer_specs(config: Any) -> tuple[LayerSpec, ...]:
     """What each layer of a model keeps of a text and how far back it looks, from the configuration (attention functions are
     not told reliably)."""
-    return tuple(_layer_spec(name, size) for name, size in _layers(config))
+    of_source = frozenset({StateKind.SOURCE}) if has_encoder(config) else frozenset()
+    return tuple(_layer_spec(name, size, of_source) for name, size in _layers(config))
 
 
-def _layer_spec(name: str, size: int | None) -> LayerSpec:
+def _layer_spec(name: str, size: int | None, of_source: frozenset[StateKind]) -> LayerSpec:
     reach = LayerReach(chunk=size) if name == "chunked_attention" else LayerReach(window=size)
-    return LayerSpec(name, _KEEPS.get(name, frozenset({StateKind.KEYS_AND_VALUES})), reach)
+    return LayerSpec(name, _KEEPS.get(name, frozenset({StateKind.KEYS_AND_VALUES})) | of_source, reach)
 
 
 def _layers(config: Any) -> list[tuple[str, int | None]]:
@@ -223,7 +244,7 @@ def _layers(config: Any) -> list[tuple[str, int | None]]:
 
     Releases differ: older ones give one set of arguments for all layers, newer ones a set for each.
     """
-    types, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    types, arguments = get_layer_types_and_kwargs(decoder_config(config))
     each = arguments if isinstance(arguments, list) else [arguments] * len(types)
     sizes = (extra.get("sliding_window") for extra in each)
     return [(kind, None if kind == "full_attention" else size) for kind, size in zip(types, sizes, strict=True)]
@@ -242,7 +263,7 @@ def long_rope_after(config: Any) -> int | None:
 
 
 def _original_context(config: Any, rope_type: str) -> int | None:
-    text_config = config.get_text_config(decoder=True)
+    text_config = decoder_config(config)
     parameters = getattr(text_config, "rope_parameters", None) or {}
     sets = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
     limits = []
@@ -329,15 +350,16 @@ class _HandOn:
 
     def __init__(self, layer: Any, hidden: Tensor | None) -> None:
         self._hidden = hidden
-        self._in_tuple = _IN_TUPLES[type(layer)]
+        self._tuple_size = _TUPLE_SIZES[type(layer)]
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         states = hidden_states if self._hidden is None else self._hidden[None].to(hidden_states)
-        return (states,) if self._in_tuple else states
+        return (states, *(None,) * (self._tuple_size - 1)) if self._tuple_size else states
 
 
-#: Whether a kind of decoder layer returns its states inside a tuple, as older families do; found by looking at a pass.
-_IN_TUPLES: dict[type, bool] = {}
+#: How many things a kind of decoder layer returns in a tuple, of which its states are the first, as older families do; 0
+#: where it returns them alone. Found by looking at a pass.
+_TUPLE_SIZES: dict[type, int] = {}
 
 
 @contextmanager
@@ -350,7 +372,7 @@ def noting_layers(model: Any) -> Iterator[None]:
         return
 
     def note(layer: Any, _: Any, output: Any) -> None:
-        _IN_TUPLES[type(layer)] = isinstance(output, tuple)
+        _TUPLE_SIZES[type(layer)] = len(output) if isinstance(output, tuple) else 0
 
     hooks = [layer.register_forward_hook(note) for layer in stack]
     try:
@@ -393,11 +415,12 @@ def decoder_stack(model: Any) -> Any:
 
 
 def _stack_and_layers(model: Any) -> tuple[Any, Any]:
-    config = model.config.get_text_config(decoder=True)
+    config = decoder_config(model.config)
     count = config.num_hidden_layers
+    stack = model.get_decoder() if has_encoder(model.config) else model.base_model
     found = [
         (module, child)
-        for module in model.base_model.modules()
+        for module in stack.modules()
         for child in module.children()
         if isinstance(child, torch.nn.ModuleList) and len(child) == count
     ]

@@ -71,7 +71,8 @@ def make_blocks(loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerCo
         tokens = cache.num_tokens
     else:
         share = 0.8 if loaded.device.type == "cuda" else 0.25
-        tokens = scheduling.max_num_seqs * loaded.max_model_len
+        longest_source = 0 if loaded.encoder is None else loaded.encoder.max_source_len
+        tokens = scheduling.max_num_seqs * (loaded.max_model_len + longest_source)
         if taken.by_token:  # a model without attention keeps nothing of single tokens
             tokens = min(tokens, int(share * left) // taken.by_token)
     count = max(1, tokens // cache.block_size)

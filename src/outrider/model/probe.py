@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.cache.blocks import BlockManager
 from outrider.cache.state import SequenceState
-from outrider.model import hf
+from outrider.model import hf, hf_encoder
 from outrider.model.backends.base import AttentionBackend
 from outrider.model.batch import Segment
 from outrider.model.loading.loaded_model import LoadedModel
@@ -90,6 +90,14 @@ def _texts(loaded: LoadedModel) -> list[list[int]]:
     return [[(7 * i + 3 + 17 * start) % loaded.vocab_size for i in range(_PROBE_LEN)] for start in starts]
 
 
+def _sources(loaded: LoadedModel) -> tuple[list[int] | None, list[int] | None]:
+    """The source of the texts of the probe and that of a text beside them, of other length; None for a decoder alone."""
+    if loaded.encoder is None:
+        return None, None
+    tokens = [(3 * i * i + 7 * i + 1) % loaded.vocab_size for i in range(min(_PROBE_LEN, loaded.encoder.max_source_len))]
+    return tokens, tokens[: len(tokens) // 2 + 1][::-1]
+
+
 def _is_routed(loaded: LoadedModel) -> bool:
     return bool(hf.expert_stacks(loaded.model))
 
@@ -104,7 +112,7 @@ def probe(loaded: LoadedModel, backend: AttentionBackend, want: Tensor) -> TextB
         Exception: The model cannot run this way, or its logits differ by more than rounding.
     """
     backend.install(loaded.model)
-    runner = ModelRunner(loaded, backend, BlockManager(2 * _PROBE_LEN // _PROBE_BLOCK + 2, _PROBE_BLOCK))
+    runner = ModelRunner(loaded, backend, BlockManager(4 * _PROBE_LEN // _PROBE_BLOCK + 2, _PROBE_BLOCK))
     least = float("inf")
     for tokens, logits in zip(_texts(loaded), want, strict=True):
         error, taken = _try_text(loaded, runner, tokens, logits)
@@ -117,7 +125,7 @@ def probe(loaded: LoadedModel, backend: AttentionBackend, want: Tensor) -> TextB
 def _try_text(loaded: LoadedModel, runner: ModelRunner, tokens: list[int], want: Tensor) -> tuple[float, TextBytes]:
     """How far the logits of a text are from those that are wanted, [num_tokens, vocab_size], relative to the largest. The
     second result is what the text takes of memory."""
-    state, neighbour = runner.memory.room_for(_PROBE_LEN), runner.memory.room_for(_PROBE_LEN)
+    state, neighbour = (runner.memory.room_for(_PROBE_LEN, source) for source in _sources(loaded))
     runner.forward([Segment.of(state, tokens[:_PROBE_CUT], 0), Segment.of(neighbour, tokens, 0)])
     _check_states(loaded, state)
     state.commit(0, range(_PROBE_CUT))
@@ -148,7 +156,7 @@ def probe_bits(loaded: LoadedModel, backend: AttentionBackend) -> None:
     raises ValueError unless all bits agree."""
     cuts = [cut for cut in _BITS_CUTS if cut <= loaded.max_model_len]
     tokens = [(11 * i * i + 5 * i + 2) % loaded.vocab_size for i in range(cuts[-1])]
-    runner = ModelRunner(loaded, backend, BlockManager(6 * len(tokens) // _PROBE_BLOCK + 3, _PROBE_BLOCK))
+    runner = ModelRunner(loaded, backend, BlockManager(8 * len(tokens) // _PROBE_BLOCK + 3, _PROBE_BLOCK))
     whole_text, in_parts, neighbour = (runner.memory.room_for(size) for size in (len(tokens), 2 * len(tokens), len(tokens)))
     whole = runner.forward([Segment.of(whole_text, tokens, 0)]).logits
     for turn, (start, end) in enumerate(pairwise(cuts)):
@@ -165,5 +173,10 @@ def probe_bits(loaded: LoadedModel, backend: AttentionBackend) -> None:
 @torch.inference_mode()
 def _plain_logits(loaded: LoadedModel, texts: list[list[int]]) -> Tensor:
     """[num_texts, num_tokens, vocab_size] for texts of one length."""
-    logits: Tensor = loaded.model(torch.tensor(texts, device=loaded.device), use_cache=False).logits
+    tokens, source = torch.tensor(texts, device=loaded.device), _sources(loaded)[0]
+    if source is None:
+        logits: Tensor = loaded.model(tokens, use_cache=False).logits
+    else:
+        sources = torch.tensor([source] * len(texts), device=loaded.device)
+        logits = hf_encoder.stock_logits(loaded.model, tokens, sources)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

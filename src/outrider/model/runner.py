@@ -11,13 +11,16 @@ from torch import Tensor
 from outrider.cache.blocks import BlockManager
 from outrider.cache.memory import StateMemory
 from outrider.cache.pool import KVPool
+from outrider.cache.source import SourceState
 from outrider.cache.state import SequenceState
+from outrider.model import hf_encoder
 from outrider.model.backends.base import AttentionBackend, PartialPass
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import ForwardContext
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.partial_rows import PartialRows
 from outrider.model.running.running_pass import RunningPass
+from outrider.model.source_pass import SourcePass
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class ModelRunner:
         self.loaded = loaded
         self.text_bytes = text_bytes
         self.backend = backend
-        self.memory = StateMemory(blocks, loaded.long_rope_after)
+        self.memory = StateMemory(blocks, loaded.long_rope_after, loaded.trial_source)
         self.states: dict[int, SequenceState] = {}
         self.partial_rows = PartialRows()
         self.num_passes = 0
@@ -90,6 +93,7 @@ class ModelRunner:
     def with_own_memory(self, num_tokens: int) -> ModelRunner:
         """The same model over a small memory of its own, with room for so many tokens and some more, to try things out."""
         size = self.blocks.block_size
+        num_tokens += 0 if self.loaded.trial_source is None else 4 * len(self.loaded.trial_source)  # of up to four texts
         shares = not self.loaded.running_layers  # it keeps no running states for other texts
         return ModelRunner(self.loaded, self.backend, BlockManager(-(-num_tokens // size) + 3, size, prefix_caching=shares))
 
@@ -100,10 +104,12 @@ class ModelRunner:
         """Compute every row of `segments` in one pass and leave in the memory what it keeps; `part` chooses layers."""
         batch = RaggedBatch(segments, self.blocks.block_size, self.loaded.device)
         running = RunningPass(batch, self._room_for_states(batch)) if self.loaded.running_layers else None
-        context = ForwardContext(batch, self.pool, self._reaches, running=running)
+        sources = None if self.loaded.encoder is None else self._sources(batch)
+        context = ForwardContext(batch, self.pool, self._reaches, running=running, sources=sources)
         out = self.backend.forward(self.loaded, context, aux_layers, part)
-        if running is not None:
-            running.keep()
+        for kept in (running, sources):
+            if kept is not None:
+                kept.keep()
         self.num_passes += 1
         return ForwardOutput(
             logits=upcast_logits(out.logits),
@@ -113,6 +119,16 @@ class ModelRunner:
             aux_hidden_states=out.aux_hidden_states,
             hidden=out.hidden,
         )
+
+    def _sources(self, batch: RaggedBatch) -> SourcePass:
+        """The sources of a pass; those that come new are encoded."""
+        encoder = self.loaded.encoder
+        assert encoder is not None, "the model has an encoder"
+        return SourcePass(batch, self.pool, self._encode, self.num_layers, encoder.width, self.loaded.dtype)
+
+    def _encode(self, source: SourceState) -> Tensor:
+        with self.backend.scope():
+            return hf_encoder.encode(self.loaded.model, torch.tensor(source.token_ids, device=self.loaded.device))
 
     def _room_for_states(self, batch: RaggedBatch) -> int:
         """At how many of its places a pass may leave running states to the prefix cache, which makes room for these."""

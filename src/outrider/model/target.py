@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.cache.added_layers import AddedLayers, AddedShape, Recompute
 from outrider.cache.state import KVView
 from outrider.errors import ContradictionError, InvalidParameterError, ModelTooLargeError, UnsupportedModelError
+from outrider.model import hf
 from outrider.model.backends.base import PartialPass
 from outrider.model.batch import Segment
 from outrider.model.loading.available import available_bytes
@@ -58,11 +59,13 @@ class Target:
         eos_token_ids: Tokens that end a text.
         dtype: Of its weights.
         device: Where it lies.
+        text_start: What every text begins with, where an encoder reads the prompt; None where texts begin with their
+            prompts.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         loaded = runner.loaded
-        config = loaded.model.config.get_text_config(decoder=True)
+        config = hf.decoder_config(loaded.model.config)
         self._runner = runner
         self.name = loaded.name
         self.model_type = str(config.model_type)
@@ -74,11 +77,12 @@ class Target:
         self.eos_token_ids = loaded.eos_token_ids
         self.dtype = loaded.dtype
         self.device = loaded.device
+        self.text_start = loaded.text_start
 
     @property
     def config(self) -> Any:
         """transformers' configuration of its decoder, to read."""
-        return self._runner.loaded.model.config.get_text_config(decoder=True)
+        return hf.decoder_config(self._runner.loaded.model.config)
 
     def folder(self) -> str:
         """The folder of its checkpoint, which may hold more than the model; for errors see `LoadedModel.folder`."""

@@ -55,19 +55,24 @@ class CacheAudit:
 
 
 def _kept(runner: ModelRunner, state: SequenceState, num_tokens: int) -> Iterator[Tensor]:
-    """Keys and values of the first tokens of a text, layer by layer, and then the running states behind them."""
-    slots = torch.from_numpy(slots_of(state.block_table, num_tokens, runner.blocks.block_size))
-    for layer in runner.pool.layers:
-        yield from runner.pool.read(layer, slots.to(runner.loaded.device))
+    """Keys and values of the first tokens of a text and of its source, layer by layer, and then the running states behind
+    the tokens."""
+    size = runner.blocks.block_size
+    found = [slots_of(state.block_table, num_tokens, size)]
+    if state.source is not None:
+        found.append(slots_of(state.source.block_table, len(state.source.token_ids), size))
+    for slots in found:
+        for layer in runner.pool.layers:
+            yield from runner.pool.read(layer, torch.from_numpy(slots).to(runner.loaded.device))
     for _, record in sorted(state.running.records.items()):
         yield record.state_at(num_tokens)
 
 
 def _fresh(runner: ModelRunner, seq: Sequence) -> tuple[list[Tensor], Mapping[int, Tensor]]:
     """The same as a fresh prefill leaves it, and the hidden states that added layers read."""
-    size = seq.state.num_computed
-    other = runner.with_own_memory(size)
-    state = other.memory.state()
+    size, source = seq.state.num_computed, seq.request.source_token_ids
+    other = runner.with_own_memory(size + len(source or ()))
+    state = other.memory.state(source=source)
     state.open(seq.token_ids, share=False)
     reserved = state.reserve(size)
     assert reserved, "the memory was made for these tokens"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,6 +65,10 @@ class AttentionBackend(ABC):
     def uninstall(self) -> None:
         """Undo what would keep another backend from driving the model."""
         return
+
+    def scope(self) -> AbstractContextManager[object]:
+        """What modules of the model must run inside of."""
+        return nullcontext()
 
     def weight_bytes(self, model: Any) -> int | None:
         """Bytes of weights that a pass reads, where the backend knows better than the model's parameters say."""

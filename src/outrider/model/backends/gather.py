@@ -24,6 +24,8 @@ class GatherAttention(HostedAttention):
     name: ClassVar[str] = "gather"
 
     def install(self, model: Any) -> None:
+        if hf.has_encoder(model.config):
+            raise ValueError("it has an encoder")
         self._layers = hf.layer_specs(model.config)
         self._dtype = model.dtype
         hf.set_attention(model, hf.stock_attention(model))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.model import hf
+from outrider.model import hf, hf_encoder
 from outrider.model.backends.base import AttentionBackend, PartialPass, PassOutput
 from outrider.model.context import ForwardContext, forward_context
 from outrider.model.loading.loaded_model import LoadedModel
@@ -18,10 +18,6 @@ from outrider.model.loading.loaded_model import LoadedModel
 
 class HostedAttention(AttentionBackend):
     """Calls the model's forward, with whatever makes it attend over the KV pool."""
-
-    def scope(self) -> AbstractContextManager[object]:
-        """What the model's forward must run inside of."""
-        return nullcontext()
 
     @abstractmethod
     def forward_kwargs(self, context: ForwardContext) -> dict[str, Any]:
@@ -38,9 +34,13 @@ class HostedAttention(AttentionBackend):
             kwargs["output_hidden_states"] = list(aux_layers)
         chosen = nullcontext() if part is None else hf.some_layers(loaded.model, part.layers, part.hidden)
         with forward_context(context), self.scope(), chosen as tap:
-            out = loaded.model(input_ids=batch.input_ids, position_ids=batch.position_ids, **kwargs)
+            if context.sources is None:
+                out = loaded.model(input_ids=batch.input_ids, position_ids=batch.position_ids, **kwargs)
+            else:
+                out = hf_encoder.decode(loaded.model, batch.input_ids, context.sources, **kwargs)
         logits = out.logits[0] if loaded.slices_logits else out.logits[0, batch.logits_rows]
-        aux = {layer: out.hidden_states[layer][0] for layer in aux_layers}
+        seen = out.hidden_states if context.sources is None else out.decoder_hidden_states
+        aux = {layer: seen[layer][0] for layer in aux_layers}
         return PassOutput(logits, aux, None if tap is None else tap.hidden)
 
     def embed(self, loaded: LoadedModel, token_ids: Tensor) -> Tensor:

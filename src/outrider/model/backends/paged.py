@@ -11,9 +11,10 @@ Where our kernels also multiply with the weights, what is left is computed in wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -24,13 +25,13 @@ from outrider.kernels.attention import KNOWN_DTYPES, PassAttention, RowAttention
 from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.kernels.linear import packed_for
 from outrider.kernels.triton.devices import runs_on
-from outrider.model import hf
+from outrider.model import hf, hf_encoder
 from outrider.model.backends.base import PartialPass, PassOutput
 from outrider.model.backends.hosted import HostedAttention
 from outrider.model.backends.pass_rows import pass_rows
 from outrider.model.backends.row_guard import RowGuard, noting_kinds
 from outrider.model.batch import RaggedBatch
-from outrider.model.context import ForwardContext, SeenPart, current_context
+from outrider.model.context import ForwardContext, SeenPart, current_context, ongoing_context
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.running.mixers import RunningMixers
 
@@ -55,7 +56,8 @@ class Scores:
 
 
 #: Attention of all rows [num_heads, num_rows, head_dim] in a layer by stock operators: [num_rows, num_heads, value_dim].
-StockAttention = Callable[[ForwardContext, int, Tensor, Scores], Tensor]
+#: The layer attends to what comes before each row, or to the sources.
+StockAttention = Callable[[ForwardContext, int, Tensor, Scores, bool], Tensor]
 
 
 class PagedAttention(HostedAttention):
@@ -66,6 +68,7 @@ class PagedAttention(HostedAttention):
     _guard: RowGuard | None = None
     _mixers: RunningMixers | None = None
     _looks: bool = False
+    _biases: Mapping[int, Tensor] = MappingProxyType({})
     #: Whether modules are kept from computing what depends on the number of rows.
     guards: ClassVar[bool] = True
 
@@ -73,9 +76,14 @@ class PagedAttention(HostedAttention):
         self.uninstall()
         self._looks = self.guards and packed_for(model) is not None
         self._library = kernel_library() if model.device.type == "cpu" and model.dtype in KNOWN_DTYPES else None
-        function = partial(_attention, stock=self.stock())
+        both = hf.has_encoder(model.config)
+        function = partial(_attention_behind_encoder if both else _attention, stock=self.stock())
+        name = f"outrider_{self.name}{'_behind_encoder' if both else ''}"
         if hf.attends(model.config):
-            hf.set_attention(model, hf.register_attention(f"outrider_{self.name}", function))
+            hf.set_attention(model, hf.register_attention(name, function))
+        if both:
+            hf_encoder.follow_row_positions(model)
+            self._biases = hf_encoder.distance_biases(model)
         self._mixers = RunningMixers(model)
 
     def uninstall(self) -> None:
@@ -112,6 +120,7 @@ class PagedAttention(HostedAttention):
     def forward(
         self, loaded: LoadedModel, context: ForwardContext, aux_layers: Sequence[int], part: PartialPass | None = None
     ) -> PassOutput:
+        context.biases = self._biases
         context.kernel = self._row_attention(context.batch)
         if not self._looks:
             return super().forward(loaded, context, aux_layers, part)
@@ -139,12 +148,12 @@ def _attention(
     """What transformers calls in each layer."""
     context, layer = current_context(), module.layer_idx
     width, scale = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = Scores(scale, softcap, s_aux)
     if context.kernel is not None and width != query.shape[-1]:  # as latent attention has them
         query, key, value = _of_one_width(query, key, value)
     keys, values = context.pool.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), context.batch.slot_mapping)
-    scores = Scores(scale, softcap, s_aux)
-    if context.kernel is None or not context.kernel.takes(query, keys, values):
-        return stock(context, layer, query[0], scores)[None, ..., :width], None
+    if context.kernel is None or layer in context.biases or not context.kernel.takes(query, keys, values):
+        return stock(context, layer, query[0], scores, False)[None, ..., :width], None
     out = context.kernel.attend(
         query[0].transpose(0, 1),
         keys,
@@ -158,17 +167,39 @@ def _attention(
     return out[None, ..., :width], None
 
 
+def _attention_behind_encoder(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    stock: StockAttention,
+    scaling: float | None = None,
+    **others: Any,
+) -> Any:
+    """The same where there is an encoder. It attends outside of our passes; within them a decoder attends to its own rows,
+    and with keys that only stand in for others to the sources."""
+    context = ongoing_context()
+    if context is None:
+        return hf_encoder.attend_in_encoder(module, query, key, value, attention_mask, scaling=scaling, **others)
+    if context.sources is None or key is not context.sources.stand_in:
+        return _attention(module, query, key, value, attention_mask, stock=stock, scaling=scaling, **others)
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, others.get("softcap"))
+    return stock(context, module.layer_idx, query[0], scores, True)[None], None
+
+
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:
     """Zeros behind the narrower ones, since the kernels know one width. Zeros change no score, and no value before them."""
     width = max(tensor.shape[-1] for tensor in tensors)
     return [F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in tensors]
 
 
-def attend_together(context: ForwardContext, layer: int, query: Tensor, scores: Scores) -> Tensor:
-    """The rows of each sequence over its context, one sequence after another."""
+def attend_together(context: ForwardContext, layer: int, query: Tensor, scores: Scores, to_source: bool) -> Tensor:
+    """The rows of each sequence over its context or its source, one sequence after another."""
     outputs = []
     for index, (first, end) in enumerate(context.batch.row_spans):
-        part = context.part(index, layer, query.dtype)
+        part = context.source_part(index) if to_source else context.part(index, layer, query.dtype)
         outputs.append(attend(query[:, first:end], *context.pool.read(layer, part.slots), part, scores))
     return torch.cat(outputs)
 
@@ -188,15 +219,20 @@ def attend(
     num_heads, num_rows, _ = query.shape
     num_kv_heads = keys.shape[1]
     q = query.reshape(num_kv_heads, num_heads // num_kv_heads, num_rows, -1)
+    mask = part.mask
+    if mask is not None and mask.dim() == 3:  # of every head its own
+        mask = mask.reshape(num_kv_heads, -1, *mask.shape[1:])
+        mask = mask.transpose(1, 2) if num_rows == 1 else mask
     q = q.transpose(1, 2) if num_rows == 1 else q
     k, v = keys.transpose(0, 1), values.transpose(0, 1)
     if scores.softcap is None and scores.sinks is None:
-        mask = None if part.causal else part.mask
         k, v = (each[:, None].expand(-1, q.shape[1], -1, -1) for each in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=part.causal, scale=scores.scale)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=None if part.causal else mask, is_causal=part.causal, scale=scores.scale
+        )
     else:
         products = (q.flatten(1, 2) @ k.transpose(1, 2)).reshape(*q.shape[:3], -1)
-        out = _weights(products, part.mask, scores, num_rows).flatten(1, 2) @ v
+        out = _weights(products, mask, scores, num_rows).flatten(1, 2) @ v
     return out.reshape(num_heads, num_rows, -1).transpose(0, 1)
 
 

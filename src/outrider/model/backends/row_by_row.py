@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.kernels.row_by_row import RowByRow
 from outrider.model.backends.paged import PagedAttention, Scores, StockAttention, attend
-from outrider.model.context import ForwardContext, SeenPart
+from outrider.model.context import ForwardContext
 
 
 class RowByRowAttention(PagedAttention):
@@ -34,12 +34,15 @@ class RowByRowAttention(PagedAttention):
         return mode
 
 
-def attend_alone(context: ForwardContext, layer: int, query: Tensor, scores: Scores) -> Tensor:
+def attend_alone(context: ForwardContext, layer: int, query: Tensor, scores: Scores, to_source: bool) -> Tensor:
     """Each row over the keys that it sees, one row after another."""
     outputs = []
-    for index, (first, _end) in enumerate(context.batch.row_spans):
-        for row, slots in enumerate(context.slots_by_row(index, layer), first):
-            keys, values = context.pool.read(layer, slots)  # a copy, so that its place in memory is nobody's business
+    for index, (first, end) in enumerate(context.batch.row_spans):
+        parts = [context.source_part(index)] * (end - first) if to_source else context.parts_by_row(index, layer)
+        for row, part in enumerate(parts, first):
+            keys, values = context.pool.read(layer, part.slots)  # a copy, so that its place in memory is nobody's business
+            if to_source:
+                keys, values = keys.clone(), values.clone()
             alone = query[:, row : row + 1].clone()
-            outputs.append(attend(alone, keys, values, SeenPart(slots, causal=False, mask=None), scores))
+            outputs.append(attend(alone, keys, values, part, scores))
     return torch.cat(outputs)

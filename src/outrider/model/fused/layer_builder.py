@@ -12,6 +12,7 @@ from outrider.cache.layer_spec import LayerReach
 from outrider.kernels.decoder import DecoderLayer, DecoderShape, Norm
 from outrider.kernels.experts import ExpertsShape, PackedExperts
 from outrider.kernels.packed import PackedWeights
+from outrider.model import hf
 from outrider.model.fused.families import FAMILIES
 from outrider.model.fused.family import Family
 from outrider.model.fused.weight_slice import Packer, halves, interleaved_qkv, whole
@@ -42,7 +43,7 @@ def described(model: Any) -> tuple[Any, Family]:
     Raises:
         ValueError: The kernels cannot be this model.
     """
-    config = model.config.get_text_config(decoder=True)
+    config = hf.decoder_config(model.config)
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ValueError(f"the kernels do not know {config.model_type}")

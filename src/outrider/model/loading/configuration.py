@@ -15,6 +15,7 @@ from outrider.model.loading.fit import Needs, needs, stored_tensors
 from outrider.model.loading.gguf.architecture import read_config
 from outrider.model.loading.gguf.blocks import rows_may_be_rounded
 from outrider.model.loading.gguf.header import GgufFile, is_gguf, read_gguf
+from outrider.model.loading.loaded_model import LONGEST_TEXT
 from outrider.model.loading.quantised.scheme import declared, layout_of
 from outrider.model.loading.sources import source_options
 
@@ -95,9 +96,9 @@ def longest_text(config: ModelConfig, hf_config: Any) -> int:
         InvalidParameterError: max_model_len exceeds the context.
         ModelLoadError: The configuration's context is not a positive number.
     """
-    text_config = hf_config.get_text_config(decoder=True)
+    text_config = hf.decoder_config(hf_config)
     written = getattr(text_config, "max_position_embeddings", None)
-    context = 2048 if written is None else written
+    context = LONGEST_TEXT if written is None else written
     if not isinstance(context, int) or context < 1:
         problem = f"its configuration says max_position_embeddings={context!r}"
         raise ModelLoadError(config.model, problem, "Correct config.json: a context has 1 token or more.")
@@ -116,9 +117,13 @@ def longest_text(config: ModelConfig, hf_config: Any) -> int:
 
 
 def check_decoder(name: str, hf_config: Any) -> None:
-    """Raise UnsupportedModelError for a model that is no causal decoder."""
-    if getattr(hf_config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(name, "it is an encoder-decoder", "Use a decoder-only (causal) model.")
+    """Raise UnsupportedModelError for a model whose encoder reads no text."""
+    if hf.has_encoder(hf_config) and not hf.reads_text(hf_config):
+        kind = getattr(hf_config, "model_type", type(hf_config).__name__)
+        problem = f"it is an encoder-decoder of type {kind!r}, whose encoder reads no text"
+        raise UnsupportedModelError(
+            name, problem, "Use a causal decoder, or a model like T5 or BART that reads and writes text."
+        )
 
 
 def check_rounding(config: ModelConfig, hf_config: Any) -> None:
@@ -165,7 +170,7 @@ def has_rounded_weights(config: ModelConfig) -> bool:
 
 def _check_depth(name: str, hf_config: Any) -> None:
     """Refuse a number of layers that no files can hold, before transformers makes so many."""
-    layers = getattr(hf_config.get_text_config(decoder=True), "num_hidden_layers", 1)
+    layers = getattr(hf.decoder_config(hf_config), "num_hidden_layers", 1)
     if not isinstance(layers, int) or layers < 1:
         problem = f"its configuration says num_hidden_layers={layers!r}"
         raise ModelLoadError(name, problem, "Correct config.json: a decoder has 1 layer or more.")

@@ -165,10 +165,8 @@ def _weight_bytes(
     tensors: list[StoredTensor], hf_config: Any, dtype: torch.dtype | None, rounded: WeightFormat | None
 ) -> int:
     size = sum(tensor.nbytes(dtype, rounded) for tensor in tensors)
-    if (
-        rounded is not None and hf_config.get_text_config(decoder=True).tie_word_embeddings
-    ):  # the rounded head is a matrix of its own
-        text = hf_config.get_text_config(decoder=True)
+    if rounded is not None and hf.decoder_config(hf_config).tie_word_embeddings:  # the rounded head is a matrix of its own
+        text = hf.decoder_config(hf_config)
         size += rounded.nbytes(text.vocab_size, text.hidden_size)
     return size
 
@@ -176,7 +174,7 @@ def _weight_bytes(
 def _kv_bytes_per_token(hf_config: Any, dtype: torch.dtype) -> int:
     """Keys and values of a token in all layers that keep them, as usual attention does; 0 where the configuration does not
     say."""
-    text = hf_config.get_text_config(decoder=True)
+    text = hf.decoder_config(hf_config)
     try:
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -12,7 +12,7 @@ import torch
 
 from outrider.cache.layer_spec import LayerSpec
 from outrider.config import ModelConfig
-from outrider.errors import UnsupportedModelError
+from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.model import hf
 from outrider.model.loading.hub import local_folder
 
@@ -25,6 +25,28 @@ _GENERATION_DEFAULTS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+
+
+#: Tokens of the longest text, and of the longest source, where a configuration sets no limit.
+LONGEST_TEXT = 2048
+#: Tokens of the source of texts that try something out.
+_TRIAL_SOURCE_LEN = 16
+
+
+@dataclass(frozen=True)
+class EncoderFacts:
+    """What must be known of the encoder of a model.
+
+    Attributes:
+        max_source_len: Tokens of the longest source.
+        width: Of the hidden states that it leaves.
+        text_start: The tokens that every text begins with: the decoder's start token, and tokens that the checkpoint's
+            generation config forces behind it.
+    """
+
+    max_source_len: int
+    width: int
+    text_start: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -45,6 +67,7 @@ class LoadedModel:
         generation_defaults: What its generation config says of sampling, by the names of SamplingParams; not validated.
         rounds_rows: Whether what enters its linear layers is rounded to 8 bits.
         source: How the files of its checkpoint are found again; None where it is no folder and not on the hub.
+        encoder: What reads a source before a text begins; None for a decoder alone.
     """
 
     name: str
@@ -60,6 +83,7 @@ class LoadedModel:
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     rounds_rows: bool = False
     source: Mapping[str, Any] | None = None
+    encoder: EncoderFacts | None = None
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -70,6 +94,18 @@ class LoadedModel:
     def running_layers(self) -> Mapping[int, str]:
         """The names of the types of the layers that keep more of a text than keys and values, by layer."""
         return {index: layer.type_name for index, layer in enumerate(self.layers) if not layer.forgets_rows}
+
+    @property
+    def text_start(self) -> tuple[int, ...] | None:
+        """What every text begins with, where an encoder reads the prompt; None where texts begin with their prompts."""
+        return None if self.encoder is None else self.encoder.text_start
+
+    @cached_property
+    def trial_source(self) -> tuple[int, ...] | None:
+        """A source for texts that try something out; None for a model without an encoder."""
+        if self.encoder is None:
+            return None
+        return tuple((5 * i + 3) % self.vocab_size for i in range(min(_TRIAL_SOURCE_LEN, self.encoder.max_source_len)))
 
     @property
     def precision(self) -> torch.dtype:
@@ -106,7 +142,7 @@ def describe_model(
         device: Where it lies.
         max_model_len: Longest sequence it may hold, in tokens.
     """
-    text_config = model.config.get_text_config(decoder=True)
+    text_config = hf.decoder_config(model.config)
     return LoadedModel(
         name=config.model,
         model=model,
@@ -120,6 +156,28 @@ def describe_model(
         slices_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
         long_rope_after=hf.long_rope_after(model.config),
         generation_defaults=_generation_defaults(model),
+        encoder=_encoder_facts(config.model, model, text_config) if hf.has_encoder(model.config) else None,
+    )
+
+
+def _encoder_facts(name: str, model: Any, text_config: Any) -> EncoderFacts:
+    """Facts of a model with an encoder.
+
+    Raises:
+        ModelLoadError: Its configuration does not say what texts begin with.
+    """
+    generation = getattr(model, "generation_config", None)
+    holders = (generation, model.config)
+    start = next((n for n in (getattr(each, "decoder_start_token_id", None) for each in holders) if n is not None), None)
+    forced = getattr(generation, "forced_bos_token_id", None)
+    if not isinstance(start, int):
+        problem = f"its configuration says decoder_start_token_id={start!r}"
+        raise ModelLoadError(name, problem, "Put the token that texts begin with into generation_config.json.")
+    longest = getattr(model.config, "max_position_embeddings", None)
+    return EncoderFacts(
+        max_source_len=LONGEST_TEXT if longest is None else int(longest),
+        width=int(text_config.hidden_size),
+        text_start=(start,) if forced is None else (start, int(forced)),
     )
 
 

@@ -133,10 +133,10 @@ def _loaded(
 
 
 def _load_weights(config: ModelConfig, hf_config: Any, source: dict[str, Any], device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-    load = AutoModelForCausalLM.from_pretrained
+    load = (AutoModelForSeq2SeqLM if hf.has_encoder(hf_config) else AutoModelForCausalLM).from_pretrained
     return _complete(config, hf_config, load, config.model, config=hf_config, dtype=dtype, **source).to(device)
 
 
@@ -246,5 +246,5 @@ def _complete(asked: ModelConfig, hf_config: Any, load: Any, /, *args: Any, **kw
 
 def _untied(model: Any, missing: list[str]) -> bool:
     """Whether what is missing are copies that transformers makes itself, so that no file has to hold them."""
-    tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    tied = hf.decoder_config(model.config).tie_word_embeddings
     return bool(tied) and set(missing) <= set(getattr(model, "_tied_weights_keys", None) or ())
