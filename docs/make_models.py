@@ -1,4 +1,4 @@
-"""Probe every causal language model type that the installed transformers knows, and write docs/reference/models.md.
+"""Probe every type of model that the installed transformers knows to write text, and write docs/reference/models.md.
 
     python docs/make_models.py               some minutes
     python docs/make_models.py llama phi3    show these, write nothing
@@ -24,14 +24,18 @@ import torch
 import transformers
 from rich.progress import track
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from outrider.kernels.library import kernel_library
+from outrider.model import hf
 from outrider.model.factory import BACKENDS
 from outrider.model.fused.families import FAMILIES
-from outrider.model.loading.loaded_model import LoadedModel
+from outrider.model.loading.loaded_model import EncoderFacts, LoadedModel
 from outrider.model.probe import probe, reference
 
 PAGE = Path(__file__).parent / "reference" / "models.md"
@@ -50,7 +54,7 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": 0, "embedding_size": 32, "word_embed_proj_dim": 32, "rotary_dim": 4, "layer_types": None,
     "linear_head_dim": 8, "linear_num_heads": 4, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
-    "mamba_d_ssm": 64,
+    "mamba_d_ssm": 64, "d_kv": 8, "num_decoder_layers": 3, "decoder_start_token_id": 1,
 }  # fmt: skip
 
 
@@ -68,10 +72,17 @@ class Probed:
         return f"fused, {self.outcome}" if self.fused else self.outcome
 
 
+def kinds() -> list[str]:
+    """Causal language models, and models with an encoder that read text and write text."""
+    with_encoder = (kind for kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if hf.has_encoder(CONFIG_MAPPING[kind]()))
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *with_encoder})
+
+
 def judge(kind: str) -> Probed:
     """Build one type and probe it."""
-    if getattr(CONFIG_MAPPING[kind](), "is_encoder_decoder", False):
-        return Probed(kind, "refused", "an encoder-decoder")
+    default = CONFIG_MAPPING[kind]()
+    if hf.has_encoder(default) and not hf.reads_text(default):
+        return Probed(kind, "refused", "an encoder-decoder whose encoder reads no text")
     try:
         model = _build(kind)
     except Exception as error:
@@ -119,12 +130,15 @@ def _build(kind: str) -> Any:
     for make_config in configs:
         try:
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(make_config()).float().eval()
+            config = make_config()
+            auto = AutoModelForSeq2SeqLM if hf.has_encoder(config) else AutoModelForCausalLM
+            model = auto.from_config(config).float().eval()
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.dim() > 1:
                         parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
-                model(torch.arange(12)[None], use_cache=False)
+                text = torch.arange(12)[None]
+                model(text, **({"decoder_input_ids": text} if hf.has_encoder(config) else {}), use_cache=False)
         except Exception as error:
             problem = error
         else:
@@ -159,7 +173,11 @@ def _loaded(kind: str, model: Any) -> LoadedModel:
     head = model.get_output_embeddings()
     vocab_size = int(head.weight.shape[0]) if head is not None else model.config.get_text_config().vocab_size
     slices = "logits_to_keep" in type(model).forward.__code__.co_varnames
-    return LoadedModel(kind, model, None, vocab_size, 64, frozenset(), torch.device("cpu"), torch.float32, slices)
+    encoder = None
+    if hf.has_encoder(model.config):
+        encoder = EncoderFacts(64, int(hf.decoder_config(model.config).hidden_size), (1,))
+    where = torch.device("cpu"), torch.float32
+    return LoadedModel(kind, model, None, vocab_size, 64, frozenset(), *where, slices, encoder=encoder)
 
 
 def _first_line(error: Exception) -> str:
@@ -200,7 +218,8 @@ def page(found: list[Probed]) -> str:
     head = f"""# Models
 
 At every load, a probe runs the model to find out whether it can be driven exactly. Its name decides nothing. This page
-shows the result of this probe for all {len(found)} causal language model types of transformers {transformers.__version__},
+shows the result of this probe for all {len(found)} types of models in transformers {transformers.__version__} that write
+text, causal language models and models whose encoder reads a text first,
 each with small sizes and random weights (`python docs/make_models.py`): {totals}.
 Of the paged ones, {sum(v.fused for v in found)} are fused too.
 
@@ -209,7 +228,8 @@ Of the paged ones, {sum(v.fused for v in found)} are fused too.
   in float32, bfloat16 and float64 where they are compiled. Anywhere else the model runs as paged.
 - **gather**: the portable backend gives these logits, and the fast one does not, for the reason given.
 - **refused**: neither backend gives them; or the model keeps a running state in a way that is not known here, so that
-  rejected draft tokens would corrupt it; or it is an encoder or an encoder-decoder.
+  rejected draft tokens would corrupt it; or it is an encoder alone, or its
+  encoder reads no text.
 - **not built**: the small random model could not be made from the configuration alone. A real checkpoint is probed at load
   like any other.
 
@@ -228,7 +248,8 @@ def _families() -> str:
 Families that are not among them use the kernels for their linear layers and for attention. More than the probe is tested
 for llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3 (longrope too), gpt2, gpt_neox, falcon, olmo2, starcoder2, mixtral,
 gpt_oss and deepseek_v3; and, of models with a running state, for qwen3_next, qwen3_5_text, olmo_hybrid, kimi_linear, lfm2,
-granitemoehybrid, bamba, falcon_h1, nemotron_h, mamba2, mamba, falcon_mamba and jamba."""
+granitemoehybrid, bamba, falcon_h1, nemotron_h, mamba2, mamba, falcon_mamba and jamba; and, of models with an encoder,
+for t5."""
 
 
 def main() -> None:
@@ -236,7 +257,7 @@ def main() -> None:
     chosen = sys.argv[1:]
     if not chosen and kernel_library() is None:
         sys.exit("the kernels are not compiled here, or are off: no row could say fused")
-    found = [in_a_process(kind) for kind in track(chosen or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "probing")]
+    found = [in_a_process(kind) for kind in track(chosen or kinds(), "probing")]
     if chosen:
         sys.stdout.write("".join(f"{v.kind}: {v.shown} {v.reason}\n" for v in found))
     else:

@@ -111,7 +111,8 @@ class EnginePlan:
             added_token_bytes=self._added_token_bytes(loaded),
         )
         defaults = self._defaults_for(runner)
-        prompts = PromptEncoder(loaded.tokenizer, None if self.embedded else config.model, loaded.max_model_len)
+        longest = loaded.max_model_len if loaded.encoder is None else loaded.encoder.max_source_len
+        prompts = PromptEncoder(loaded.tokenizer, None if self.embedded else config.model, longest)
         default_params = checkpoint_params(loaded)
         given = {draft_name(draft_model): draft_model} if isinstance(draft_model, torch.nn.Module) else {}
         load_runner = DraftLoader(runner, config, self.cache, self.scheduling, given)

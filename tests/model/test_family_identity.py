@@ -216,11 +216,3 @@ def test_a_layer_says_what_it_keeps(name: str, keeps: set[StateKind], forgets: b
     config = SimpleNamespace(get_text_config=lambda **_: decoder)
     (layer,) = hf.layer_specs(config)
     assert (layer.keeps, layer.forgets_rows) == (keeps, forgets)
-
-
-def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
-    from transformers import T5Config
-
-    T5Config(vocab_size=61, d_model=16, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path / "t5")
-    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
-        LLM(str(tmp_path / "t5"))

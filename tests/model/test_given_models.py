@@ -18,7 +18,6 @@ from outrider.errors import (
     ContradictionError,
     InvalidParameterError,
     ModelLoadError,
-    UnsupportedModelError,
     VocabularyMismatchError,
 )
 from outrider.kernels.library import available_sets
@@ -193,12 +192,15 @@ def test_modules_that_are_no_causal_language_model(paths: dict[str, str]) -> Non
         assert "AutoModelForCausalLM" in caught.value.remedy
 
 
-def test_encoder_decoders_are_refused() -> None:
+def test_a_model_with_an_encoder_may_be_given() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
     tiny = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
-        LLM(T5ForConditionalGeneration(tiny))
+    model = T5ForConditionalGeneration(tiny).eval()
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (output,) = LLM(model, speculation="ngram").generate([[5, 3]], params)
+    want = model.generate(torch.tensor([[5, 3]]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert output.outputs[0].token_ids == tuple(want[0, 1:].tolist())
 
 
 def test_weights_must_be_there(paths: dict[str, str]) -> None:

@@ -7,7 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.chance import begin_chance
-from tests.mutation import block_killers, boundary_killers, feature_killers, killers, running_killers, triton_killers
+from tests.mutation import (
+    block_killers,
+    boundary_killers,
+    encoder_killers,
+    feature_killers,
+    killers,
+    running_killers,
+    triton_killers,
+)
 
 CLAIM = "the claim does not hold"
 TESTS = Path(__file__).resolve().parents[1]
@@ -15,7 +23,15 @@ TESTS = Path(__file__).resolve().parents[1]
 #: By name.
 CHECKS: dict[str, Callable[[], None]] = {
     name: check
-    for module in (killers, block_killers, boundary_killers, feature_killers, running_killers, triton_killers)
+    for module in (
+        killers,
+        block_killers,
+        boundary_killers,
+        encoder_killers,
+        feature_killers,
+        running_killers,
+        triton_killers,
+    )
     for name, check in vars(module).items()
     if callable(check) and getattr(check, "__module__", None) == module.__name__ and not name.startswith("_")
 }

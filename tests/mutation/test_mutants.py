@@ -15,6 +15,7 @@ from _pytest.mark import ParameterSet
 from tests.mutation.block_mutants import BLOCK_MUTANTS
 from tests.mutation.boundary_mutants import BOUNDARY_MUTANTS
 from tests.mutation.deep_mutants import DEEP_MUTANTS
+from tests.mutation.encoder_mutants import ENCODER_MUTANTS
 from tests.mutation.feature_mutants import FEATURE_MUTANTS
 from tests.mutation.judge import CHECKS, CLAIM, judge
 from tests.mutation.mutants import MUTANTS, PROBE_DIFFERS, Mutant
@@ -25,7 +26,15 @@ from tests.mutation.warm import WarmProcess
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "outrider"
-PLANTED = (*MUTANTS, *BOUNDARY_MUTANTS, *FEATURE_MUTANTS, *BLOCK_MUTANTS, *RUNNING_MUTANTS, *DEEP_MUTANTS)
+PLANTED = (
+    *MUTANTS,
+    *BOUNDARY_MUTANTS,
+    *FEATURE_MUTANTS,
+    *BLOCK_MUTANTS,
+    *RUNNING_MUTANTS,
+    *ENCODER_MUTANTS,
+    *DEEP_MUTANTS,
+)
 KILLED = [m for m in PLANTED if m.killer]
 #: A line to break.
 _FALLBACK = next(m.old for m in MUTANTS if m.killer == "empty_residual")

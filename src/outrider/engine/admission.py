@@ -6,7 +6,7 @@ from typing import Any
 
 from outrider.cache.blocks import BlockManager
 from outrider.config import SchedulerConfig
-from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError
+from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.params import SamplingParams
 from outrider.propose.speculation import SpeculationConfig, tree_size
@@ -27,9 +27,9 @@ def check_request(
 
     Raises:
         InvalidPromptError: Empty, too long, or with tokens outside the vocabulary.
-        InvalidParameterError, ContradictionError: Parameters that cannot be served.
+        InvalidParameterError, ContradictionError, UnsupportedParameterError: Parameters that cannot be served.
     """
-    _check_prompt(tokens, loaded)
+    _check_prompt(tokens, params, loaded)
     if params.n > config.max_num_seqs:
         raise InvalidParameterError("n", params.n, f"more samples than max_num_seqs={config.max_num_seqs}", "Lower it.")
     if params.seed is not None:
@@ -37,7 +37,7 @@ def check_request(
     _check_tree(speculation, loaded.max_model_len, config.max_num_batched_tokens)
     _check_ends(params, loaded)
     _check_token_ids(params, loaded)
-    _check_memory(len(tokens), params, loaded.max_model_len, blocks)
+    _check_memory(len(tokens), params, loaded, blocks)
 
 
 def _check_coupled(seed: int, speculation: SpeculationConfig, place: str = "") -> None:
@@ -75,10 +75,13 @@ def bad_word_ids(params: SamplingParams, tokenizer: Any | None) -> tuple[tuple[i
     return tuple(word for word in words if word)
 
 
-def _check_prompt(tokens: tuple[int, ...], loaded: LoadedModel) -> None:
+def _check_prompt(tokens: tuple[int, ...], params: SamplingParams, loaded: LoadedModel) -> None:
     if not tokens:
         raise InvalidPromptError("prompt", list(tokens), "it has no tokens", "Give at least one.")
     check_prompt_ids(tokens, loaded.vocab_size)
+    if loaded.encoder is not None:
+        _check_source(tokens, params, loaded.encoder.max_source_len)
+        return
     if len(tokens) >= loaded.max_model_len:
         raise InvalidPromptError(
             "prompt",
@@ -86,6 +89,16 @@ def _check_prompt(tokens: tuple[int, ...], loaded: LoadedModel) -> None:
             f"no room in the context of {loaded.max_model_len}",
             f"Shorten it to {loaded.max_model_len - 1} tokens or fewer.",
         )
+
+
+def _check_source(tokens: tuple[int, ...], params: SamplingParams, longest: int) -> None:
+    """Where an encoder reads the prompt it is no part of the text, so the model has no probabilities for it."""
+    if len(tokens) > longest:
+        problem, remedy = f"the encoder reads {longest} at most", f"Shorten it to {longest} tokens or fewer."
+        raise InvalidPromptError("prompt", f"{len(tokens)} tokens", problem, remedy)
+    if params.prompt_logprobs is not None:
+        problem = "an encoder reads the prompt, and gives its tokens no probabilities"
+        raise UnsupportedParameterError("prompt_logprobs", params.prompt_logprobs, problem, "Leave it out.")
 
 
 def _check_tree(speculation: SpeculationConfig, max_model_len: int, max_rows: int) -> None:
@@ -131,11 +144,12 @@ def _check_token_ids(params: SamplingParams, loaded: LoadedModel) -> None:
                 )
 
 
-def _check_memory(prompt_len: int, params: SamplingParams, max_model_len: int, blocks: BlockManager) -> None:
-    """A text must fit into the memory alone, or preemption could never make room for it."""
-    longest = min(prompt_len + params.max_tokens, max_model_len)
-    capacity = blocks.num_blocks * blocks.block_size
-    if blocks.blocks_for(longest) > blocks.num_blocks:
+def _check_memory(prompt_len: int, params: SamplingParams, loaded: LoadedModel, blocks: BlockManager) -> None:
+    """A text, and its source, must fit into the memory alone, or preemption could never make room for them."""
+    begins, source = (prompt_len, 0) if loaded.encoder is None else (len(loaded.encoder.text_start), prompt_len)
+    text = min(begins + params.max_tokens, loaded.max_model_len)
+    longest, capacity = text + source, blocks.num_blocks * blocks.block_size
+    if blocks.blocks_for(text) + blocks.blocks_for(source) > blocks.num_blocks:
         raise InvalidPromptError(
             "prompt",
             f"{prompt_len} tokens",

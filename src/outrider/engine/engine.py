@@ -127,16 +127,18 @@ class Engine:
         """
         loaded = self.runner.loaded
         check_request(prompt_token_ids, params, speculation, loaded, self.runner.blocks, self.scheduler.config)
+        encoder = loaded.encoder
         request = Request(
             next(self._ids),
             prompt,
-            prompt_token_ids,
+            prompt_token_ids if encoder is None else encoder.text_start,
             params,
             speculation,
             secrets.randbits(63) if params.seed is None else params.seed,
             loaded.eos_token_ids,
             bad_word_ids(params, loaded.tokenizer),
             options,
+            None if encoder is None else prompt_token_ids,
         )
         structure = params.structured_outputs
         grammar = None if structure is None else self.grammars.start(structure)
@@ -195,7 +197,7 @@ class Engine:
         loaded = self.runner.loaded
         grammar = start if start is None or index == 0 else start.copy()
         text = TextStream[tuple[TokenOrigin, str | None]](loaded.tokenizer, request.params.stop)
-        state = self.runner.memory.state(request.options.namespace)
+        state = self.runner.memory.state(request.options.namespace, request.source_token_ids)
         return Sequence(next(self._seq_ids), request, index, text, loaded.max_model_len, state, grammar)
 
     def cancel(self, request: Request) -> None:

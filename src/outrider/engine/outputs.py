@@ -10,7 +10,7 @@ def request_output(request: Request) -> RequestOutput:
     """What a finished request came to, or its error."""
     outputs = () if request.error is not None else tuple(completion(seq) for seq in request.sequences)
     scores = _prompt_logprobs(request)
-    return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs, request.error, scores)
+    return RequestOutput(request.request_id, request.prompt, request.given_token_ids, outputs, request.error, scores)
 
 
 def completion(seq: Sequence) -> CompletionOutput:

@@ -34,13 +34,15 @@ class Request:
     Args:
         request_id: Unique while the engine lives.
         prompt: As given, or None for token ids.
-        prompt_token_ids: Never empty.
+        prompt_token_ids: What its texts begin with; never empty.
         params: Sampling parameters.
         speculation: Who drafts for it and how, unless a planner decides otherwise.
         seed: Of its noise: the caller's, or one drawn from the operating system.
         eos_token_ids: Tokens that end a text of this model.
         bad_words: Token sequences that may not be completed, strings resolved.
         options: Its namespace, priority, prediction and trace, and whether it is streamed.
+        source_token_ids: The prompt, where the model has an encoder that reads it; None for a decoder alone, whose texts
+            begin with their prompt.
 
     Attributes:
         arrival: Its place among all requests that were queued; None before.
@@ -57,6 +59,7 @@ class Request:
         eos_token_ids: frozenset[int],
         bad_words: tuple[tuple[int, ...], ...] = (),
         options: RequestOptions = NO_OPTIONS,
+        source_token_ids: tuple[int, ...] | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -67,6 +70,7 @@ class Request:
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.bad_words = bad_words
         self.options = options
+        self.source_token_ids = source_token_ids
         self.arrival: int | None = None
         self.begun = perf_counter()
         self.prompt_logprobs: list[PositionLogprobs | None] = [None]
@@ -74,6 +78,11 @@ class Request:
         self.error: OutriderError | None = None
         #: Pieces not yet fetched; None where nobody streams.
         self.outbox: list[StreamPiece] | None = [] if options.streaming else None
+
+    @property
+    def given_token_ids(self) -> tuple[int, ...]:
+        """The tokens of the prompt as the caller knows it."""
+        return self.prompt_token_ids if self.source_token_ids is None else self.source_token_ids
 
     @property
     def finished(self) -> bool:
@@ -154,6 +163,7 @@ class Sequence:
             kv=KVView(state),
             namespace=request.options.namespace,
             prediction=request.options.prediction,
+            source=request.source_token_ids,
         )
 
     @property

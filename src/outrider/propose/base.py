@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple, overload
 
 from torch import Tensor
@@ -35,6 +36,30 @@ class Tokens(Sequence[int]):
         return self._tokens[index]
 
 
+class Joined(Sequence[int]):
+    """Tokens that stay, and behind them tokens that grow."""
+
+    def __init__(self, first: Sequence[int], rest: Sequence[int]) -> None:
+        self._first = first
+        self._rest = rest
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._rest)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        size = len(self._first)
+        if not isinstance(index, slice):
+            place = range(len(self))[index]
+            return self._first[place] if place < size else self._rest[place - size]
+        start, stop, step = index.indices(len(self))
+        assert step == 1, "tokens are read in their order"
+        return [*self._first[start:stop], *self._rest[max(start - size, 0) : max(stop - size, 0)]]
+
+
 @dataclass
 class ProposerSequence:
     """A sequence as proposers see it.
@@ -52,6 +77,7 @@ class ProposerSequence:
         round: Verify passes so far.
         namespace: Keeps prefix caches of unrelated callers apart.
         prediction: Tokens that the caller expects the output to have; empty where nothing is predicted.
+        source: Tokens that an encoder has read for this text; None for a decoder alone.
     """
 
     seq_id: int
@@ -65,6 +91,12 @@ class ProposerSequence:
     round: int = 0
     namespace: str | None = None
     prediction: tuple[int, ...] = ()
+    source: tuple[int, ...] | None = None
+
+    @cached_property
+    def known_token_ids(self) -> Sequence[int]:
+        """All tokens that a text may repeat, those of its source first; it grows as the text does."""
+        return self.token_ids if self.source is None else Joined(self.source, self.token_ids)
 
 
 def _unheard(problem: str) -> None:

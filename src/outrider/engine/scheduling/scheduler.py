@@ -187,7 +187,7 @@ class Scheduler:
             return 0
         plan.items.append(ScheduledSequence(seq, rows))
         self.tenants.charge_prompt(seq, seq.state.num_computed + rows)
-        return rows
+        return rows + seq.state.num_source_rows  # a source is read whole, and takes the place of so many rows
 
     def _claim(self, plan: Schedule, seq: Sequence, rows: int) -> bool:
         """Find memory for the next rows of `seq`, preempting newer sequences of whoever has most; False where it was itself

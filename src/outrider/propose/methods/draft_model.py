@@ -199,7 +199,7 @@ class DraftModelProposer(Proposer):
         settled, loose = self._bridge.text(sequence, path)
         state = self._states.pop(sequence.seq_id, None)
         if state is None:
-            state = self.runner.memory.state(sequence.namespace)
+            state = self.runner.memory.state(sequence.namespace, sequence.source)
             state.open(settled)
         else:
             state.roll_back(settled, loose)
@@ -346,10 +346,13 @@ class Work:
 
 
 def check_vocabulary(draft: LoadedModel, target: Target) -> None:
-    """Raise VocabularyMismatchError unless token ids mean the same to both models.
+    """Raise VocabularyMismatchError unless token ids mean the same to both models, and both read prompts alike.
 
     Logits may differ in width, as padded vocabularies do, where both tokenizers are there to agree on the tokens.
     """
+    if draft.text_start != target.text_start:
+        problem = _other_start(draft, target)
+        raise VocabularyMismatchError(draft.name, problem, "Use a draft model of the same family.")
     if draft.tokenizer is not None and target.tokenizer is not None:
         ours, theirs = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
         if ours != theirs:
@@ -365,3 +368,11 @@ def check_vocabulary(draft: LoadedModel, target: Target) -> None:
             f"it has {draft.vocab_size} tokens and {target.name} has {target.vocab_size}",
             "Use a draft model of the same vocabulary.",
         )
+
+
+def _other_start(draft: LoadedModel, target: Target) -> str:
+    """What is wrong with a draft model whose texts begin in another way than the target's."""
+    ours, theirs = draft.text_start, target.text_start
+    if ours is None or theirs is None:
+        return f"{target.name if ours is None else 'it'} has an encoder that reads prompts, and the other one has none"
+    return f"its texts begin with the tokens {list(ours)}, and those of {target.name} with {list(theirs)}"

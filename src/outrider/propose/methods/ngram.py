@@ -14,7 +14,8 @@ from outrider.propose.method import Method, ProposerContext
 
 
 class Ngram(Method):
-    """The continuation of the latest earlier occurrence of the longest matching suffix; needs no model.
+    """The continuation of the latest earlier occurrence of the longest matching suffix, in the text or the source that an
+    encoder has read for it; needs no model.
 
     Attributes:
         max_match: Longest suffix that is looked up.
@@ -92,5 +93,5 @@ class NgramProposer(Proposer):
 
     def _lookup(self, request: ProposeRequest) -> Draft:
         index = self._indices[request.sequence.seq_id]
-        tokens = index.continuation(request.sequence.token_ids, request.path, request.budget)
+        tokens = index.continuation(request.sequence.known_token_ids, request.path, request.budget)
         return Draft.chain(tokens, Law.DETERMINISTIC) if tokens else EMPTY

@@ -161,7 +161,7 @@ class SuffixProposer(Proposer):
 
     def finish(self, sequence: ProposerSequence) -> None:
         if self._lookups.pop(sequence.seq_id, None) is not None and self.shared is not None:
-            self.shared.add(sequence.namespace, sequence.token_ids)
+            self.shared.add(sequence.namespace, sequence.known_token_ids)
 
     def check_rest(self) -> None:
         assert not self._lookups, f"{len(self._lookups)} texts are still looked up"
@@ -183,7 +183,7 @@ class SuffixProposer(Proposer):
     def _guesses(self, request: ProposeRequest) -> Iterator[_Guess]:
         """One guess for each place where the text's end was found."""
         lookup = self._lookups[request.sequence.seq_id]
-        own, tokens = lookup.own, request.sequence.token_ids
+        own, tokens = lookup.own, request.sequence.known_token_ids
         for token in tokens[lookup.num_read :]:
             own.append(token)
         lookup.num_read = len(tokens)
@@ -203,9 +203,9 @@ class SuffixProposer(Proposer):
             known = {id(reader.automaton): reader for reader in lookup.readers}
             lookup.readers = [known.get(id(volume)) or _Reader(volume) for volume in volumes]
         for reader in lookup.readers:
-            for token in sequence.token_ids[reader.num_read :]:
+            for token in sequence.known_token_ids[reader.num_read :]:
                 reader.state, reader.length = reader.automaton.step(reader.state, reader.length, token)
-            reader.num_read = len(sequence.token_ids)
+            reader.num_read = len(sequence.known_token_ids)
         return lookup.readers
 
     def _contexts(

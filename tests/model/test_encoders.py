@@ -1,0 +1,212 @@
+"""Models with an encoder: texts are those of transformers, whoever drafts and whatever is beside them in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider import LLM, SamplingParams
+from outrider.errors import (
+    InvalidPromptError,
+    ModelLoadError,
+    UnsupportedModelError,
+    UnsupportedParameterError,
+    VocabularyMismatchError,
+)
+from outrider.model import hf_encoder
+from outrider.model.batch import RaggedBatch, Segment
+from outrider.model.context import ForwardContext
+from outrider.prove.cache_truth import CacheAudit
+from tests.model import checkpoints, encoders
+
+LONG = [(7 * i + 2) % 61 for i in range(32)]
+#: Of other lengths each; the second and third begin alike, and fill blocks to their ends.
+SOURCES = [[9], LONG, LONG[:16], [(5 * i) % 61 for i in range(23)]]
+LENGTH = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH)
+DRAWN = SamplingParams(temperature=1.5, seed=5, max_tokens=LENGTH, logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return encoders.save(tmp_path_factory.mktemp("t5"))
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return encoders.save(tmp_path_factory.mktemp("draft"), seed=2, num_layers=1, num_decoder_layers=1)
+
+
+@pytest.fixture(scope="module")
+def llm(path: str) -> LLM:
+    return LLM(path, dtype="float64", speculation="none")
+
+
+@pytest.fixture(scope="module")
+def greedy(path: str) -> list[tuple[int, ...]]:
+    return [encoders.greedy_by_transformers(path, source, LENGTH) for source in SOURCES]
+
+
+def texts(llm: LLM, params: SamplingParams = GREEDY, **options: Any) -> list[tuple[int, ...]]:
+    outputs = llm.generate(SOURCES, params, **options)
+    llm.engine.check_rest()
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def ways(draft: str) -> list[Any]:
+    """Chains and trees of lookups, of another model with an encoder, of the target's layers and of what it held likely."""
+    return [
+        "ngram",
+        {"method": "suffix", "branches": True},
+        {"method": "draft_model", "model": draft, "num_draft_tokens": 3},
+        {"method": "draft_model", "model": draft, "tree": (2, 2, 1)},
+        {"method": "layer_skip", "skip": (1,), "tree": (2, 1)},
+        {"method": "early_exit", "num_draft_tokens": 3},
+        {"method": "token_recycling", "tree": (3, 2, 1)},
+    ]
+
+
+def test_texts_are_those_of_transformers(llm: LLM, draft: str, greedy: list[tuple[int, ...]]) -> None:
+    assert sum(len(set(text)) for text in greedy) > 20, "texts that repeat one token would show nothing"
+    assert texts(llm) == greedy
+    llm.stats.reset()
+    for way in ways(draft):
+        assert texts(llm, speculation=way) == greedy, way
+    assert llm.stats.finished.num_accepted_tokens > 50
+
+
+def test_drawn_tokens_have_the_probabilities_of_the_stock_model(llm: LLM, path: str, draft: str) -> None:
+    plain = llm.generate(SOURCES, DRAWN)
+    for source, output in zip(SOURCES, plain, strict=True):
+        written = list(output.outputs[0].token_ids)
+        assert len(set(written)) > LENGTH // 2, "nearly every token is another one"
+        want = encoders.stock_logprobs(path, source, written)[range(LENGTH), written].tolist()
+        assert output.outputs[0].logprobs is not None
+        found = [by_token[token].logprob for by_token, token in zip(output.outputs[0].logprobs, written, strict=True)]
+        assert found == pytest.approx(want, abs=1e-9)
+    for way in ways(draft)[1::2]:  # a seed promises the same text, which is true only if every row of a draft says the same
+        assert texts(llm, DRAWN, speculation=way) == [output.outputs[0].token_ids for output in plain], way
+
+
+def test_what_is_kept_is_what_a_fresh_pass_leaves(path: str, draft: str, greedy: list[tuple[int, ...]]) -> None:
+    """Little memory, so that texts lose it and begin anew, and a source is read again or found."""
+    llm = LLM(path, dtype="float64", kv_cache_tokens=88, max_num_seqs=4, block_size=8, speculation="none")
+    audit, params = CacheAudit(llm.engine), GREEDY.replace(max_tokens=14)
+    chosen = zip(SOURCES, ways(draft)[2:6], strict=True)
+    requests = [llm.engine.add_request(tuple(source), params, llm.resolve(way)) for source, way in chosen]
+    audit.run()
+    assert [request.sequences[0].output_token_ids for request in requests] == [list(text[:14]) for text in greedy]
+    assert sum(request.sequences[0].stats.num_preemptions for request in requests) > 0
+    assert audit.num_checked > 20
+    assert audit.worst < 1e-9
+    llm.engine.check_rest()
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the sources that an encoder has read."""
+    stock: Callable[..., Any] = hf_encoder.encode
+    read: list[int] = []
+
+    def counted(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
+        read.append(len(token_ids))
+        return stock(model, token_ids)
+
+    monkeypatch.setattr(hf_encoder, "encode", counted)
+    return read
+
+
+def test_a_source_is_read_once(path: str, greedy: list[tuple[int, ...]], encoded: list[int]) -> None:
+    llm = LLM(path, dtype="float64", speculation="none")
+    encoded.clear()
+    assert texts(llm) == greedy
+    assert sorted(encoded) == sorted(map(len, SOURCES))
+    encoded.clear()
+    assert texts(llm) == greedy
+    assert encoded == [], "the whole source is in the prefix cache"
+    assert llm.generate([SOURCES[1][:24]], GREEDY)[0].outputs[0].token_ids != greedy[1]
+    assert encoded == [24], "its beginning is no source that was read"
+    llm.generate([SOURCES[0]], GREEDY, namespace="another")
+    assert encoded == [24, 1], "nobody finds what another namespace has read"
+
+
+def test_samples_share_their_source(path: str, encoded: list[int]) -> None:
+    llm = LLM(path, dtype="float64", speculation="none", prefix_caching=False)
+    encoded.clear()
+    params = SamplingParams(n=3, temperature=1.5, seed=4, max_tokens=12)
+    (output,) = llm.generate([SOURCES[3]], params)
+    assert encoded == [23]
+    assert len({sample.token_ids for sample in output.outputs}) == 3
+    assert output.outputs[0].token_ids == llm.generate(SOURCES[3], params.replace(n=1))[0].outputs[0].token_ids
+    assert output.prompt_token_ids == tuple(SOURCES[3])
+    llm.engine.check_rest()
+
+
+def test_bits_do_not_depend_on_the_batch(path: str) -> None:
+    llm = LLM(path, dtype="float32", batch_invariant=True)
+    params = DRAWN.replace(max_tokens=8)
+    alone = [llm.generate(source, params, speculation="none")[0].outputs[0] for source in SOURCES]
+    beside = [output.outputs[0] for output in llm.generate(SOURCES, params, speculation="ngram")]
+    assert [each.token_ids for each in alone] == [each.token_ids for each in beside]
+    assert [each.logprobs for each in alone] == [each.logprobs for each in beside]
+
+
+def test_a_tree_gets_the_bias_of_its_distances(llm: LLM) -> None:
+    """Beside the stock table, on rows behind a context, with siblings, and farther apart than the last bucket."""
+    runner = llm.engine.runner
+    attention = runner.loaded.model.decoder.block[0].layer[0].SelfAttention
+    parents = (-1, 0, 0, 1, 3, 2)
+    batch = RaggedBatch([Segment([0] * 6, 25, [0, 1], parents)], 16, runner.loaded.device)
+    bias = hf_encoder.distance_biases(runner.loaded.model)[2]
+    part = ForwardContext(batch, runner.pool, [layer.reach for layer in runner.loaded.layers], biases={2: bias}).part(
+        0, 2, torch.float64
+    )
+    assert part.mask is not None
+    positions = [*range(25), *batch.segments[0].positions.tolist()]
+    stock = attention.compute_bias(31, 31)[0]
+    for row, ancestors in enumerate([{0}, {0, 1}, {0, 2}, {0, 1, 3}, {0, 1, 3, 4}, {0, 2, 5}]):
+        for slot, position in enumerate(positions):
+            seen = slot < 25 or slot - 25 in ancestors
+            want = stock[:, positions[25 + row], position] if seen else torch.full((4,), float("-inf"))
+            assert torch.equal(part.mask[:, row, slot], want.to(part.mask))
+
+
+def test_a_forced_token_stands_behind_the_start(tmp_path: Path) -> None:
+    path = encoders.save(tmp_path, forced=7)
+    (output,) = LLM(path, dtype="float64", speculation="ngram").generate([SOURCES[3]], GREEDY.replace(max_tokens=4))
+    assert (7, *output.outputs[0].token_ids) == encoders.greedy_by_transformers(path, SOURCES[3], 5)
+
+
+def test_what_cannot_be_served_is_refused_by_name(llm: LLM, path: str, tmp_path: Path) -> None:
+    short = LLM(encoders.save(tmp_path / "short", max_position_embeddings=40), dtype="float64", speculation="none")
+    with pytest.raises(InvalidPromptError, match=r"prompt='41 tokens'.*encoder reads 40 at most") as caught:
+        short.generate([1] * 41)
+    assert "40 tokens or fewer" in caught.value.remedy
+    with pytest.raises(InvalidPromptError, match="no tokens"):
+        llm.generate({"prompt_token_ids": []})
+    with pytest.raises(UnsupportedParameterError, match=r"prompt_logprobs=1.*encoder reads the prompt"):
+        llm.generate([1, 2], SamplingParams(prompt_logprobs=1))
+    alone = checkpoints.save("llama", tmp_path / "alone")
+    with pytest.raises(VocabularyMismatchError, match="has an encoder that reads prompts, and the other one has none"):
+        llm.generate([1, 2], speculation={"method": "draft_model", "model": alone})
+    other = encoders.save(tmp_path / "other", decoder_start_token_id=0)
+    with pytest.raises(VocabularyMismatchError, match=r"begin with the tokens \[0\], and those of .* with \[3\]"):
+        llm.generate([1, 2], speculation={"method": "draft_model", "model": other})
+    with pytest.raises(ModelLoadError, match="decoder_start_token_id=None") as missing:
+        LLM(encoders.save(tmp_path / "startless", decoder_start_token_id=None), speculation="none")
+    assert "generation_config.json" in missing.value.remedy
+
+
+def test_encoders_of_images_are_refused(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, VisionEncoderDecoderConfig, ViTConfig
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(**sizes), LlamaConfig(vocab_size=9, **sizes))
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="'vision-encoder-decoder', whose encoder reads no text"):
+        LLM(str(tmp_path))
