@@ -13,7 +13,7 @@ _DRAFTS, _HEAD = "propose/methods/block_drafts.py", "heads/block_head.py"
 BLOCK_MUTANTS = (
     _mutant(
         "what is kept of a text comes from rows that were rejected",
-        _DRAFTS,
+        "propose/methods/beside_target.py",
         "text.hidden(layer)",
         "text.seen.aux_hidden_states[layer][-len(text) :]",
     ),

@@ -7,23 +7,24 @@ of a place is its softmax, and a draft behind one of another proposer takes the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from outrider.cache.added_layers import AddedLayers, AddedShape
+from outrider.cache.added_layers import AddedShape
 from outrider.draft import Draft
 from outrider.heads.block_head import Block, BlockHead
 from outrider.model.target import Target
-from outrider.propose.base import DraftNoise, ObservedRows, Proposer, ProposeRequest, Requirements
+from outrider.propose.base import DraftNoise, ProposeRequest
 from outrider.propose.bridge import Bridge
+from outrider.propose.methods.beside_target import ProposerBesideTarget
 from outrider.propose.methods.feature_rows import TextRows
 from outrider.propose.trees.by_depth import grow_by_depth, wanted_places
 from outrider.propose.trees.growth import Growth
 
 
-class BlockHeadProposer(Proposer):
+class BlockHeadProposer(ProposerBesideTarget):
     """Greedy, drawn or coupled chains and trees from a head that drafts blocks, batched over sequences.
 
     Args:
@@ -34,21 +35,12 @@ class BlockHeadProposer(Proposer):
     """
 
     def __init__(self, head: BlockHead, target: Target, bridge: Bridge, min_confidence: float = 0.0) -> None:
-        self._head = head
-        self._bridge = bridge
-        self._min_confidence = min_confidence
         layer = head.config.layer
         shape = AddedShape(head.config.num_layers, layer.num_key_value_heads, layer.head_dim)
-        self.added: AddedLayers = target.add_layers(shape, head.recompute, head.aux_layers)
-        self.requires = Requirements(aux_layers=head.aux_layers, added_layers=self.added)
+        super().__init__(shape, head.recompute, head.aux_layers, target, bridge, min_confidence)
+        self._head = head
 
-    @torch.inference_mode()
-    def observe(self, rows: Sequence[ObservedRows]) -> None:
-        read = [text for seen in rows if (text := TextRows.of(seen)).start == self.added.num_filled(text.kv)]
-        if not read:
-            return
-        layers = self._head.aux_layers
-        states = {layer: torch.cat([text.hidden(layer) for text in read]) for layer in layers}
+    def _read(self, read: Sequence[TextRows], states: Mapping[int, Tensor]) -> None:
         positions = [position for text in read for position in text.positions]
         kept, first = self._head.keys_and_values(self._head.fuse(states), positions), 0
         for text in read:
@@ -60,19 +52,16 @@ class BlockHeadProposer(Proposer):
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
-        growths = [self._growth(request) for request in requests]
+        growths = [self._begin(request) for request in requests]
         begun = [growth for growth in growths if growth.growing]
         if begun:
             drafted = self._head.draft([self._block(growth) for growth in begun])
             grow_by_depth(begun, [self._bridge.logits(rows) for rows in drafted], noise)
         return [growth.draft() for growth in growths]
 
-    def _growth(self, request: ProposeRequest) -> Growth:
-        """An empty draft where the head has not read the text up to its last token, or where that is the only one."""
-        held = self.added.num_filled(request.sequence.kv)
-        ready = held == len(request.sequence.token_ids) - 1 and held > 0
-        depth = min(request.max_depth, self._head.config.block_size - 1 - len(request.path))
-        return Growth.of(request, request.budget if ready else 0, depth, self._min_confidence)
+    def _begin(self, request: ProposeRequest) -> Growth:
+        """An empty draft, no longer than what is left of the block."""
+        return self._growth(request, min(request.max_depth, self._head.config.block_size - 1 - len(request.path)), 1)
 
     def _block(self, growth: Growth) -> Block:
         sequence = growth.request.sequence

@@ -11,24 +11,24 @@ and so on; the last layer guesses all tokens that are left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from outrider.cache.added_layers import AddedLayers
 from outrider.draft import Draft
 from outrider.heads.feature_head import FeatureHead
 from outrider.model.lone_layer import SeenRows
 from outrider.model.target import Target
-from outrider.propose.base import DraftNoise, ObservedRows, Proposer, ProposeRequest, ProposerSequence, Requirements
+from outrider.propose.base import DraftNoise, ProposeRequest, ProposerSequence
 from outrider.propose.bridge import Bridge
+from outrider.propose.methods.beside_target import ProposerBesideTarget
 from outrider.propose.methods.feature_rows import DraftRows, TextRows
-from outrider.propose.trees.growth import Growth, add_level
+from outrider.propose.trees.growth import add_level
 
 
-class FeatureHeadProposer(Proposer):
+class FeatureHeadProposer(ProposerBesideTarget):
     """Greedy, drawn or coupled chains and trees from a head that reads features, batched over sequences.
 
     Args:
@@ -39,21 +39,13 @@ class FeatureHeadProposer(Proposer):
     """
 
     def __init__(self, head: FeatureHead, target: Target, bridge: Bridge, min_confidence: float = 0.0) -> None:
+        super().__init__(head.shape, head.recompute, head.aux_layers, target, bridge, min_confidence)
         self._head = head
-        self._bridge = bridge
-        self._min_confidence = min_confidence
-        self.added: AddedLayers = target.add_layers(head.shape, head.recompute, head.aux_layers)
-        self.requires = Requirements(aux_layers=head.aux_layers, added_layers=self.added)
         self._features: dict[int, Tensor] = {}  # of the last token that the target has computed, by sequence
 
-    @torch.inference_mode()
-    def observe(self, rows: Sequence[ObservedRows]) -> None:
-        read = [text for seen in rows if (text := TextRows.of(seen)).start == self.added.num_filled(text.kv)]
-        if not read:
-            return
-        layers = self._head.aux_layers
-        states = {layer: torch.cat([text.hidden(layer) for text in read]) for layer in layers}
-        before = torch.stack([self._features_before(text, states[layers[0]]) for text in read])
+    def _read(self, read: Sequence[TextRows], states: Mapping[int, Tensor]) -> None:
+        like = states[self._head.aux_layers[0]]
+        before = torch.stack([self._features_before(text, like) for text in read])
         tokens, positions = [text.token_ids for text in read], [text.positions for text in read]
         features = self._head.read(tokens, positions, before, states, partial(self._keep, read))
         for text, own in zip(read, torch.split(features, [len(text) for text in read]), strict=True):
@@ -103,10 +95,9 @@ class FeatureHeadProposer(Proposer):
         return seen
 
     def _begin(self, request: ProposeRequest) -> DraftRows:
-        """An empty draft where the head has not read the text up to its last token, or where it is too short."""
+        """An empty draft, and the head's rows for it."""
+        growth = self._growth(request, request.max_depth, self._head.num_layers)
         held = self.added.num_filled(request.sequence.kv)
-        ready = held == len(request.sequence.token_ids) - 1 and held >= self._head.num_layers
-        growth = Growth.of(request, request.budget if ready else 0, request.max_depth, self._min_confidence)
         drafting = DraftRows(growth, held, self._head.window)
         if growth.growing:
             text = [self.added.read(request.sequence.kv, layer, held) for layer in range(self._head.num_layers)]
