@@ -54,9 +54,11 @@ EAGLES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", EAGLES.values(), ids=list(EAGLES))
 def test_a_head_of_eagle3_comes_back_to_the_bit(target: str, tmp_path: Path, how: dict[str, Any]) -> None:
     first = save_random_eagle(tmp_path / "first", target, **how)
-    convert_head(first, "speculators", tmp_path / "one")
+    convert_head(first, "speculators", tmp_path / "one", target)
     convert_head(str(tmp_path / "one"), "safeailab", tmp_path / "two")
-    convert_head(str(tmp_path / "two"), "speculators", tmp_path / "three")
+    convert_head(str(tmp_path / "two"), "speculators", tmp_path / "three", target)
+    assert read_head(str(tmp_path / "three")).config.verifier == target
+    assert read_head(str(tmp_path / "three")).config.architectures == ("LlamaForCausalLM",)
     for name in ("one", "two", "three"):
         assert_same(read_head(first), read_head(str(tmp_path / name)))
     if how == EAGLES["some tokens and embeddings"]:  # the same file, but for the order of its tensors
@@ -83,7 +85,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", BLOCKS.values(), ids=list(BLOCKS))
 def test_a_block_drafter_comes_back_to_the_bit(target: str, tmp_path: Path, how: dict[str, Any]) -> None:
     first = save_random_dflash(tmp_path / "first", target, **how)
-    convert_head(first, "speculators", tmp_path / "one")
+    convert_head(first, "speculators", tmp_path / "one", target)
     assert_same(read_head(first), read_head(str(tmp_path / "one")))
     if "draft_tokens" not in how:
         write_head(tmp_path / "two", read_head(str(tmp_path / "one")), "z-lab")
@@ -96,9 +98,9 @@ def test_what_a_format_cannot_say_is_refused(target: str, tmp_path: Path) -> Non
         convert_head(block, "safeailab", tmp_path / "out")
     causal = save_random_dflash(tmp_path / "causal", target, is_causal=True)
     with pytest.raises(UnsupportedModelError, match="see no later rows"):
-        convert_head(causal, "speculators", tmp_path / "out")
+        convert_head(causal, "speculators", tmp_path / "out", target)
     with pytest.raises(UnsupportedModelError, match="no heads of eagle1"):
-        convert_head(save_random_eagle(tmp_path / "old", target, "safeailab1"), "speculators", tmp_path / "out")
+        convert_head(save_random_eagle(tmp_path / "old", target, "safeailab1"), "speculators", tmp_path / "out", target)
     assert not (tmp_path / "out").exists()
 
 
@@ -110,7 +112,7 @@ def test_a_full_disk_leaves_nothing_that_loads(target: str, tmp_path: Path, monk
 
     monkeypatch.setattr("outrider.convert.head_files.write_text", full)
     with pytest.raises(StorageError, match="No space left"):
-        convert_head(first, "speculators", tmp_path / "out")
+        convert_head(first, "speculators", tmp_path / "out", target)
     with pytest.raises(OutriderError, match=r"no config\.json"):
         read_head(str(tmp_path / "out"))
 
@@ -124,9 +126,12 @@ def run(*words: Any) -> str:
 
 def test_the_command_writes_a_head(target: str, tmp_path: Path) -> None:
     first = save_random_eagle(tmp_path / "first", target, "safeailab", draft_tokens=(3, 5, 8, 60))
-    assert "a head of eagle3 in the format of speculators" in run(first, "--to", "speculators", "--out", tmp_path / "out")
+    assert "a head of eagle3 in the format of speculators" in run(
+        first, "--to", "speculators", "--out", tmp_path / "out", "--target", "hub/id"
+    )
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["speculators_model_type"] == "eagle3"
+    assert written["speculators_config"]["verifier"]["name_or_path"] == "hub/id"
     assert_same(read_head(first), read_head(str(tmp_path / "out")))
     with pytest.raises(InvalidParameterError, match=r"out=.*the folder holds files"):
         run(first, "--to", "safeailab", "--out", tmp_path / "out")
@@ -134,5 +139,9 @@ def test_the_command_writes_a_head(target: str, tmp_path: Path) -> None:
         run(first, "--to", "safeailab", "--out", tmp_path / "new", "--type", "F16")
     with pytest.raises(OutriderError, match="no head of a known format"):
         run(target, "--to", "safeailab", "--out", tmp_path / "new")
+    with pytest.raises(InvalidParameterError, match="does not name the model"):
+        run(first, "--to", "speculators", "--out", tmp_path / "new")
+    with pytest.raises(ContradictionError, match="made for no other model"):
+        run(target, "--to", "gguf", "--out", tmp_path / "new.gguf", "--target", target)
     with pytest.raises(InvalidParameterError, match="no such folder"):
         run(tmp_path / "nowhere", "--to", "safeailab", "--out", tmp_path / "new")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, StorageError
 from outrider.files import write_text, write_whole
@@ -247,7 +248,10 @@ def test_prompts_alone_may_be_the_data(target: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("max_tokens", [0, 6])
 def test_kept_rows_are_what_a_stock_model_computes(target: str, tmp_path: Path, max_tokens: int) -> None:
     settings = SETTINGS.replace(max_tokens=max_tokens, hidden_states=(LAYERS, 1), target_top_k=3)
-    run(target, tmp_path, settings=settings)
+    said: list[int] = []
+    run(target, tmp_path, settings=settings, on_size=said.append)
+    files = [load_file(file) for file in (tmp_path / "data").glob("*.safetensors")]
+    assert said == [sum(tensor.nbytes for file in files for tensor in file.values())]  # no text ended early
     names = [hidden_name(1), hidden_name(LAYERS), TOP_TOKENS, TOP_LOGITS]
     stock = FrozenTarget(target, "float32")
     records = read_records(tmp_path / "data", read_manifest(tmp_path / "data"), rows=names)

@@ -34,6 +34,9 @@ def convert(
     model: Annotated[str, typer.Argument(help="Folder of the checkpoint, or of the head.", show_default=False)],
     to: Annotated[FileFormat, typer.Option(help="gguf for a checkpoint; the others for a head.", show_default=False)],
     out: Annotated[Path, typer.Option(help="The file to write, or the folder of the head.", show_default=False)],
+    target: Annotated[
+        str | None, typer.Option(help="The model that a head was made for, where the head does not name it.")
+    ] = None,
     type: Annotated[
         TensorType | None, typer.Option(help="The type of matrices in a file; Q8_0 unless given.", case_sensitive=False)
     ] = None,
@@ -49,12 +52,14 @@ def convert(
     if not Path(model).is_dir():
         raise InvalidParameterError("model", model, "no such folder", "Give the folder of a checkpoint.")
     if to is FileFormat.GGUF:
+        if target is not None:
+            raise ContradictionError("target", target, "a checkpoint is made for no other model", "Leave it out.")
         said = _write_file(model, out, type or TensorType.Q8_0, placeholders)
     elif type is not None or placeholders:
         field, value = ("type", str(type)) if type is not None else ("placeholders", "true")
         raise ContradictionError(field, value, "a head keeps its weights, and has no vocabulary", "Leave it out.")
     else:
-        said = _write_head(model, out, to)
+        said = _write_head(model, out, to, target)
     Console(no_color=no_color or None, highlight=False).print(said, markup=False, soft_wrap=True)
 
 
@@ -71,9 +76,9 @@ def _write_file(model: str, out: Path, type: TensorType, placeholders: bool) -> 
     return f"{written}: {out.stat().st_size:,} bytes, matrices in {type}"
 
 
-def _write_head(model: str, out: Path, to: FileFormat) -> str:
+def _write_head(model: str, out: Path, to: FileFormat, target: str | None) -> str:
     from outrider.convert.head_files import convert_head
 
-    head = convert_head(model, str(to), out)
+    head = convert_head(model, str(to), out, target)
     count = sum(weight.numel() for weight in head.network.state_dict().values())
     return f"{out}: a head of {head.config.method} in the format of {to}, {count:,} weights, all with their bits"

@@ -78,6 +78,7 @@ def data(
             device=device,
             limit=limit,
             on_progress=lambda done, total: bar("texts", done, total),
+            on_size=lambda size: console.print(f"up to {size / 2**20:,.1f} MiB will be added to {out}", soft_wrap=True),
         )
     for where, why in found.refused[:5]:
         console.print(f"left out: {where}: {why}", markup=False)

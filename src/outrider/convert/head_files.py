@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from outrider.convert import safeailab1_head, safeailab_head, speculators_block_head, speculators_head, zlab_head
 from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.files import write_tensors, write_text
-from outrider.heads.formats.folder import CONFIG
+from outrider.heads.formats.folder import CONFIG, read_config
 from outrider.heads.formats.published import PublishedHead, read_head
 from outrider.model.loading.files import WHOLE
 
@@ -28,16 +29,17 @@ _WRITERS: dict[tuple[str, str], Any] = {
 }
 
 
-def convert_head(source: str, form: str, folder: Path) -> PublishedHead:
+def convert_head(source: str, form: str, folder: Path, target: str | None = None) -> PublishedHead:
     """Write a head in another format, and return it. All weights keep their bits.
 
     Args:
         source: Its folder.
         form: One of FORMATS.
         folder: Where to write it: a new folder or an empty one.
+        target: Folder or hub id of the model that it was made for, which it is to name; None keeps what it names.
 
     Raises:
-        InvalidParameterError: There is no such folder, or `folder` holds files.
+        InvalidParameterError: There is no such folder, `folder` holds files, or a head of speculators would name no target.
         ModelLoadError: It holds no head of a known format.
         UnsupportedModelError: The format has no such heads.
         StorageError: It cannot be written.
@@ -45,9 +47,22 @@ def convert_head(source: str, form: str, folder: Path) -> PublishedHead:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         problem = "the folder holds files" if folder.is_dir() else "it is a file"
         raise InvalidParameterError("out", str(folder), problem, "Use a new folder.")
-    head = read_head(source)
+    head = _named(read_head(source), target)
+    if form == "speculators" and not head.config.verifier:
+        problem = "the head does not name the model that it was made for, and the speculators package loads none without"
+        raise InvalidParameterError("target", None, problem, "Name it.")
     write_head(folder, head, form)
     return head
+
+
+def _named(head: PublishedHead, target: str | None) -> PublishedHead:
+    """A head that names its target, and the classes of a target that lies in a folder."""
+    if target is None:
+        return head
+    file, classes = Path(target) / CONFIG, head.config.architectures
+    if file.is_file():
+        classes = tuple(map(str, read_config(target).get("architectures") or ()))
+    return head._replace(config=replace(head.config, verifier=target, architectures=classes))
 
 
 def write_head(folder: Path, head: PublishedHead, form: str) -> None:

@@ -51,6 +51,8 @@ class DflashSettings(FeatureHeadSettings):
             vocab_size=target.vocab_size,
             draft_vocab_size=target.vocab_size,
             aux_layers=layers,
+            verifier=target.name,
+            architectures=tuple(target.model.config.architectures or ()),
             block_size=self.block_size,
             mask_token_id=mask,
             reaches=(BlockReach(),) * self.own_layers,

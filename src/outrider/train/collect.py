@@ -71,6 +71,7 @@ def collect(
     limit: int | None = None,
     shard_records: int = SHARD_RECORDS,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_size: Callable[[int], None] = lambda num_bytes: None,
 ) -> Collected:
     """Let the target write on the prompts, and keep what it writes in a folder.
 
@@ -87,6 +88,7 @@ def collect(
         limit: Most prompts; None takes all. They are chosen by their digests.
         shard_records: Texts in a file.
         on_progress: Called with how many texts are there, and how many will be.
+        on_size: Called before anything is written, with the most bytes that will be added to the folder.
 
     Raises:
         InputError: A prompt cannot be used, no text could be written, or a setting does not fit the target.
@@ -104,6 +106,8 @@ def collect(
         wanted = [Wanted(prompt, sample) for prompt in prompts for sample in range(settings.samples)]
         missing = [each for each in wanted if (each.prompt.digest, each.sample) not in there]
         writer = _Writer(llm, settings, _Counter(len(wanted) - len(missing), len(wanted), on_progress))
+        itemsize = llm.engine.runner.loaded.dtype.itemsize
+        on_size(sum(settings.most_bytes(len(each.prompt.token_ids), facts, itemsize) for each in missing))
         manifest.save(folder)
         for start in range(0, len(missing), shard_records):
             records = writer.write(missing[start : start + shard_records])

@@ -80,7 +80,7 @@ def _config(
         vocab_size=target.vocab_size,
         draft_vocab_size=size,
         aux_layers=layers,
-        verifier=target.title,
+        verifier=target.name,
         architectures=tuple(target.model.config.architectures or ()),
     )
 

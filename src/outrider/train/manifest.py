@@ -12,6 +12,8 @@ from outrider.files import write_text
 from outrider.validation import Frozen
 
 MANIFEST = "manifest.json"
+#: Bytes of a token, of a likely token with its logit, and of what is said of a text, as files hold them.
+_BYTES_OF_TOKEN, _BYTES_OF_TOP, _BYTES_OF_TEXT = 4, 8, 29
 _MAKE_ONE = "Make it with outrider train data --target T --prompts P --out DIR."
 
 
@@ -59,6 +61,18 @@ class DataSettings(Frozen):
     def keeps_rows(self) -> bool:
         """Whether anything is kept of the target's passes."""
         return bool(self.hidden_states or self.target_top_k)
+
+    def most_bytes(self, num_prompt_tokens: int, target: TargetFacts, itemsize: int) -> int:
+        """Bytes of a text that is as long as it may be, and of what is kept of the target's passes.
+
+        Args:
+            num_prompt_tokens: Tokens of its prompt.
+            target: Who writes.
+            itemsize: Bytes of a number of its hidden states.
+        """
+        num_tokens = num_prompt_tokens + self.max_tokens
+        row = len(self.hidden_states) * target.hidden_size * itemsize + self.target_top_k * _BYTES_OF_TOP
+        return _BYTES_OF_TEXT + num_tokens * _BYTES_OF_TOKEN + (num_tokens - 1) * row
 
 
 class TargetFacts(Kept):

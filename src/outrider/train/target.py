@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -45,11 +44,6 @@ class FrozenTarget:
         self.hidden_size, self.num_layers = int(config.hidden_size), int(config.num_hidden_layers)
         with noting_layers(self.model), torch.no_grad():  # so that its head can run without its layers
             self.model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.device), use_cache=False)
-
-    @property
-    def title(self) -> str:
-        """Its name, without the folders above it."""
-        return Path(self.name).name
 
     @torch.no_grad()
     def logits(self, token_ids: Tensor) -> Tensor:
