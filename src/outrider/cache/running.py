@@ -87,8 +87,14 @@ class CellRecord:
         known = (a.position for a in self.anchors if a.position == position or self.tape_start <= a.position <= position)
         if state is None and any(True for _ in known):
             state = self.state_at(position)
-        if state is None:
-            return None
+        return None if state is None else self._begun(position, state)
+
+    def moved_to(self, position: int) -> CellRecord:
+        """The last state, as if it stood behind so many tokens."""
+        return self._begun(position, self.anchors[-1].state)
+
+    def _begun(self, position: int, state: Tensor) -> CellRecord:
+        """A record that begins with a state."""
         empty = tuple(kept.new_empty((0, *kept.shape[1:])) for kept in self.tape)  # a view would keep the whole tape
         return CellRecord(self.function, (Anchor(position, state),), position, empty)
 
@@ -115,8 +121,8 @@ class RunningText:
 
     Attributes:
         records: By cell; none for layers that have computed nothing yet.
-        is_arbitrary: Whether a pass may begin anywhere with states of zeros: for passes that are timed, and whose numbers
-            nobody reads.
+        is_arbitrary: Whether a pass may begin anywhere, with states of zeros where there are none: for passes that are
+            timed, and whose numbers nobody reads.
     """
 
     def __init__(self, *, is_arbitrary: bool = False) -> None:
@@ -142,6 +148,13 @@ class RunningText:
         for cell, record in self.records.items():
             if record.passed:  # as in hardly any step
                 self.records[cell] = replace(record, passed=())
+
+    def moved_to(self, position: int) -> RunningText:
+        """The same states, as if they stood behind so many tokens; for a text that is arbitrary."""
+        assert self.is_arbitrary, "the states of a text belong to its tokens"
+        text = RunningText(is_arbitrary=True)
+        text.records = {cell: record.moved_to(position) for cell, record in self.records.items()}
+        return text
 
     def fork(self) -> RunningText:
         """The same states for a second text that begins alike."""

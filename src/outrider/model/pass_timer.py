@@ -25,7 +25,8 @@ class PassTimer:
     """A text of arbitrary tokens in a KV memory of its own, whose parts may be computed again and again.
 
     A token depends on its position alone. So a pass that is timed leaves the keys and values that were there before, and
-    the places may be timed in any order. Running states take the same time whatever their numbers are, and are zeros.
+    the places may be timed in any order. Running states take the same time whatever their numbers are, and are those that
+    the pass before has left.
 
     Args:
         runner: The runner of the model. Its own KV memory is left alone.
@@ -35,6 +36,7 @@ class PassTimer:
     def __init__(self, runner: ModelRunner, num_tokens: int) -> None:
         self._runner = runner.with_own_memory(num_tokens)
         self._state = self._runner.memory.room_for(num_tokens)
+        self._running = RunningText(is_arbitrary=True)
 
     @property
     def device(self) -> torch.device:
@@ -69,4 +71,5 @@ class PassTimer:
         vocab_size = self._runner.loaded.vocab_size
         tokens = [(7919 * position + 1) % vocab_size for position in range(start, start + num_rows)]
         segment = Segment.of(self._state, tokens, start, logits_from=logits_from)
-        return replace(segment, running=RunningText(is_arbitrary=True))
+        self._running = self._running.moved_to(start)
+        return replace(segment, running=self._running)
