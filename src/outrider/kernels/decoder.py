@@ -36,6 +36,7 @@ from outrider.kernels.layout import (
     RotaryStruct,
 )
 from outrider.kernels.library import KernelLibrary
+from outrider.kernels.mixers import Mixer, MixerRows, MixerWeights, mixer_structs
 from outrider.kernels.packed import PackedWeights, product
 
 _I64, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -96,17 +97,21 @@ class DecoderLayer:
             beside attention reads what attention reads.
         query_norm, key_norm: The norms of the heads, or None.
         whole_norms: Whether these take all heads together, and not each alone.
-        qkv: The query, key and value projections, stacked.
+        qkv: The query, key and value projections, stacked, and behind them gates of heads that have some. In a layer with
+            a running state, the projection into it, in the order of `Mixer`.
         out: The projection from the heads to the hidden state.
         gate: The projection into the feed-forward to which the activation is applied, or None where there is only `up`.
         up: The projection that is multiplied with it, or that the activation is applied to.
         down: The projection from the feed-forward to the hidden state.
-        experts: The experts that the feed-forward is made of, instead of the last three, or None.
+        experts: The experts that the feed-forward is made of, or None. With the last three, these stand beside the experts.
         rotary: Which rotary tables it uses, or None where positions do not enter.
         scale: The factor of attention scores.
         softcap: A score s of attention becomes softcap * tanh(s / softcap). 0 leaves scores as they are.
         residual_scale: The factor of what attention and the feed-forward add to the hidden state.
         window, chunk: How far rows look back. 0 means that they see everything.
+        mixer: What the layer has instead of attention where it keeps a running state, or None.
+        gated_heads: Whether what heads attend to is multiplied by the sigmoids of gates.
+        beside_gate: [hidden_size] what a feed-forward beside experts is scaled by: the sigmoid of the product with a row.
         sinks: [num_heads], for each query head a score that all rows see and that has no value. None where there are none.
     """
 
@@ -130,6 +135,9 @@ class DecoderLayer:
     window: int
     chunk: int
     sinks: Tensor | None = None
+    mixer: Mixer | None = None
+    gated_heads: bool = False
+    beside_gate: Tensor | None = None
 
     @property
     def feed_forward(self) -> FeedForward:
@@ -160,6 +168,8 @@ class PassRows:
         logit_rows: [num_logits], the rows whose logits are wanted.
         ancestry: uint8, for each tree a matrix that says which row sees which, one after another.
         block_size: The number of tokens in a block.
+        parents: [num_rows], the row before each one, counted within its sequence, -1 for the text before the pass. Layers
+            with a running state read them, and without such layers there may be none.
     """
 
     tokens: list[int]
@@ -174,6 +184,7 @@ class PassRows:
     logit_rows: list[int]
     ancestry: np.ndarray
     block_size: int
+    parents: Sequence[int] = ()
 
 
 class DecoderKernel:
@@ -206,6 +217,7 @@ class DecoderKernel:
         self.real = head.real
         self.shape, self.head = shape, head
         self._packed, self._embedding = list(layers), embedding
+        self._mixers: list[MixerWeights] = []
         self._vectors: list[Tensor] = []  # the structures point into these tensors too, so they must stay alive
         table = embedding if isinstance(embedding, Tensor) else None
         packed = head if embedding is None else embedding
@@ -265,13 +277,26 @@ class DecoderKernel:
             taken += kept
         self._tables = taken
 
-    def use_memory(self, pools: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Use the keys and values [num_slots, num_kv_heads, head_dim] of every layer as KV memory."""
-        for layer, (keys, values) in zip(self._layers, pools, strict=True):
-            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+    @property
+    def mixers(self) -> list[Mixer | None]:
+        """By layer, what it has where it keeps a running state."""
+        return [layer.mixer for layer in self._packed]
 
-    def forward(self, rows: PassRows, aux_layers: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+    def use_memory(self, pools: Sequence[tuple[Tensor, Tensor] | None]) -> None:
+        """Use the keys and values [num_slots, num_kv_heads, head_dim] of every layer that attends as KV memory."""
+        for layer, pool in zip(self._layers, pools, strict=True):
+            if pool is not None:
+                layer.keys, layer.values = (each.data_ptr() for each in pool)
+
+    def forward(
+        self, rows: PassRows, aux_layers: Sequence[int] = (), mixed: Sequence[MixerRows | None] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Compute the rows, and write their KV to the memory in use.
+
+        Args:
+            rows: The rows.
+            aux_layers: The hidden states that are wanted.
+            mixed: By layer, what rows read and leave where it keeps a running state; empty without such layers.
 
         Returns:
             Logits [num_logits, vocab_size], and the wanted hidden states [num_rows, hidden_size] by their index in
@@ -282,11 +307,16 @@ class DecoderKernel:
             if not -count <= layer < count:
                 raise IndexError(f"hidden states {layer} of {count}")
         aux = {layer % count: self._states_like(len(rows.tokens)) for layer in aux_layers}
-        logits = self._pass(self._decoder, rows, [aux.get(i) for i in range(count)] if aux else [])
+        logits = self._pass(self._decoder, rows, [aux.get(i) for i in range(count)] if aux else [], mixed=mixed)
         return logits, {layer: aux[layer % count] for layer in aux_layers}
 
     def forward_part(
-        self, rows: PassRows, aux_layers: Sequence[int], layers: Sequence[int], hidden: Tensor | None
+        self,
+        rows: PassRows,
+        aux_layers: Sequence[int],
+        layers: Sequence[int],
+        hidden: Tensor | None,
+        mixed: Sequence[MixerRows | None] = (),
     ) -> tuple[Tensor, dict[int, Tensor], Tensor]:
         """Compute the rows through some of the layers, and then through the final norm and the head.
 
@@ -295,6 +325,7 @@ class DecoderKernel:
             aux_layers: The hidden states that are wanted. Those that this pass does not compute are left out.
             layers: The layers that run, in ascending order.
             hidden: [num_rows, hidden_size] the input of the first of them. None begins with the embeddings.
+            mixed: As for `forward`, for the layers that run.
 
         Returns:
             Logits [num_logits, vocab_size], hidden states by index, and the output of the last layer
@@ -308,7 +339,7 @@ class DecoderKernel:
         aux = {layer: self._states_like(num_rows) for layer in aux_layers if layer in places}
         states = [aux.get(layer) for layer in (*layers, last)] if aux else []
         left = self._states_like(num_rows)
-        logits = self._pass(decoder, rows, states, hidden, left)
+        logits = self._pass(decoder, rows, states, hidden, left, mixed)
         return logits, aux, left
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -343,6 +374,7 @@ class DecoderKernel:
         states: Sequence[Tensor | None],
         hidden: Tensor | None = None,
         left: Tensor | None = None,
+        mixed: Sequence[MixerRows | None] = (),
     ) -> Tensor:
         """Call the kernels once. Returns logits [num_logits, vocab_size].
 
@@ -352,6 +384,7 @@ class DecoderKernel:
             states: Where to write the input of each layer and the output of the final norm. Empty to write nothing.
             hidden: The input of the first layer instead of the embeddings.
             left: Where to write the output of the last layer.
+            mixed: What rows read and leave in each layer.
         """
         num_rows, num_logits = len(rows.tokens), len(rows.logit_rows)
         out = torch.empty(num_logits, self.head.width, dtype=self.real)
@@ -362,6 +395,7 @@ class DecoderKernel:
         addresses = (base + 8 * begin for begin in begins)
         pointers = (_POINTER * len(states))(*(None if s is None else s.data_ptr() for s in states)) if states else None
         given = None if hidden is None else hidden.to(self.real).contiguous()
+        parents, running = np.array(rows.parents, np.int64), mixer_structs(mixed)
         call = PassStruct(
             num_rows,
             len(rows.start),
@@ -369,6 +403,8 @@ class DecoderKernel:
             rows.block_size,
             *addresses,
             rows.ancestry.ctypes.data,
+            parents.ctypes.data if mixed else None,
+            ctypes.addressof(running) if mixed else None,
             out.data_ptr(),
             None if pointers is None else ctypes.addressof(pointers),
             None if given is None else given.data_ptr(),
@@ -386,14 +422,21 @@ class DecoderKernel:
     def _layer(self, layer: DecoderLayer) -> LayerStruct:
         matrices = {name: getattr(layer, name) for name in LAYER_MATRICES}
         rotary = None if layer.rotary is None else ctypes.addressof(self._rotary[layer.rotary])
+        mixer = None
+        if layer.mixer is not None:
+            self._mixers.append(MixerWeights(layer.mixer, self.real))
+            mixer = ctypes.addressof(self._mixers[-1].struct)
         return LayerStruct(
             **{name: self._norm(getattr(layer, name)) for name in LAYER_NORMS},
             **{name: LinearStruct() if weights is None else weights.struct for name, weights in matrices.items()},
             experts=None if layer.experts is None else ctypes.addressof(layer.experts.struct),
+            mixer=mixer,
+            beside_gate=self._vector(layer.beside_gate),
             rotary=rotary,
             sinks=self._vector(layer.sinks),
             window=layer.window,
             chunk=layer.chunk,
+            gated_heads=layer.gated_heads,
             whole_norms=layer.whole_norms,
             feed_forward=layer.feed_forward,
             scale=layer.scale,

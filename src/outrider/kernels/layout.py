@@ -93,6 +93,15 @@ class Decay(IntEnum):
     OF_ALL = 2
 
 
+class MixerKind(IntEnum):
+    """What a layer with a running state computes: a short convolution, or that and a gated delta rule, or the scan of
+    Mamba-2."""
+
+    CONVOLUTION = 0
+    DELTA = 1
+    SCAN = 2
+
+
 class BlocksStruct(ctypes.Structure):
     """What weights in blocks are."""
 
@@ -156,18 +165,40 @@ class ExpertsStruct(ctypes.Structure):
     ]
 
 
+class MixerStruct(ctypes.Structure):
+    """What a layer with a running state has beside its matrices."""
+
+    _fields_ = [
+        *((name, _I64) for name in ("kind", "channels", "width", "heads", "key_heads", "key_dim", "value_dim")),
+        *((name, _I64) for name in ("norm_size", "gates_first")),
+        *((name, _F64) for name in ("epsilon", "least_step", "most_step")),
+        *((name, _POINTER) for name in ("taps", "tap_bias", "rates", "step_bias", "skip", "norm_weight")),
+    ]
+
+
+class MixerRowsStruct(ctypes.Structure):
+    """What the rows of a pass read and leave in a layer with a running state."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("inputs", "keys", "values", "decays", "shares")),
+        *((name, _POINTER) for name in ("windows", "states", "kept_windows", "kept_states")),
+    ]
+
+
 class LayerStruct(ctypes.Structure):
     """A layer of a decoder."""
 
     _fields_ = [
         *((name, NormStruct) for name in LAYER_NORMS),
         *((name, LinearStruct) for name in LAYER_MATRICES),
+        ("mixer", _POINTER),
         ("experts", _POINTER),
+        ("beside_gate", _POINTER),
         ("keys", _POINTER),
         ("values", _POINTER),
         ("rotary", _POINTER),
         ("sinks", _POINTER),
-        *((name, _I64) for name in ("window", "chunk", "whole_norms", "feed_forward")),
+        *((name, _I64) for name in ("window", "chunk", "gated_heads", "whole_norms", "feed_forward")),
         ("scale", _F64),
         ("softcap", _F64),
         ("residual_scale", _F64),
@@ -203,6 +234,8 @@ class PassStruct(ctypes.Structure):
         *((name, _I64) for name in ("rows", "segments", "logits", "block_size")),
         *((name, _POINTER) for name in PASS_LISTS),
         ("ancestry", _POINTER),
+        ("parents", _POINTER),
+        ("mixed", _POINTER),
         ("out", _POINTER),
         ("states", _POINTER),
         ("hidden_in", _POINTER),
@@ -282,6 +315,8 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "norm": NormStruct,
     "rotary": RotaryStruct,
     "experts": ExpertsStruct,
+    "mixer": MixerStruct,
+    "mixer_rows": MixerRowsStruct,
     "layer": LayerStruct,
     "decoder": DecoderStruct,
     "pass": PassStruct,
@@ -332,6 +367,7 @@ def _constants(instruction_set: str, real: torch.dtype) -> dict[str, int]:
     constants |= {f"norm {kind.name}": kind.value for kind in NormKind}
     constants |= {f"feed-forward {kind.name}": kind.value for kind in FeedForward}
     constants |= {f"activation {name}": value for name, value in ACTIVATIONS.items()}
+    constants |= {f"mixer {kind.name}": kind.value for kind in MixerKind}
     constants |= {f"decay {kind.name}": kind.value for kind in Decay}
     constants["panel width"] = constants["columns at once"] = panel_width(instruction_set, real)
     for name, struct in STRUCTS.items():

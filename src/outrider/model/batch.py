@@ -102,6 +102,11 @@ class Segment:
         blocks = np.asarray(self.block_table, np.int64)
         return blocks[places // block_size] * block_size + places % block_size
 
+    @property
+    def row_parents(self) -> Sequence[int]:
+        """The row before each one, -1 for the text before the pass."""
+        return range(-1, self.num_rows - 1) if self.parents is None else self.parents
+
     @cached_property
     def positions(self) -> np.ndarray:  # [num_rows]
         if self.parents is None:

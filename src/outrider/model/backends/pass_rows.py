@@ -31,6 +31,7 @@ def pass_rows(batch: RaggedBatch) -> PassRows:
         logit_rows=[first + row for (first, _), s in spans for row in range(s.logits_from, s.logits_end)],
         ancestry=np.concatenate(trees).view(np.uint8),
         block_size=size,
+        parents=[parent for s in segments for parent in s.row_parents],
     )
 
 

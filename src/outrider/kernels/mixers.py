@@ -1,0 +1,166 @@
+"""Layers with a running state in a whole pass of the kernels (native/mixer.inc).
+
+The rows of a pass leave a tape: the inputs of the convolution, and what each row does to the matrices behind it. A pass
+reads the states of the texts and never writes them; it leaves the states behind the rows that are asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.kernels.layout import MixerKind, MixerRowsStruct, MixerStruct
+
+#: The widest convolution that the kernels know.
+MOST_TAPS = 16
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """What a layer with a running state has beside its two projections.
+
+    The projection into a layer begins with the channels of the convolution. Behind a delta rule's queries, keys and values
+    stand gates, shares and steps; behind a scan's queries (C), keys (B) and values (x) stand gates and steps. A convolution
+    alone has gates of what enters it, and gates of what leaves it.
+
+    Attributes:
+        kind: What it computes.
+        taps: [width, num_channels] the factors of the convolution, those of the row itself last.
+        tap_bias: [num_channels], or None.
+        num_heads, num_key_heads, key_dim, value_dim: The sizes of the matrices; 0 without any.
+        rates: [num_heads] the logarithm of what a step of 1 leaves of a matrix.
+        step_bias: [num_heads], added to steps before their softplus.
+        step_limits: The least and the most that a step may be.
+        skip: [num_heads] the share of a value that is added to what its matrix says, or None.
+        norm_weight: [num_heads * value_dim]
+        norm_size: How many numbers are normalised together.
+        gates_first: Whether gates come before the norm.
+        epsilon: What is added to the mean square.
+    """
+
+    kind: MixerKind
+    taps: Tensor
+    tap_bias: Tensor | None = None
+    num_heads: int = 0
+    num_key_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    rates: Tensor | None = None
+    step_bias: Tensor | None = None
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+    skip: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_size: int = 0
+    gates_first: bool = False
+    epsilon: float = 0.0
+
+    @property
+    def width(self) -> int:
+        """How many inputs of a channel are added up."""
+        return len(self.taps)
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution."""
+        return self.taps.shape[1]
+
+
+class MixerWeights:
+    """The numbers of a mixer where the kernels read them."""
+
+    def __init__(self, mixer: Mixer, real: torch.dtype) -> None:
+        given = (mixer.taps, mixer.tap_bias, mixer.rates, mixer.step_bias, mixer.skip, mixer.norm_weight)
+        self._kept = [None if values is None else values.detach().to(real).contiguous() for values in given]
+        self.struct = MixerStruct(
+            mixer.kind,
+            mixer.num_channels,
+            mixer.width,
+            mixer.num_heads,
+            mixer.num_key_heads,
+            mixer.key_dim,
+            mixer.value_dim,
+            mixer.norm_size,
+            mixer.gates_first,
+            mixer.epsilon,
+            *mixer.step_limits,
+            *(None if values is None else values.data_ptr() for values in self._kept),
+        )
+
+
+class MixerRows:
+    """The rows of a pass in one layer: what they read, and what they leave.
+
+    Args:
+        mixer: The layer's.
+        num_rows: Of all texts.
+        real: The dtype that the kernels compute in.
+
+    Attributes:
+        inputs: [num_rows, num_channels] the tape of the convolution.
+        updates: The tape of the matrices, in the order of `recurrence.MatrixRows`; empty without matrices.
+    """
+
+    def __init__(self, mixer: Mixer, num_rows: int, real: torch.dtype) -> None:
+        self.inputs = torch.empty(num_rows, mixer.num_channels, dtype=real)
+        self.updates: tuple[Tensor, ...] = ()
+        if mixer.kind is not MixerKind.CONVOLUTION:
+            heads = mixer.num_heads
+            shapes = [(mixer.num_key_heads, mixer.key_dim), (heads, mixer.value_dim), (heads, 1)]
+            shapes += [(heads, 1)] if mixer.kind is MixerKind.DELTA else []
+            self.updates = tuple(torch.empty(num_rows, *shape, dtype=real) for shape in shapes)
+        self._windows, self._states = _Places(num_rows), _Places(num_rows)
+
+    def read(self, window: Tensor, state: Tensor | None) -> None:
+        """The next text goes on from these."""
+        self._windows.read(window)
+        if state is not None:
+            self._states.read(state)
+
+    def keep_windows(self, like: Tensor, first: int, rows: Collection[int]) -> dict[int, Tensor]:
+        """Where the windows behind some rows go, which are counted from row `first` of the pass."""
+        return self._windows.keep(like, first, rows)
+
+    def keep_states(self, like: Tensor, first: int, rows: Collection[int]) -> dict[int, Tensor]:
+        """The same for matrices."""
+        return self._states.keep(like, first, rows)
+
+    @property
+    def struct(self) -> MixerRowsStruct:
+        """For the kernels; it lives no longer than these rows."""
+        updates = [each.data_ptr() for each in self.updates]
+        before = (self._windows.before(), self._states.before())
+        kept = (self._windows.kept.ctypes.data, self._states.kept.ctypes.data)
+        return MixerRowsStruct(self.inputs.data_ptr(), *updates, *[None] * (4 - len(updates)), *before, *kept)
+
+
+class _Places:
+    """Where states lie: those before the pass by text, and those behind rows by row."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._read: list[Tensor] = []
+        self._pointers = np.empty(0, np.uint64)
+        self.kept = np.zeros(num_rows, np.uint64)
+
+    def read(self, state: Tensor) -> None:
+        self._read.append(state.contiguous())
+
+    def before(self) -> int:
+        self._pointers = np.array([state.data_ptr() for state in self._read], np.uint64)
+        return self._pointers.ctypes.data
+
+    def keep(self, like: Tensor, first: int, rows: Collection[int]) -> dict[int, Tensor]:
+        states = {row: torch.empty_like(like) for row in rows}
+        for row, state in states.items():
+            self.kept[first + row] = state.data_ptr()
+        return states
+
+
+def mixer_structs(mixed: Sequence[MixerRows | None]) -> ctypes.Array[MixerRowsStruct]:
+    """What layers read and leave, in the order in which they run; None for those without a running state."""
+    structs = (MixerRowsStruct() if rows is None else rows.struct for rows in mixed)
+    return (MixerRowsStruct * len(mixed))(*structs)
