@@ -22,13 +22,15 @@ from outrider.model.batch import Segment
 from outrider.model.factory import make_runner
 from outrider.model.fused.families import FAMILIES
 from outrider.model.loading.loader import load_model
-from outrider.model.probe import reference
+from outrider.model.probe import probe_bits, reference
 from outrider.model.runner import ModelRunner
 from tests.model import checkpoints
 from tests.model.double import Double
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
-NAMES = tuple(name for name in checkpoints.FAMILIES if checkpoints.is_described(name))
+NAMES = tuple(name for name in (*checkpoints.FAMILIES, *checkpoints.RUNNING) if checkpoints.is_described(name))
+#: Those whose layers keep a running state, which `test_running_states` has more of.
+RUNNING = tuple(name for name in checkpoints.RUNNING if checkpoints.is_described(name))
 #: The best instruction set of this machine.
 TAKEN = available_sets()[-1] if available_sets() else ""
 TEXT = [(5 * i * i + 3 * i + 1) % checkpoints.VOCAB_SIZE for i in range(45)]
@@ -64,7 +66,18 @@ def test_every_family_is_tested() -> None:
 
 
 #: Every family with the instruction set that is taken here, and those between them that use each kernel with all others.
-KERNELS = ("llama", "gemma2", "gpt2", "gpt_neox", "cohere", "granite", "mixtral", "gpt_oss")
+KERNELS = (
+    "llama",
+    "gemma2",
+    "gpt2",
+    "gpt_neox",
+    "cohere",
+    "granite",
+    "mixtral",
+    "gpt_oss",
+    "qwen3_next",
+    "granitemoehybrid",
+)
 WAYS = [(name, found) for name in NAMES for found in available_sets() if name in KERNELS or found == TAKEN]
 
 
@@ -110,6 +123,14 @@ def test_every_activation_with_and_without_a_gate(
         runner = runner_of(str(tmp_path), dtype)
         got = runner.forward([Segment(TEXT, 0, runner.blocks.allocate(12))]).logits
         assert (got - want).abs().max() <= tolerance * want.abs().max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", RUNNING)
+def test_bits_of_running_states_do_not_depend_on_the_batch(paths: dict[str, str], name: str, dtype: str) -> None:
+    """Texts in one pass, in parts, beside a neighbour, and as a path of a tree."""
+    runner = runner_of(paths[name], dtype)
+    probe_bits(runner.loaded, runner.backend)
 
 
 def in_pieces(runner: ModelRunner, cuts: list[int], beside: bool) -> Tensor:

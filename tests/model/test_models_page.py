@@ -22,12 +22,11 @@ TESTED = (
     "deepseek_v3",
     "bert",
     "mamba",
-    "qwen3_next",
-    "lfm2",
+    "olmo_hybrid",
     "recurrent_gemma",
 )
 #: Types whose decoder is of a type that the kernels know.
-SAME_DECODER = {"gemma3", "gpt-sw3", "moss_transcribe_diarize"}
+SAME_DECODER = {"gemma3", "gpt-sw3", "moss_transcribe_diarize", "qwen3_5"}
 
 
 @pytest.fixture(scope="module")

@@ -34,8 +34,8 @@ BRANCHES = SpeculationConfig(method=Suffix(min_match=1, branches=True), num_draf
 PREDICTION = SpeculationConfig(method=Prediction(min_match=1), num_draft_tokens=4)
 EXIT = SpeculationConfig(method=EarlyExit(layers=2), num_draft_tokens=3)
 SKIP = SpeculationConfig(method=LayerSkip(), tree=(2, 1))
-#: One family for each function with a state.
-KINDS = ("qwen3_next", "lfm2", "granitemoehybrid", "mamba")
+#: A delta rule and a scan of Mamba-2 in whole passes of the kernels, and a delta rule and Mamba under transformers.
+KINDS = ("qwen3_next", "granitemoehybrid", "olmo_hybrid", "mamba")
 
 
 def saved(family: str, folder: Path) -> str:
@@ -153,7 +153,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 _shared = RunningText()
 
 
-@pytest.mark.parametrize("llm", ["qwen3_next"], indirect=True)
+@pytest.mark.parametrize("llm", ["olmo_hybrid"], indirect=True)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(llm: LLM, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[bug](monkeypatch)
@@ -178,14 +178,14 @@ def test_a_state_that_is_kept_in_an_unknown_way_is_refused(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("bug", ["siblings of a tree follow each other", "rejected rows of a tree stay"])
 def test_the_probe_refuses_a_state_that_drafts_corrupt(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved("qwen3_next", tmp_path)
+    path = saved("olmo_hybrid", tmp_path)
     BUGS[bug](monkeypatch)
     with pytest.raises(UnsupportedModelError, match="logits differ"):
         load(path)
 
 
 def test_a_pass_that_fails_leaves_the_states_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = load(saved("qwen3_next", tmp_path)).engine.runner
+    runner = load(saved("olmo_hybrid", tmp_path)).engine.runner
     state = runner.memory.room_for(23)
     runner.forward([Segment.of(state, PROMPT[:9], 0, certain=9)])
     state.commit(0, range(9))

@@ -547,7 +547,8 @@ def kernels_families() -> None:
     from tests.model.double import Double
 
     text = [(5 * i * i + 3 * i + 1) % checkpoints.VOCAB_SIZE for i in range(30)]
-    for family in ("gemma2", "gemma3", "gpt2", "gpt_neox", "cohere", "granite", "olmo2", "opt", "smollm3"):
+    attending = ("gemma2", "gemma3", "gpt2", "gpt_neox", "cohere", "granite", "olmo2", "opt", "smollm3")
+    for family in (*attending, "qwen3_next", "lfm2", "granitemoehybrid"):
         path = checkpoints.save(family, Path(tempfile.mkdtemp()) / family, seed=3)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()
         with torch.inference_mode(), Double():

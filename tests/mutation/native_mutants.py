@@ -14,6 +14,7 @@ def _described(name: str, file: str, old: str, new: str) -> Mutant:
     return Mutant(name, 0, file, old, new, "kernels_families", refused=PROBE_DIFFERS)
 
 
+_MIXER = "kernels/native/mixer.inc"
 _DECODER, _ACTIVATION = "kernels/native/decoder.inc", "kernels/native/activation.inc"
 _DESCRIBED = "model/fused/layer_builder.py"
 DESCRIPTION_MUTANTS = (
@@ -36,7 +37,7 @@ DESCRIPTION_MUTANTS = (
         "the norm behind a part is forgotten", _DECODER, "NAME(apply_norm)(post_norm, 0, delta, hidden, delta);", ""
     ),
     _described("what a part adds is not scaled", _DECODER, "delta[i] * (REAL)layer->residual_scale", "delta[i]"),
-    _described("the mean stays in a layer norm", _DECODER, "mean /= (REAL)size;", "mean = 0;"),
+    _described("the mean stays in a layer norm", "kernels/native/norm.inc", "mean /= (REAL)size;", "mean = 0;"),
     _described("all heads have the factors of the first", _DECODER, "(norm, head * model->head_dim, x,", "(norm, 0, x,"),
     _described("heads are normalised one by one", _DECODER, "if (!layer->whole_norms)", "if (1)"),
     _described(
@@ -56,6 +57,25 @@ DESCRIPTION_MUTANTS = (
         "layer->mlp_norm.kind == NORM_NONE ? &layer->attention_norm : &layer->mlp_norm",
         "&layer->attention_norm",
     ),
+    _described("heads are not gated", _DECODER, "if (layer->gated_heads)", "if (0)"),
+    _described("what stands beside experts is not scaled", _DECODER, "x[c] *= worker->buffers->beside_scales[r];", "{}"),
+    _described(
+        "a window of a convolution follows the rows of a tree", _MIXER, "parent = m->parents[first + parent];", "parent--;"
+    ),
+    _described(
+        "a kept window lacks the row itself",
+        _MIXER,
+        "w = 1; kept && w < mixer->width; w++",
+        "w = 1; kept && w < mixer->width - 1; w++",
+    ),
+    _described("queries and keys keep their length", _MIXER, "out[i] = x[i] * factor * scale;", "out[i] = x[i] * scale;"),
+    _described("a step is not bent", _MIXER, "return x > 20 ? x : log1p(exp(x));", "return x;"),
+    _described(
+        "values of a scan are not scaled by their steps", _MIXER, "x[2 * keyed + i] * (REAL)step;", "x[2 * keyed + i];"
+    ),
+    _described("a scan skips nothing", _MIXER, "if (mixer->skip)", "if (0)"),
+    _described("gates come behind the norm of a scan", _MIXER, "if (mixer->gates_first)", "if (0)"),
+    _described("what leaves a convolution is not gated", _MIXER, "x[c] *= x[2 * channels + c];", "{}"),
     _described("scores are not capped", "kernels/native/attention.inc", "softcap != 0 && i < seen.to", "0"),
     _described("the tail of a normal number is counted twice", _ACTIVATION, "x[i] = 0.5 * erfc(", "x[i] = erfc("),
 )

@@ -30,6 +30,7 @@ from outrider.model.fused.rotary import RotaryTables
 from outrider.model.fused.taken_experts import TakenExperts
 from outrider.model.fused.weight_slice import WeightSlice, restore, stored, whole
 from outrider.model.loading.loaded_model import LoadedModel
+from outrider.model.running.fused_pass import FusedPass
 
 _FIRST_POSITIONS = 4096
 
@@ -73,9 +74,21 @@ class FusedDecoder(AttentionBackend):
         self._check_regimes(context.batch)
         self._use_memory(context, loaded)
         self._use_positions(max(s.context_len for s in context.batch.segments), loaded)
+        mixed = self._open_states(context, range(len(context.reaches)) if part is None else part.layers)
+        rows, read = pass_rows(context.batch), [] if mixed is None else mixed.rows
         if part is None:
-            return PassOutput(*self._kernel.forward(pass_rows(context.batch), aux_layers))
-        return PassOutput(*self._kernel.forward_part(pass_rows(context.batch), aux_layers, part.layers, part.hidden))
+            out = PassOutput(*self._kernel.forward(rows, aux_layers, read))
+        else:
+            out = PassOutput(*self._kernel.forward_part(rows, aux_layers, part.layers, part.hidden, read))
+        if mixed is not None:
+            mixed.leave()
+        return out
+
+    def _open_states(self, context: ForwardContext, layers: Sequence[int]) -> FusedPass | None:
+        """The running states that a pass through some layers reads and leaves; None for a model without them."""
+        if context.running is None:
+            return None
+        return FusedPass(context.running, context.batch, self._kernel.mixers, layers, self._kernel.real)
 
     def embed(self, loaded: LoadedModel, token_ids: Tensor) -> Tensor:
         return self._kernel.embed(token_ids)
@@ -97,7 +110,8 @@ class FusedDecoder(AttentionBackend):
             return
         shape = self._kernel.shape
         row = torch.empty(0, shape.num_kv_heads, shape.head_dim, dtype=loaded.dtype)
-        self._kernel.use_memory([context.pool.memory(i, row, row) for i in range(len(context.reaches))])
+        mixers = enumerate(self._kernel.mixers)
+        self._kernel.use_memory([context.pool.memory(i, row, row) if mixer is None else None for i, mixer in mixers])
         self._memory = context.pool
 
     def _use_positions(self, needed: int, loaded: LoadedModel) -> None:

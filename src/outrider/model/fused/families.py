@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from outrider.kernels.layout import NormKind
 from outrider.model.fused.family import Family, FamilyExperts
+from outrider.model.fused.mixers import joined_delta, parted_delta, scan, short_convolution
 
 _LLAMA = Family()
 _JOINED = ("gate_up_proj", "down_proj")
@@ -101,6 +102,25 @@ _GPT_OSS = Family(
 _MIXTRAL = Family(experts=FamilyExperts())
 _QWEN3_MOE = Family(experts=FamilyExperts(normalised="norm_topk_prob"))
 _OLMOE = replace(_QWEN3_MOE, whole_norms=True, only={"clip_qkv": None})
+_QWEN3_5 = Family(norm_offset=1.0, gated_heads=True, mixer=("linear_attn", parted_delta))
+_SHARED = FamilyExperts(normalised="norm_topk_prob", beside="mlp.shared_expert", beside_gate="mlp.shared_expert_gate")
+_LFM2 = Family(
+    final_norm="embedding_norm",
+    mlp="feed_forward",
+    mixer=("conv", short_convolution),
+    out="out_proj",
+    matrices=("w1", "w3", "w2"),
+    attention_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    head_norms=("q_layernorm", "k_layernorm"),
+)
+_GRANITE_HYBRID = replace(
+    _GRANITE,
+    mlp="shared_mlp",
+    mixer=("mamba", scan),
+    matrices=("input_linear", "output_linear"),
+    experts=FamilyExperts(router="router", block="block_sparse_moe", beside="shared_mlp"),
+)
 
 #: By the model type of their configuration.
 FAMILIES: dict[str, Family] = {
@@ -115,6 +135,8 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox": _GPT_NEOX,
     "gpt_oss": _GPT_OSS,
     "granite": _GRANITE,
+    "granitemoehybrid": _GRANITE_HYBRID,
+    "lfm2": _LFM2,
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "mixtral": _MIXTRAL,
@@ -127,7 +149,9 @@ FAMILIES: dict[str, Family] = {
     "phi3": _PHI3,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "qwen3_5_text": _QWEN3_5,
     "qwen3_moe": _QWEN3_MOE,
+    "qwen3_next": replace(_QWEN3_5, mixer=("linear_attn", joined_delta), experts=_SHARED),
     "smollm3": replace(_LLAMA, rotary_where="use_rope"),
     "stablelm": _STABLELM,
     "starcoder2": _STARCODER2,

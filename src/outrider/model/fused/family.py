@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.kernels.layout import NormKind
+from outrider.model.fused.mixers import DescribeMixer
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,9 @@ class FamilyExperts:
         num_chosen: The attribute of the configuration that says how many experts a row has.
         normalised: Whether the weights of a row's experts add up to 1, or the attribute that says so.
         bounded: The attributes of `module` with the slope and the limit of a gate that is bounded, or None.
+        block: The part of a layer that holds both modules, where it is not the feed-forward's own.
+        beside: The module of an ordinary feed-forward beside the experts, from the layer on with dots, or None.
+        beside_gate: The projection to the number whose sigmoid scales what stands beside, from the layer on, or None.
     """
 
     module: str = "experts"
@@ -26,6 +30,9 @@ class FamilyExperts:
     num_chosen: str = "num_experts_per_tok"
     normalised: bool | str = True
     bounded: tuple[str, str] | None = None
+    block: str | None = None
+    beside: str | None = None
+    beside_gate: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,10 @@ class Family:
         out: The projection behind attention.
         matrices: The projections of the feed-forward in their order. In a gated one of two, the first holds gate and up.
         gated: Whether the activation is multiplied with a second projection.
-        activation: The attribute that names the activation.
+        activation: The attribute that names the activation, which is SiLU where there is none.
+        mixer: The part of a layer with a running state that stands in the place of attention, and what describes it; None
+            where all layers attend.
+        gated_heads: Whether what a head attends to is multiplied by gates, which its query is projected with.
         experts: How its feed-forward of experts is described, or None where it has none.
         norm: What the norms of a layer and the final one do.
         norm_offset: What is added to the weights of the norms.
@@ -78,6 +88,8 @@ class Family:
     matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     gated: bool = True
     activation: str = "hidden_act"
+    mixer: tuple[str, DescribeMixer] | None = None
+    gated_heads: bool = False
     experts: FamilyExperts | None = None
     norm: NormKind = NormKind.RMS
     norm_offset: float = 0.0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.cache.layer_spec import LayerReach
 from outrider.kernels.decoder import DecoderLayer, DecoderShape, Norm
@@ -15,7 +16,7 @@ from outrider.kernels.packed import PackedWeights
 from outrider.model import hf
 from outrider.model.fused.families import FAMILIES
 from outrider.model.fused.family import Family
-from outrider.model.fused.weight_slice import Packer, halves, interleaved_qkv, whole
+from outrider.model.fused.weight_slice import Packer, halves, interleaved_qkv, queries_and_gates, stored, whole
 
 #: The activations of transformers by their names in the kernels.
 _ACTIVATIONS = {
@@ -49,9 +50,7 @@ def described(model: Any) -> tuple[Any, Family]:
         raise ValueError(f"the kernels do not know {config.model_type}")
     if model.device.type != "cpu" or model.dtype not in _DTYPES:
         raise ValueError(f"the kernels do not compute {model.dtype} on {model.device.type}")
-    activation = getattr(config, family.activation)
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"the kernels do not know the activation {activation}")
+    _activation(config, family)
     for name, value in family.only.items():
         if getattr(config, name, value) != value:
             raise ValueError(f"the kernels do not know {name}={getattr(config, name)}")
@@ -62,15 +61,12 @@ def described(model: Any) -> tuple[Any, Family]:
 
 def decoder_shape(config: Any, family: Family, embeddings: nn.Embedding, layers: Sequence[DecoderLayer]) -> DecoderShape:
     """The sizes of a decoder whose layers are packed already."""
-    num_heads = config.num_attention_heads
     scale = getattr(embeddings, "embed_scale", None)
     return DecoderShape(
         hidden_size=config.hidden_size,
         intermediate_size=max((layer.down.in_features for layer in layers if layer.down is not None), default=0),
-        num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(config, layers[0].qkv, layers[0].out),
-        head_dim=layers[0].out.in_features // num_heads,
-        activation=_ACTIVATIONS[getattr(config, family.activation)],
+        **_heads(config, family, layers),
+        activation=_activation(config, family),
         parallel=_switch(config, family.parallel),
         interleaved=family.interleaved,
         embedding_scale=1.0 if scale is None else float(scale.to(embeddings.weight.dtype)),
@@ -80,13 +76,57 @@ def decoder_shape(config: Any, family: Family, embeddings: nn.Embedding, layers:
     )
 
 
+def _heads(config: Any, family: Family, layers: Sequence[DecoderLayer]) -> dict[str, int]:
+    """The sizes of attention, which are those of its first layer. Where no layer attends, nobody reads them."""
+    attending = next((layer for layer in layers if layer.mixer is None), None)
+    if attending is None:
+        return {"num_heads": 1, "num_kv_heads": 1, "head_dim": 1}
+    num_heads = config.num_attention_heads
+    kv_heads = _num_kv_heads(config, attending.qkv, attending.out, family)
+    return {"num_heads": num_heads, "num_kv_heads": kv_heads, "head_dim": attending.out.in_features // num_heads}
+
+
 def decoder_layer(
     layer: Any, reach: LayerReach, rotary: int | None, config: Any, family: Family, packer: Packer
 ) -> DecoderLayer:
     """A layer for the kernels. Its weights are taken out of their modules by `packer`."""
-    attention = getattr(layer, family.attention)
-    mlp = getattr(layer, family.mlp) if family.mlp else layer
-    num_heads = config.num_attention_heads
+    parts = _mixer(layer, family, packer) or _attention(layer, reach, rotary, config, family, packer)
+    experts = _experts(layer, config, family, packer)
+    gate, up, down = _feed_forward(layer, experts, family, packer)
+    return DecoderLayer(
+        attention_norm=_layer_norm(layer, family.attention_norm, family),
+        attention_post_norm=_layer_norm(layer, family.attention_post_norm, family),
+        mlp_norm=_layer_norm(layer, family.mlp_norm, family),
+        mlp_post_norm=_layer_norm(layer, family.mlp_post_norm, family),
+        gate=gate,
+        up=up,
+        down=down,
+        experts=experts,
+        beside_gate=_beside_gate(layer, experts, family),
+        residual_scale=_number(config, family.residual_scale, 1.0),
+        **parts,
+    )
+
+
+def _mixer(layer: Any, family: Family, packer: Packer) -> dict[str, Any] | None:
+    """What a layer with a running state has in the place of attention; None for a layer that attends."""
+    if family.mixer is None or getattr(layer, family.mixer[0], None) is None:
+        return None
+    described = family.mixer[1](getattr(layer, family.mixer[0]))
+    into, out = packer.take(*described.into), packer.take(whole(described.out))
+    without = dict.fromkeys(("query_norm", "key_norm", "rotary"))
+    return {"qkv": into, "out": out, "mixer": described.mixer, **without, **_NO_ATTENTION}
+
+
+#: What layers without attention say of it.
+_NO_ATTENTION = {"whole_norms": False, "scale": 1.0, "softcap": 0.0, "window": 0, "chunk": 0}
+
+
+def _attention(
+    layer: Any, reach: LayerReach, rotary: int | None, config: Any, family: Family, packer: Packer
+) -> dict[str, Any]:
+    """What a layer has that attends."""
+    attention, num_heads = getattr(layer, family.attention), config.num_attention_heads
     if family.rotary_where is not None and not getattr(attention, family.rotary_where):
         rotary = None
     out = packer.take(whole(getattr(attention, family.out)))
@@ -94,36 +134,36 @@ def decoder_layer(
     parts = [whole(module) for module in projections]
     if family.interleaved_qkv:
         parts = interleaved_qkv(projections[0], num_heads, out.in_features // num_heads)
+    if family.gated_heads:
+        queries, gates = queries_and_gates(projections[0], num_heads)
+        parts = [*queries, *parts[1:], *gates]
     qkv = packer.take(*parts)
-    experts = _experts(mlp, config, family, packer)
-    gate, up, down = (None, None, None) if experts is not None else _feed_forward(mlp, family, packer)
     query_norm, key_norm = (getattr(attention, name, None) for name in family.head_norms)
-    return DecoderLayer(
-        attention_norm=_layer_norm(layer, family.attention_norm, family),
-        attention_post_norm=_layer_norm(layer, family.attention_post_norm, family),
-        mlp_norm=_layer_norm(layer, family.mlp_norm, family),
-        mlp_post_norm=_layer_norm(layer, family.mlp_post_norm, family),
-        query_norm=_head_norm(query_norm, num_heads, family),
-        key_norm=_head_norm(key_norm, _num_kv_heads(config, qkv, out), family),
-        whole_norms=family.whole_norms,
-        qkv=qkv,
-        out=out,
-        gate=gate,
-        up=up,
-        down=down,
-        experts=experts,
-        rotary=rotary,
-        scale=attention.scaling,
-        softcap=_number(config, family.score_cap, 0.0),
-        sinks=None if family.sinks is None else getattr(attention, family.sinks),
-        residual_scale=_number(config, family.residual_scale, 1.0),
-        window=reach.window or 0,
-        chunk=reach.chunk or 0,
-    )
+    return {
+        "query_norm": _head_norm(query_norm, num_heads, family),
+        "key_norm": _head_norm(key_norm, _num_kv_heads(config, qkv, out, family), family),
+        "whole_norms": family.whole_norms,
+        "qkv": qkv,
+        "out": out,
+        "rotary": rotary,
+        "scale": attention.scaling,
+        "softcap": _number(config, family.score_cap, 0.0),
+        "sinks": None if family.sinks is None else getattr(attention, family.sinks),
+        "window": reach.window or 0,
+        "chunk": reach.chunk or 0,
+        "gated_heads": family.gated_heads,
+    }
 
 
-def _feed_forward(mlp: Any, family: Family, packer: Packer) -> tuple[PackedWeights | None, PackedWeights, PackedWeights]:
-    """The matrices of a feed-forward: gate, if there is one, up and down."""
+def _feed_forward(
+    layer: Any, experts: PackedExperts | None, family: Family, packer: Packer
+) -> tuple[PackedWeights | None, PackedWeights | None, PackedWeights | None]:
+    """The matrices of a feed-forward, or of the one beside experts: gate, if there is one, up and down. None without it."""
+    mlp = getattr(layer, family.mlp) if family.mlp else layer
+    if experts is not None:
+        if family.experts is None or family.experts.beside is None:
+            return None, None, None
+        mlp = attrgetter(family.experts.beside)(layer)
     modules = [getattr(mlp, name) for name in family.matrices]
     if not family.gated:
         return None, packer.take(whole(modules[0])), packer.take(whole(modules[1]))
@@ -134,8 +174,19 @@ def _feed_forward(mlp: Any, family: Family, packer: Packer) -> tuple[PackedWeigh
     return packed_gate, packed_up, packer.take(whole(modules[-1]))
 
 
-def _experts(mlp: Any, config: Any, family: Family, packer: Packer) -> PackedExperts | None:
+def _beside_gate(layer: Any, experts: PackedExperts | None, family: Family) -> Tensor | None:
+    """[hidden_size] the projection to the number that scales a feed-forward beside experts."""
+    if experts is None or family.experts is None or family.experts.beside_gate is None:
+        return None
+    stored_gate = stored(attrgetter(family.experts.beside_gate)(layer))
+    if stored_gate.format.quantised:
+        raise ValueError("the kernels do not know a gate beside experts whose weights are rounded")
+    return stored_gate.data[0]
+
+
+def _experts(layer: Any, config: Any, family: Family, packer: Packer) -> PackedExperts | None:
     """The experts that a feed-forward is made of. None where it is an ordinary one."""
+    mlp = None if family.experts is None else getattr(layer, family.experts.block or family.mlp)
     if family.experts is None or not hasattr(mlp, family.experts.module):
         return None
     described, module = family.experts, getattr(mlp, family.experts.module)
@@ -143,7 +194,7 @@ def _experts(mlp: Any, config: Any, family: Family, packer: Packer) -> PackedExp
     shape = ExpertsShape(
         num_chosen=getattr(config, described.num_chosen),
         normalised=_switch(config, described.normalised),
-        activation=_ACTIVATIONS[getattr(config, family.activation)],
+        activation=_activation(config, family),
         slope=slope,
         limit=limit,
     )
@@ -182,10 +233,18 @@ def norm_of(module: Any, family: Family) -> Norm:
     return Norm(family.norm, epsilon, wide, None if bias is None else bias.detach())
 
 
-def _num_kv_heads(config: Any, qkv: PackedWeights, out: PackedWeights) -> int:
+def _activation(config: Any, family: Family) -> str:
+    """The kernels' name of the activation."""
+    name = getattr(config, family.activation, "silu")
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"the kernels do not know the activation {name}")
+    return _ACTIVATIONS[name]
+
+
+def _num_kv_heads(config: Any, qkv: PackedWeights, out: PackedWeights, family: Family) -> int:
     """From the sizes of the matrices, since not every configuration tells the truth."""
     head_dim: int = out.in_features // config.num_attention_heads
-    return int(qkv.out_features // head_dim - config.num_attention_heads) // 2
+    return int(qkv.out_features // head_dim - config.num_attention_heads * (1 + family.gated_heads)) // 2
 
 
 def _switch(config: Any, value: bool | str) -> bool:

@@ -46,6 +46,14 @@ def interleaved_qkv(module: Any, num_heads: int, head_dim: int) -> list[WeightSl
     return [WeightSlice(module, begin, begin + head_dim) for begin in begins]
 
 
+def queries_and_gates(module: Any, num_heads: int) -> tuple[list[WeightSlice], list[WeightSlice]]:
+    """All queries, and all gates, of a projection that holds both of one head after another."""
+    size = len(stored(module).data) // (2 * num_heads)
+    begins = [2 * head * size for head in range(num_heads)]
+    queries = [WeightSlice(module, begin, begin + size) for begin in begins]
+    return queries, [WeightSlice(module, each.end, each.end + size) for each in queries]
+
+
 def stored(module: Any) -> StoredWeight:
     """The weight [out_features, in_features] of a layer."""
     if isinstance(module, hf.TRANSPOSED_LINEARS):

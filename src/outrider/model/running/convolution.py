@@ -21,7 +21,7 @@ class Convolution(StateFunction):
         bias: [num_channels], or None.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = weight
         self._bias = bias
         self._reach = weight.shape[1] - 1

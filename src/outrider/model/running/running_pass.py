@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -45,14 +47,17 @@ class RunningPass:
         cell = self._cell
         self._cell = (cell[0], cell[1] + 1)
         outputs = []
-        for index, (first, end) in enumerate(self._batch.row_spans):
-            segment = self._batch.segments[index]
+        for part, (first, end) in zip(self.open(cell, function, tape), self._batch.row_spans, strict=True):
             inputs, asked = (tuple(each[first:end] for each in some) for some in (tape, queries))
-            rows = StateRows(inputs, asked, segment.parents)
-            out, record = _computed(self._texts[index], cell, function, segment, rows, self._places[index])
-            self._left[index][cell] = record
+            out, states = function.run(part.state, StateRows(inputs, asked, part.segment.parents), part.wanted)
+            part.leave(inputs, states)
             outputs.append(out)
         return torch.cat(outputs)
+
+    def open(self, cell: Cell, function: StateFunction, tape: tuple[Tensor, ...]) -> list[TextRows]:
+        """The texts in one cell, in their order, for rows that leave such a tape [num_rows, ...]."""
+        some = zip(self._texts, self._batch.segments, self._places, self._left, strict=True)
+        return [TextRows(text, cell, function, segment, tape, passed, left) for text, segment, passed, left in some]
 
     def keep(self) -> None:
         """The pass has succeeded: leave the states, and the tape of its rows, to the next one."""
@@ -60,31 +65,63 @@ class RunningPass:
             text.records.update(left)
 
 
-def _computed(
-    text: RunningText, cell: Cell, function: StateFunction, segment: Segment, rows: StateRows, passed: tuple[int, ...]
-) -> tuple[Tensor, CellRecord]:
-    """The outputs of the rows of one text, and what the text keeps of them.
+class TextRows:
+    """The rows of one text in one cell: the state that they go on from, and what the text keeps of them.
 
     The rows of earlier passes that are certain by now are applied first, and for good. Those behind them, which some
-    proposer has computed ahead of the text, are applied for this pass alone. States behind some rows (`passed`, positions)
-    are for the prefix cache.
+    proposer has computed ahead of the text, are applied for this pass alone. States behind some rows are for the prefix
+    cache.
+
+    Args:
+        text: What the text keeps.
+        cell: Of which layer and function.
+        function: What advances the state.
+        segment: The rows.
+        tape: [n, ...] inputs such as those of the rows.
+        passed: Positions whose states are for the prefix cache.
+        left: Where the record goes that the text keeps once the pass has succeeded.
+
+    Attributes:
+        state: Before the first row; it is not to be changed.
+        wanted: Rows behind which the state is asked for.
     """
-    start, end = segment.start, segment.start + rows.num_rows
-    base = min(segment.certain, start)
-    known = text.records.get(cell)
-    if known is None:
-        assert start == 0 or text.is_arbitrary, f"cell {cell} has no state for the {start} tokens before this pass"
-        first = before = Anchor(base, function.start(rows.tape))
-        ahead = [each[:0] for each in rows.tape]
-    else:
-        first, before = Anchor(base, known.state_at(base)), Anchor(start, known.state_at(start))
-        ahead = known.rows(base, start) if base < start else [each[:0] for each in rows.tape]
-    mark = min(segment.certain, end)
-    places = {row for row in (mark - start - 1, rows.num_rows - 1 if rows.parents is None else -1) if row >= 0}
-    out, states = function.run(before.state, rows, places | {position - start - 1 for position in passed})
-    anchors = (first, *(Anchor(start + row + 1, states[row]) for row in sorted(places)))
-    if mark > start:
-        tape = tuple(each[mark - start :].clone() for each in rows.tape)
-        left = tuple(Anchor(position, states[position - start - 1]) for position in passed)
-        return out, CellRecord(function, anchors, mark, tape, left)
-    return out, CellRecord(function, anchors, base, tuple(torch.cat(pair) for pair in zip(ahead, rows.tape, strict=True)))
+
+    def __init__(
+        self,
+        text: RunningText,
+        cell: Cell,
+        function: StateFunction,
+        segment: Segment,
+        tape: Sequence[Tensor],
+        passed: tuple[int, ...],
+        left: dict[Cell, CellRecord],
+    ) -> None:
+        self.segment = segment
+        self._cell, self._function, self._passed, self._left = cell, function, passed, left
+        start, end = segment.start, segment.context_len
+        base = min(segment.certain, start)
+        known = text.records.get(cell)
+        if known is None:
+            assert start == 0 or text.is_arbitrary, f"cell {cell} has no state for the {start} tokens before this pass"
+            self._first = before = Anchor(base, function.start(tape))
+            self._ahead = [each[:0] for each in tape]
+        else:
+            self._first, before = Anchor(base, known.state_at(base)), Anchor(start, known.state_at(start))
+            self._ahead = known.rows(base, start) if base < start else [each[:0] for each in tape]
+        self.state = before.state
+        self._mark = min(segment.certain, end)
+        last = segment.num_rows - 1 if segment.parents is None else -1
+        self._places = sorted({row for row in (self._mark - start - 1, last) if row >= 0})
+        self.wanted = sorted({*self._places, *(position - start - 1 for position in passed)})
+
+    def leave(self, tape: Sequence[Tensor], states: Mapping[int, Tensor]) -> None:
+        """Leave the inputs of the rows [num_rows, ...], and the states behind those that were wanted."""
+        start, mark = self.segment.start, self._mark
+        anchors = (self._first, *(Anchor(start + row + 1, states[row]) for row in self._places))
+        if mark > start:
+            kept = tuple(each[mark - start :].clone() for each in tape)
+            passed = tuple(Anchor(position, states[position - start - 1]) for position in self._passed)
+            self._left[self._cell] = CellRecord(self._function, anchors, mark, kept, passed)
+            return
+        kept = tuple(torch.cat(pair) for pair in zip(self._ahead, tape, strict=True))
+        self._left[self._cell] = CellRecord(self._function, anchors, self._first.position, kept)
