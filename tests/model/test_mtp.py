@@ -81,7 +81,8 @@ def test_logits_are_those_of_the_reference_over_ten_levels(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = made(family, tmp_path)
-    watch, llm = watched(family, path, monkeypatch), load(path, dtype="float32")
+    dtype = "float64" if family.layout == "qwen3_next" else "float32"  # a delta rule adds up what is rounded
+    watch, llm = watched(family, path, monkeypatch), load(path, dtype=dtype)
     outputs = llm.generate(PROMPTS[:2], GREEDY.replace(max_tokens=13), speculation=way(num_draft_tokens=11))
     assert faults(outputs) == 0
     assert watch.worst <= BOUND

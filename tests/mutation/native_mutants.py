@@ -295,7 +295,7 @@ NATIVE_MUTANTS = (
     ),
     _mutant(
         "epsilon outside the root",
-        "decoder.inc",
+        "norm.inc",
         "(double)(sum / (REAL)size) + norm->epsilon))",
         "(double)(sum / (REAL)size)) + norm->epsilon)",
         "kernels_decoder",

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from outrider.cache.running import CellRecord
+from outrider.model.batch import Segment
 from outrider.model.running.convolution import Convolution
-from outrider.model.running.function import StateRows
 from outrider.params import SamplingParams
 from outrider.prove.engine_distribution import BOUND, EngineProof
 from outrider.prove.forking import total_variation
@@ -53,7 +53,7 @@ def _rejected_rows_stay(record: CellRecord, position: int) -> Any:
         (CHAIN, CellRecord, "state_at", _rejected_rows_stay),
         (CHAIN, Convolution, "replay", lambda _, state, tape: state),
         (TREE, CellRecord, "lined_up", lambda record, *_: record),
-        (TREE, StateRows, "parent", lambda _, row: row - 1),
+        (TREE, Segment, "row_parents", property(lambda segment: range(-1, segment.num_rows - 1))),
     ],
     ids=["rejected rows stay", "accepted rows are forgotten", "the path is not moved to the front", "siblings in a row"],
 )
