@@ -1,4 +1,4 @@
-"""Probabilities against a slow definition that sorts and sums in fractions, with the kernels of every instruction set."""
+"""Probabilities against a slow definition that sorts and sums exactly, with the kernels of every instruction set."""
 
 from __future__ import annotations
 
@@ -43,18 +43,25 @@ def probs_of(weights: Sequence[float], top_p: Fraction, min_p: Fraction) -> list
     A token stays while the mass of those before it is below top_p of all. The largest weights come first, the lowest ids
     first among equals."""
     order = sorted((i for i, weight in enumerate(weights) if weight > 0), key=lambda i: (-weights[i], i))
-    limit, mass, kept = top_p * sum(Fraction(weight) for weight in weights), Fraction(0), []
+    units = [_units(weight) for weight in weights]
+    limit, mass, kept = top_p * sum(units), 0, []
     for i in order:
         if mass >= limit:
             break
-        mass += Fraction(weights[i])
+        mass += units[i]
         kept.append(i)
     kept = [i for i in kept if weights[i] >= min_p]
-    total = sum(Fraction(weights[i]) for i in kept)
+    total = sum(units[i] for i in kept)
     probs = [0.0] * len(weights)
     for i in kept:
-        probs[i] = float(Fraction(weights[i]) / total)
+        probs[i] = units[i] / total  # rounded once
     return probs
+
+
+def _units(weight: float) -> int:
+    """A weight as a multiple of the least float: exact, and added in a hundredth of the time that a fraction takes."""
+    numerator, denominator = weight.as_integer_ratio()
+    return numerator * (2**1074 // denominator)
 
 
 def possible_probs(logits: Tensor, params: SamplingParams) -> list[Tensor]:
