@@ -29,6 +29,8 @@ _PROMPT = (0, 1, 2, 0, 1)
 LENGTH = 4
 #: The largest total variation that rounding may explain.
 BOUND = 1e-12
+#: Drafts that are made side by side, as those of a batch are.
+_WIDTH = 32
 
 
 def prove_stage(guesses: Mapping[str, Any], params: SamplingParams, folder: Path) -> Finding:
@@ -41,7 +43,7 @@ def prove_stage(guesses: Mapping[str, Any], params: SamplingParams, folder: Path
         folder: Where two tiny models are written.
     """
     drafter, own = (save_tiny_llama(folder / name, seed) for name, seed in (("target", 1), ("draft", 2)))
-    llm = LLM(drafter, dtype="float64", device="cpu", block_size=2, max_num_seqs=1)
+    llm = LLM(drafter, dtype="float64", device="cpu", block_size=2, max_num_seqs=_WIDTH, kv_cache_tokens=64 * _WIDTH)
     alone = {"method": "draft_model", "model": own, "num_draft_tokens": LENGTH}
     staged = {**alone, "method": "staged", "drafter": {"method": "draft_model", "model": drafter, **guesses}}
     laws = []
@@ -58,20 +60,27 @@ def _drafts(proposer: Proposer, params: SamplingParams) -> tuple[dict[Outcome, f
     noise, numbers, stated = ForkingNoise(), count(1 << 40), dict[Outcome, float]()
 
     def run(width: int) -> Iterator[Outcome]:
-        tokens = Tokens(list(_PROMPT))
-        kv = KVView(StateMemory(BlockManager(1, 1)).state())  # nothing is ever kept in it
-        text = ProposerSequence(next(numbers), tokens, 1, params, Processing(params, tokens, 1), 0, 0, kv)
-        proposer.begin(text)
+        texts = [_text(next(numbers), params) for _ in range(width)]
+        for text in texts:
+            proposer.begin(text)
         try:
-            (draft,) = proposer.propose([ProposeRequest(text, LENGTH, LENGTH)], DraftNoise(noise))
+            drafts = proposer.propose([ProposeRequest(text, LENGTH, LENGTH) for text in texts], DraftNoise(noise))
         finally:
-            proposer.finish(text)
-        assert draft.is_chain
-        assert draft.draft_probs is not None
-        probability = prod(float(row[token]) for row, token in zip(draft.draft_probs, draft.token_ids, strict=True))
-        first = stated.setdefault(draft.token_ids, probability)
-        if abs(first - probability) > BOUND:
-            stated[draft.token_ids] = 1.0 + first  # what a stage says of a token must not depend on how it came to it
-        yield draft.token_ids
+            for text in texts:
+                proposer.finish(text)
+        for draft in drafts:
+            assert draft.is_chain
+            assert draft.draft_probs is not None
+            probability = prod(float(row[token]) for row, token in zip(draft.draft_probs, draft.token_ids, strict=True))
+            first = stated.setdefault(draft.token_ids, probability)
+            if abs(first - probability) > BOUND:
+                stated[draft.token_ids] = 1.0 + first  # what a stage says of a token must not depend on how it came to it
+            yield draft.token_ids
 
-    return explore(run, noise).probs, stated
+    return explore(run, noise, width=_WIDTH).probs, stated
+
+
+def _text(number: int, params: SamplingParams) -> ProposerSequence:
+    tokens = Tokens(list(_PROMPT))
+    kv = KVView(StateMemory(BlockManager(1, 1)).state())  # nothing is ever kept in it
+    return ProposerSequence(number, tokens, 1, params, Processing(params, tokens, 1), 0, 0, kv)
