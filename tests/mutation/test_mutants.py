@@ -39,6 +39,14 @@ KILLED = [m for m in PLANTED if m.killer]
 #: A line to break.
 _FALLBACK = next(m.old for m in MUTANTS if m.killer == "empty_residual")
 SURVIVORS = [m for m in PLANTED if not m.killer]
+#: Checks whose very settings tests/statistical proves too, as it does those of all checks of deep rounds.
+PROVEN = frozenset(
+    {
+        *("law_block", "law_token", "law_walk", "law_structure", "law_tree", "law_recursive", "law_merged", "law_staged"),
+        *("law_staged_filtered", "law_mixed_noise", "law_guess_behind", "law_of_stages", "turns_drawn", "turns_coupled"),
+        *("heads_drawn", "running_chain", "running_tree"),
+    }
+)
 
 
 def one_of_each_kind(mutants: Sequence[Mutant]) -> list[ParameterSet]:
@@ -50,6 +58,12 @@ def one_of_each_kind(mutants: Sequence[Mutant]) -> list[ParameterSet]:
         seen.add(mutant.killer)
         found.append(pytest.param(mutant, id=mutant.name, marks=marks))
     return found
+
+
+def checks() -> list[ParameterSet]:
+    """Every check of these mutants; those are slow whose settings tests/statistical proves of the real engine anyway."""
+    marked = {name: [pytest.mark.slow] for name in CHECKS if name.startswith("deep_") or name in PROVEN}
+    return [pytest.param(name, marks=marked.get(name, [])) for name in sorted({m.killer for m in KILLED})]
 
 
 def plant(mutant: Mutant, folder: Path) -> Path:
@@ -78,7 +92,7 @@ def assert_caught(mutant: Mutant, result: subprocess.CompletedProcess[str]) -> N
         assert mutant.refused.says in stopped
 
 
-@pytest.mark.parametrize("check", sorted({m.killer for m in KILLED}))
+@pytest.mark.parametrize("check", checks())
 def test_the_real_engine_passes(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", "off")
     assert judge(CHECKS[check]) is None
