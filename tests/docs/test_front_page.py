@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.docs.blocks import ROOT
-from tests.server.pages.browser import WIDTHS, Watch, browsing, check
+from tests.server.pages.browser import WINDOWS, Watch, browsing, check
 
 RECORD = json.loads((ROOT / "web" / "src" / "recorded.json").read_text("utf-8"))
 
@@ -69,11 +69,10 @@ def test_it_asks_nobody_but_the_file_server(page: Any, address: str) -> None:
     assert page.watch.problems == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_and_nothing_is_cut_off(page: Any, scheme: str) -> None:
+def test_axe_finds_nothing_and_nothing_is_cut_off(page: Any) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
-    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-    for width in WIDTHS:
+    for width, scheme in WINDOWS:
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         page.set_viewport_size({"width": width, "height": 900})
         check(axe, page)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width

@@ -12,8 +12,8 @@ import pytest
 
 #: Names of the browser, Debian's first. Playwright's own is not needed.
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
-#: Widths of windows at which pages are audited: a small phone, a phone, a tablet and a desk.
-WIDTHS = (320, 390, 768, 1440)
+#: Windows in which pages are audited, a small phone, a phone, a tablet and a desk, each with the colours that it asks for.
+WINDOWS = ((320, "light"), (390, "dark"), (768, "light"), (1440, "dark"))
 CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), None)
 
 

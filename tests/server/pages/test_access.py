@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.pages.browser import WIDTHS, Watch, check
+from tests.server.pages.browser import WINDOWS, Watch, check
 from tests.server.pages.playground import NEXT, asking_for, open_playground, run, set_slider, turns
 from tests.server.running import Server
 
@@ -68,29 +68,26 @@ def focus_selector(page: Any, selector: str) -> None:
     raise AssertionError(f"the tab key does not come to {selector}")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_and_nothing_is_cut_off(browser: Any, server: Server, scheme: str) -> None:
+def test_axe_finds_nothing_and_nothing_is_cut_off(page: Any, server: Server) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
-    context = browser.new_context(color_scheme=scheme, reduced_motion="reduce")
-    page = context.new_page()
-    page.set_default_timeout(60_000)
-    page.watch = Watch(page)
     open_playground(page, server)
-    check(axe, page)
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        check(axe, page)
     page.select_option("#method", "draft_model")
     set_slider(page, "tokens", 48)
     run(page)
     for _ in range(6):
         page.click(NEXT)
     page.locator(".lane >> nth=1").locator(".token.recovered, .token.accepted").first.focus()
-    for width in WIDTHS:
+    for width, scheme in WINDOWS:
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         page.set_viewport_size({"width": width, "height": 900})
         page.wait_for_selector("#note", state="hidden")
         page.keyboard.press("ArrowRight")
         assert page.locator("#note:visible").count() == 1
         check(axe, page)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
-    context.close()
 
 
 def test_whoever_listens_hears_little(page: Any, server: Server) -> None:
