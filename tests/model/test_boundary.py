@@ -102,7 +102,13 @@ def shallow_llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         return LLM(path, batch_invariant=True, **how), Oracle(path)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED.replace(n=3)], ids=["greedy", "three seeded samples"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow),
+        pytest.param(SEEDED.replace(n=3), id="three seeded samples"),
+    ],
+)
 def test_two_layers_over_the_targets_own_memory(shallow_llm: tuple[LLM, Oracle], params: SamplingParams) -> None:
     """In a batch beside other methods, too little memory for all and prefixes from the cache: no text changes, and every
     draft is what two layers of the stock model say of the whole text."""

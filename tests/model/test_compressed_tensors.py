@@ -79,7 +79,7 @@ compressed_tensors.write_compressed(sys.argv[1], Path(sys.argv[2]), FORMATS["int
 """
 
 
-@pytest.mark.parametrize("moment", [1, 9])
+@pytest.mark.parametrize("moment", [pytest.param(1, marks=pytest.mark.slow), 9])
 def test_what_is_killed_leaves_nothing_that_loads(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, moment: int
 ) -> None:

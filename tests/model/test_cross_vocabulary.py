@@ -54,7 +54,7 @@ def llm() -> Iterator[LLM]:
         assert proposer.runner.blocks.num_free == proposer.runner.blocks.num_blocks
 
 
-def texts(llm: LLM, prompts: Any, params: SamplingParams, speculation: Any) -> list[list[tuple[int, ...]]]:
+def texts(llm: LLM, prompts: Any, params: Any, speculation: Any) -> list[list[tuple[int, ...]]]:
     outputs = llm.generate(prompts, params, speculation=speculation)
     assert [output.error for output in outputs] == [None] * len(outputs)
     assert sum(output.stats.num_proposer_faults for output in outputs) == 0
@@ -65,14 +65,22 @@ def crossed(model: str, match: str = "tokens", num_draft_tokens: int = 4, **more
     return SpeculationConfig(method=CrossVocabulary(model=model, match=match), num_draft_tokens=num_draft_tokens, **more)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED, PENALISED, TWO], ids=["greedy", "seeded", "penalised", "two samples"])
-def test_no_text_changes_in_a_batch_of_all_ways(llm: LLM, drafts: dict[str, str], params: SamplingParams) -> None:
-    plain = [texts(llm, prompt, params, "none")[0] for prompt in PROMPTS]
+@pytest.mark.parametrize(
+    "shift",
+    [0, *(pytest.param(shift, marks=pytest.mark.slow) for shift in (1, 2, 3))],
+    ids="parameters shifted by {}".format,
+)
+def test_no_text_changes_in_a_batch_of_all_ways(llm: LLM, drafts: dict[str, str], shift: int) -> None:
+    """Every way meets every prompt and all parameters, but not each prompt with each parameters: these are shifted."""
+    asked = [GREEDY, SEEDED, PENALISED, TWO]
+    plain = {
+        (prompt, place): texts(llm, prompt, params, "none")[0] for prompt in PROMPTS for place, params in enumerate(asked)
+    }
     ways = [crossed(model, match) for model in drafts.values() for match in MATCHES]
     ways += [crossed(drafts["cut"], tree=(2, 1), num_draft_tokens=4), SpeculationConfig(method="ngram")]
-    prompts = [prompt for prompt in PROMPTS for _ in ways]
-    found = texts(llm, prompts, params, ways * len(PROMPTS))
-    assert found == [want for want in plain for _ in ways]
+    pairs = [(prompt, (turn + place + shift) % 4) for turn, prompt in enumerate(PROMPTS) for place in range(len(ways))]
+    found = texts(llm, [prompt for prompt, _ in pairs], [asked[place] for _, place in pairs], ways * len(PROMPTS))
+    assert found == [plain[pair] for pair in pairs]
 
 
 @pytest.mark.parametrize("match", MATCHES)

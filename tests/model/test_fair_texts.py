@@ -15,8 +15,20 @@ def llm() -> LLM:
     return LLM(kv_cache_tokens=2048, max_num_seqs=2, max_num_batched_tokens=16)
 
 
-@pytest.mark.parametrize("speculation", ["none", "draft_model", "suffix"])
-@pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(seed=5)], ids=["greedy", "seeded"])
+GREEDY, SEEDED = SamplingParams(temperature=0), SamplingParams(seed=5)
+
+
+@pytest.mark.parametrize(
+    ("speculation", "params"),
+    [
+        pytest.param("draft_model", SEEDED, id="draft_model, seeded"),
+        pytest.param("suffix", GREEDY, id="suffix, greedy"),
+        pytest.param("draft_model", GREEDY, id="draft_model, greedy", marks=pytest.mark.slow),
+        pytest.param("suffix", SEEDED, id="suffix, seeded", marks=pytest.mark.slow),
+        pytest.param("none", GREEDY, id="none, greedy", marks=pytest.mark.slow),
+        pytest.param("none", SEEDED, id="none, seeded", marks=pytest.mark.slow),
+    ],
+)
 def test_turns_and_priorities_change_no_text(llm: LLM, params: SamplingParams, speculation: str) -> None:
     long, short = (params.replace(max_tokens=length, ignore_eos=True) for length in (60, 8))
     alone = {

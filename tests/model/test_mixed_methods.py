@@ -1,4 +1,4 @@
-"""All methods in one batch: every text is what it is alone."""
+"""All methods in one batch: every text is what plain decoding writes alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.prove.published_mtp import save_random_mtp
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model.vocabularies import save_permuted_and_cut
 
-PROMPTS = ["def main(", "The little dog went to", "x = [1, 2, 3, 1, 2, 3,"]
+PROMPTS = ["def main(", "x = [1, 2, 3, 1, 2, 3,"]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=24),
     SamplingParams(seed=4, max_tokens=20, top_k=40, top_p=0.9),
@@ -78,8 +78,11 @@ def test_every_method_takes_part() -> None:
     assert {way["method"] for way in WAYS} == {"none", *registry._BUILT_IN}
 
 
-def test_a_batch_of_all_methods_writes_what_each_request_writes_alone(llm: LLM, tmp_path: Path) -> None:
-    """With different lengths, trees, rules, parameters and numbers of samples, and too little memory for all at once."""
+def test_a_batch_of_all_methods_writes_what_plain_decoding_writes_alone(llm: LLM, tmp_path: Path) -> None:
+    """With different lengths, trees, rules, parameters and numbers of samples, and too little memory for all at once.
+
+    All texts are greedy, or seeded under a rule that keeps to the seed, so that who drafted must not show in any of them.
+    """
     models = {"cross_vocabulary": {"model": save_permuted_and_cut(tmp_path / "cut", num_merges=1200)}}
     for method in ("medusa", "blockwise", "exit"):
         models[method] = {"model": save_random_heads(tmp_path / method, default_model("target"), method, scale=0.05)}
@@ -96,8 +99,12 @@ def test_a_batch_of_all_methods_writes_what_each_request_writes_alone(llm: LLM, 
     configs = [SpeculationConfig.of(way) for way in ways]
     together = llm.generate(list(prompts), list(params), speculation=configs, prediction=PREDICTION)
     assert [output.error for output in together] == [None] * len(together)
+    alone = {
+        (prompt, place): [sample.token_ids for sample in llm.generate(prompt, sampling, speculation="none")[0].outputs]
+        for prompt in PROMPTS
+        for place, sampling in enumerate(PARAMS)
+    }
     for prompt, sampling, config, output in zip(prompts, params, configs, together, strict=True):
-        (alone,) = llm.generate(prompt, sampling, speculation=config, prediction=PREDICTION)
-        want = [sample.token_ids for sample in alone.outputs]
+        want = alone[prompt, PARAMS.index(sampling)]
         assert [sample.token_ids for sample in output.outputs] == want, (prompt, sampling, config)
     llm.engine.check_integrity()

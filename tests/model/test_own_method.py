@@ -42,6 +42,7 @@ def test_it_is_proved_and_the_verdict_is_stated(folder: Path) -> None:
     assert done.stderr.startswith("8 checks")
 
 
+@pytest.mark.slow
 def test_one_that_lies_behind_the_horizon_passes_and_the_result_says_how_far_it_looked(folder: Path) -> None:
     (folder / "late.py").write_text(
         "from dataclasses import replace\n"
@@ -85,6 +86,7 @@ def test_one_that_biases_the_output_fails(folder: Path) -> None:
     report = json.loads(done.stdout)
     assert not report["passed"]
     assert not report["checks"][0]["passed"]
+    assert report["horizon"] == "joints of 3 tokens"
 
 
 def test_it_is_measured_beside_plain_decoding(folder: Path) -> None:

@@ -107,7 +107,13 @@ def test_control_probabilities_before_they_are_renormalised_over_shared_tokens(c
     assert crossed.prove(CROSSED[name], 3).measured > 1e-4
 
 
-@pytest.mark.parametrize("name", STRUCTURED)
+#: Rows behind an end inside a draft: what ends the text is read where drafts are verified, in whatever way.
+LIKE_ENDS_OF_TEXT = [f"nothing may follow a stop string, {way}" for way in ("block", "tree", "coupled")]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_ENDS_OF_TEXT else []) for name in STRUCTURED]
+)
 def test_joint_distribution_of_structured_outputs(speaking, name):
     assert speaking.prove(STRUCTURED[name], 5).measured <= BOUND
 

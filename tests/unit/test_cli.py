@@ -262,7 +262,7 @@ def test_logprobs_are_shown_as_text_too() -> None:
 
 
 def test_compare_shows_the_speedup() -> None:
-    result = outrider("generate", "-p", "def f(", "--max-tokens", "8", "--seed", "1", "--dtype", "float64", "--compare")
+    result = invoked("generate", "-p", "def f(", "--max-tokens", "8", "--seed", "1", "--dtype", "float64", "--compare")
     assert "from one run of each" in result.stderr
     assert "8 of 8 tokens identical" in result.stderr
     answer = as_json("-p", "x", "--max-tokens", "4", "--compare")
@@ -380,8 +380,8 @@ def test_a_comparison_of_nothing_is_left_out() -> None:
 
 
 def test_one_bad_prompt_among_several() -> None:
-    result = outrider("generate", "-p", "def f(", "-p", "", "--max-tokens", "4")
-    assert result.returncode == 1
+    result = invoked("generate", "-p", "def f(", "-p", "", "--max-tokens", "4")
+    assert result.exit_code == 1
     assert "prompt 1" in result.stdout
     assert "prompt 2: prompt=''" in result.stderr
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from outrider.govern import acceptance, governor, shadows, standing
 from outrider.govern.acceptance import AcceptanceModel, Counts
@@ -67,8 +68,15 @@ WORLDS: dict[str, tuple[dict[str, Method], int]] = {
 }
 
 
-@pytest.mark.parametrize(("passes", "seed"), [(FLAT, 1), (STEEP, 0)], ids=["rows cost little", "rows cost much"])
-@pytest.mark.parametrize("name", WORLDS)
+def crossed() -> Iterator[ParameterSet]:
+    """Every world under costs of its own; under the other ones it is slow."""
+    for place, name in enumerate(WORLDS):
+        for turn, (kind, passes, seed) in enumerate((("rows cost little", FLAT, 1), ("rows cost much", STEEP, 0))):
+            marks = [] if (place + turn) % 2 else [pytest.mark.slow]
+            yield pytest.param(name, passes, seed, id=f"{name}, {kind}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "passes", "seed"), [*crossed()])
 def test_it_is_near_the_best_fixed_choice_in_hindsight(name: str, passes: dict[int, float], seed: int) -> None:
     methods, tokens = WORLDS[name]
     world = World(methods, passes, seed=seed)
