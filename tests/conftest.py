@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 os.environ["OUTRIDER_COSTS"] = "off"
 #: Triton's interpreter runs the kernels for GPUs, unless somebody who has one says otherwise.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# Tests start hundreds of processes. None of them compiles again what Python has compiled, as some machines ask for.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(wrapper=True)
