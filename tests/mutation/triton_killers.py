@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 
 def triton_attention_is_its_definition() -> None:
     """Rows of scattered blocks, chunks, trees, windows and sinks."""
@@ -19,6 +21,28 @@ def triton_attention_has_bits_of_its_own() -> None:
         attention.test_the_bits_of_a_row_do_not_depend_on_what_else_attends(patch)
     attention.test_a_tree_has_the_bits_of_its_paths()
     attention.test_what_a_row_does_not_see_may_be_infinite()
+
+
+def triton_probabilities_are_the_stock_ones() -> None:
+    """The same tokens stay, and they are as probable."""
+    from tests.unit import test_triton_sampling as sampling
+
+    _stock()
+    for size, dtype in ((61, sampling.torch.float64), (sampling.probabilities.ENTRIES + 9, sampling.torch.float32)):
+        sampling.test_probabilities_are_the_stock_ones(size, dtype)
+
+
+def triton_draws_are_the_stock_ones() -> None:
+    """The same noise draws the same tokens, and the same is owed."""
+    from tests.unit import test_triton_sampling as sampling
+
+    _stock()
+    sampling.test_draws_have_the_noise_of_the_stock_ones()
+    sampling.test_debts_are_the_stock_ones()
+
+
+def _stock() -> None:
+    os.environ["OUTRIDER_KERNELS"] = "off"
 
 
 def triton_rows_are_kept() -> None:

@@ -11,6 +11,14 @@ def _mutant(name: str, killer: str, old: str, new: str, file: str = "attention.p
     return Mutant(name, 0, f"kernels/triton/{file}", old, new, killer)
 
 
+def _probs(name: str, old: str, new: str) -> Mutant:
+    return _mutant(name, "triton_probabilities_are_the_stock_ones", old, new, "probabilities.py")
+
+
+def _draws(name: str, old: str, new: str) -> Mutant:
+    return _mutant(name, "triton_draws_are_the_stock_ones", old, new, "draws.py")
+
+
 TRITON_MUTANTS = (
     _mutant("a row does not see itself", _LAW, "seen = (places <= own[:, None])", "seen = (places < own[:, None])"),
     _mutant("the last position of a split is left out", _LAW, "(split + 1) * SPLIT,", "(split + 1) * SPLIT - 1,"),
@@ -25,5 +33,16 @@ TRITON_MUTANTS = (
     _mutant("splits overlap", _LAW, "split * SPLIT, tl.min", "split * (SPLIT - 2), tl.min"),
     _mutant("what a row does not see spoils it", _BITS, "tile = tl.where(sound[:, None] > 0, tile, 0.0)", "tile = tile"),
     _mutant("what a row sees does not spoil it", _BITS, 'float("nan"), sums)', "sums, sums)"),
+    _probs("the k-th largest entry is left out", "_key(values, BITS) >= floor", "_key(values, BITS) > floor"),
+    _probs("more than the nucleus stays", "limit = nucleus * mass", "limit = (nucleus + 0.1) * mass"),
+    _probs("all that are equal to the edge stay", "tl.cumsum(tied, 0) <= ties)", "tl.cumsum(tied, 0) <= size)"),
+    _probs("equal entries are counted anew in each part", "        before += tl.sum(tied, 0)\n", ""),
+    _probs("zeros of both signs differ", "    values = tl.where(values == 0, 0.0, values)\n", ""),
+    _probs("all of equals are the likeliest", "(at == best).to", "(tl.load(logits + at, at < size, 0.0) == largest).to"),
+    _probs("min_p cuts what top_p has cut", "(least > 0) & (smallest > edge)", "(least > 0) & (smallest < edge)"),
+    _draws("noise begins with another token", "(at + 1).to(tl.uint64)", "at.to(tl.uint64)"),
+    _draws("noise is mixed less", "(x >> 27)) * 0x94D049BB133111EB", "(x >> 27))"),
+    _draws("the walk begins anew in each part", "        before += tl.sum(p, 0)\n", ""),
+    _draws("a debt is not weighed", "owed = tl.maximum(weight * wanted", "owed = tl.maximum(wanted"),
     _mutant("values lie with the heads of keys", _KEPT, "row * value_row", "row * key_row", "kv_write.py"),
 )

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.kernels.triton import attention, kv_write
+from outrider.kernels.triton import attention, draws, kv_write, probabilities
 
 #: A kernel, the types of its arguments by name, and its constants.
 Case = tuple[Any, dict[str, str], dict[str, Any]]
@@ -43,6 +43,23 @@ def kv_cases() -> Iterator[Case]:
     yield kv_write._write, {**rows, "slots": "*i64", **strides}, sizes
 
 
+def sampling_cases() -> Iterator[Case]:
+    cuts = dict.fromkeys(("temperatures", "nuclei", "floors", "counts"), "*fp64")
+    for real, bits in (("*fp32", 32), ("*fp64", 64)):
+        rows = {"logits": real, "stride": "i32", **cuts, "probs": real, "size": "i32"}
+        sizes = {"BITS": bits, "ENTRIES": probabilities.ENTRIES, "DIGITS": probabilities.DIGITS}
+        yield probabilities._target_probs, rows, sizes
+
+
+def draw_cases() -> Iterator[Case]:
+    rows = {"probs": "*fp32", "stride": "i32", "noise": "*i64", "tokens": "*i64", "size": "i32"}
+    yield draws._race, rows, {"ENTRIES": draws.ENTRIES}
+    yield draws._invert, rows, {"ENTRIES": draws.ENTRIES}
+    places = dict.fromkeys(("target_group", "target_row", "draft_group", "draft_row", "size"), "i32")
+    reals = dict.fromkeys(("target", "draft", "weights", "mass", "probs"), "*fp32")
+    yield draws._debt, {**reals, **places}, {"ENTRIES": draws.ENTRIES, "PROBS": True}
+
+
 def compiled(case: Case, capability: int) -> dict[str, Any]:
     kernel, types, constants = case
     types = {name: types.get(name, "constexpr") for name in kernel.arg_names}
@@ -52,7 +69,7 @@ def compiled(case: Case, capability: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sizes_of = {"attention": attention_cases, "kv": kv_cases}
+    sizes_of = {"attention": attention_cases, "kv": kv_cases, "sampling": sampling_cases, "draws": draw_cases}
     for name in sys.argv[2:] or sizes_of:
         for each in sizes_of[name]():
             sys.stdout.write(json.dumps(compiled(each, int(sys.argv[1]))) + "\n")

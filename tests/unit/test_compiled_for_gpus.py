@@ -28,7 +28,8 @@ def compiled(capability: int, folder: Path, *names: str) -> list[dict[str, objec
 @pytest.mark.parametrize("capability", SHARED)
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     kernels = compiled(capability, tmp_path)
-    assert {each["kernel"] for each in kernels} == {"_find", "_fold", "_write"}
+    names = {"_find", "_fold", "_write", "_target_probs", "_race", "_invert", "_debt"}
+    assert {each["kernel"] for each in kernels} == names
     assert all(each["shared"] <= SHARED[capability] for each in kernels)
 
 

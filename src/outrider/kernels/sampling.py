@@ -1,6 +1,6 @@
-"""Probabilities and draws over large vocabularies, by the compiled kernels, which do not sort.
+"""Probabilities and draws over large vocabularies by kernels, which do not sort: compiled C on a CPU, Triton on a GPU.
 
-Every function takes contiguous float32 or float64 tensors on a CPU, and `usable` says whether a tensor is one.
+Every function takes float32 or float64 tensors on one device, and `usable` says whether they are such.
 `outrider.verify` has the stock functions, which give the same results up to rounding.
 """
 
@@ -16,16 +16,17 @@ from torch import Tensor
 
 from outrider.kernels.layout import DrawCall, ProbsCall, ResidualCall
 from outrider.kernels.library import KernelLibrary, kernel_library
+from outrider.kernels.triton.devices import runs_on
 
 _I64 = ctypes.c_int64
 
 
 def usable(*tensors: Tensor) -> bool:
     """Whether there are kernels and they take these tensors [n, vocab_size]."""
-    return kernel_library() is not None and all(
-        t.device.type == "cpu" and t.dtype in (torch.float32, torch.float64) and t.dtype == tensors[0].dtype
-        for t in tensors
-    )
+    device, dtype = tensors[0].device, tensors[0].dtype
+    if dtype not in (torch.float32, torch.float64) or any(t.dtype != dtype or t.device != device for t in tensors):
+        return False
+    return runs_on(device) or (device.type == "cpu" and kernel_library() is not None)
 
 
 def target_probs(
@@ -36,6 +37,10 @@ def target_probs(
     min_p: Sequence[float],
 ) -> Tensor:
     """Probabilities [n, vocab_size], see `outrider.verify.logits.target_probs`. Temperature 0 means a greedy row."""
+    if runs_on(logits.device):
+        from outrider.kernels.triton import probabilities  # which imports Triton
+
+        return probabilities.target_probs(logits, temperature, top_k, top_p, min_p)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     num_rows, size = logits.shape
     probs = torch.empty(num_rows, size, dtype=logits.dtype)
@@ -65,18 +70,30 @@ def target_probs(
     return probs
 
 
-def race(probs: Tensor, noise: np.ndarray) -> Tensor:
+def race(probs: Tensor, noise: Tensor) -> Tensor:
     """Draw tokens [n] by Gumbel-max: the largest p / -log(u), where each token has a u from the bits [n] of `noise`."""
+    if runs_on(probs.device):
+        from outrider.kernels.triton import draws  # which imports Triton
+
+        return draws.race(probs, noise)
     return _drawn("race", probs, noise)
 
 
-def invert(probs: Tensor, noise: np.ndarray) -> Tensor:
+def invert(probs: Tensor, noise: Tensor) -> Tensor:
     """Draw tokens [n] by inverting the cumulative distribution, with one uniform number from the bits [n] of `noise`."""
+    if runs_on(probs.device):
+        from outrider.kernels.triton import draws  # which imports Triton
+
+        return draws.invert(probs, noise)
     return _drawn("invert", probs, noise)
 
 
 def owed_mass(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
     """The sums [b, n] of max(weight * target - draft, 0) over rows of probabilities [b, n, vocab_size]."""
+    if runs_on(target.device):
+        from outrider.kernels.triton import draws  # which imports Triton
+
+        return draws.owed_mass(target, draft, weight)
     mass = torch.empty(weight.shape, dtype=target.dtype)
     _owed(target, draft, weight, mass, None)
     return mass
@@ -84,16 +101,20 @@ def owed_mass(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
 
 def owed_probs(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
     """max(weight * target - draft, 0), normalised [b, n, vocab_size]. It is the target where all of it is 0."""
+    if runs_on(target.device):
+        from outrider.kernels.triton import draws  # which imports Triton
+
+        return draws.owed_probs(target, draft, weight)
     probs = torch.empty(target.shape, dtype=target.dtype)
     _owed(target, draft, weight, None, probs)
     return probs
 
 
-def _drawn(name: str, probs: Tensor, noise: np.ndarray) -> Tensor:
+def _drawn(name: str, probs: Tensor, noise: Tensor) -> Tensor:
     probs = probs if probs.stride(-1) == 1 else probs.contiguous()
     tokens = torch.empty(len(probs), dtype=torch.int64)
-    bits = np.ascontiguousarray(noise)
-    call = DrawCall(*probs.shape, probs.data_ptr(), probs.stride(0), bits.ctypes.data, tokens.data_ptr())
+    bits = noise.contiguous()
+    call = DrawCall(*probs.shape, probs.data_ptr(), probs.stride(0), bits.data_ptr(), tokens.data_ptr())
     _run(name, probs.dtype, call)
     return tokens
 

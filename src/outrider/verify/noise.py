@@ -200,7 +200,7 @@ def uniform(bits: Tensor) -> Tensor:
 def gumbel_max(probs: Tensor, bits: Tensor) -> Tensor:
     """Tokens [n] from `probs` [n, vocab_size]: who wins an exponential race run on per-token noise of `bits` [n]."""
     if sampling.usable(probs):
-        return sampling.race(probs, bits.numpy())
+        return sampling.race(probs, bits)
     tokens = torch.arange(1, probs.shape[-1] + 1, device=probs.device)
     noise = uniform(_mix_torch(bits[:, None] + tokens * _signed(_GOLDEN)))
     return (probs.to(torch.float64) / -noise.log()).argmax(-1)
@@ -209,7 +209,7 @@ def gumbel_max(probs: Tensor, bits: Tensor) -> Tensor:
 def invert_cdf(probs: Tensor, bits: Tensor) -> Tensor:
     """Tokens [n] from `probs` [n, vocab_size] by one uniform each, made of `bits` [n]; never one of probability 0."""
     if sampling.usable(probs):
-        return sampling.invert(probs, bits.numpy())
+        return sampling.invert(probs, bits)
     mass = probs.to(torch.float64).cumsum(-1)
     total = mass[:, -1:]
     below = torch.minimum(uniform(bits)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
