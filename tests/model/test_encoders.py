@@ -21,6 +21,9 @@ from outrider.model import hf_encoder
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import ForwardContext
 from outrider.prove.cache_truth import CacheAudit
+from outrider.server.api.jobs import JobMaker
+from outrider.server.api.schemas import CompletionRequest
+from outrider.server.settings import ServerSettings
 from tests.model import checkpoints, encoders
 
 LONG = [(7 * i + 2) % 61 for i in range(32)]
@@ -200,6 +203,14 @@ def test_what_cannot_be_served_is_refused_by_name(llm: LLM, path: str, tmp_path:
     with pytest.raises(ModelLoadError, match="decoder_start_token_id=None") as missing:
         LLM(encoders.save(tmp_path / "startless", decoder_start_token_id=None), speculation="none")
     assert "generation_config.json" in missing.value.remedy
+
+
+def test_a_server_does_not_echo_what_an_encoder_reads(llm: LLM) -> None:
+    methods: Any = None
+    start, settings = llm.engine.runner.loaded.text_start, ServerSettings(model_name="t5")
+    maker = JobMaker(llm.prompts, llm.default_params, 100, methods, settings, encoders.VOCAB_SIZE, start)
+    with pytest.raises(UnsupportedParameterError, match=r"echo=True.*no part of the text"):
+        maker.make(CompletionRequest(prompt=[1, 2], echo=True), None)
 
 
 def test_encoders_of_images_are_refused(tmp_path: Path) -> None:

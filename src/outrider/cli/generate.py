@@ -198,7 +198,8 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no
     stream = llm.stream(prompt, params)  # a prompt that is refused is not echoed
     if notes.is_terminal and members:
         notes.print(legend(members))
-    write(paper, [(prompt, "prompt")])
+    if llm.engine.runner.loaded.encoder is None:  # else the text does not go on from it
+        write(paper, [(prompt, "prompt")])
     for piece in stream:
         write(paper, sources(piece), styles)
         final = piece.output or final

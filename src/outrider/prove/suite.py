@@ -32,13 +32,14 @@ from outrider.prove.running import Proof, run_in_processes, run_proofs
 from outrider.prove.sampled import prove_sampled
 from outrider.prove.settings.crossed import CROSSED_SETTINGS
 from outrider.prove.settings.drafts import QUICK_SETTINGS, SETTINGS
+from outrider.prove.settings.encoders import ENCODER_SETTINGS
 from outrider.prove.settings.heads import HEADS_SETTINGS
 from outrider.prove.settings.parameters import PARAMETER_SETTINGS
 from outrider.prove.settings.running import RUNNING_SETTINGS
 from outrider.prove.settings.setting import Setting
 from outrider.prove.settings.shared_target import SHARED_TARGET_LAYERS, SHARED_TARGET_SETTINGS
 from outrider.prove.settings.structures import STRUCTURE_SETTINGS
-from outrider.prove.tiny import CROSSED_PIECES, PIECES, save_tiny_hybrid, save_tiny_llama
+from outrider.prove.tiny import CROSSED_PIECES, PIECES, save_tiny_hybrid, save_tiny_llama, save_tiny_t5
 from outrider.prove.tiny_heads import save_tiny_heads
 from outrider.prove.tree_distribution import prove_tree_verifier
 from outrider.prove.tree_reference import TreeRule
@@ -161,9 +162,10 @@ def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: b
             yield f"joint distribution: {setting.name}", partial(deep.prove, setting, 3)
         for setting in CROSSED_SETTINGS:
             yield f"joint distribution: {setting.name}", partial(crossed.prove, setting, 3)
-        hybrid = _TinyHybrids(folder / "hybrid")
-        for setting in RUNNING_SETTINGS:
-            yield f"joint distribution: {setting.name}", partial(hybrid.prove, setting, 3)
+        hybrid, encoder = _SavedPair(folder / "hybrid", save_tiny_hybrid), _SavedPair(folder / "encoder", save_tiny_t5)
+        for pair, settings in ((hybrid, RUNNING_SETTINGS), (encoder, ENCODER_SETTINGS)):
+            for setting in settings:
+                yield f"joint distribution: {setting.name}", partial(pair.prove, setting, 3)
     own, length = OwnModel(model, draft_model), 24 if quick else 48
     yield "greedy text is identical", partial(_on_own, own, length, seed=None)
     yield "seeded text is identical", partial(_on_own, own, length, seed=11)
@@ -228,19 +230,21 @@ class _TinyPair:
         return self._proof.prove(setting, length)
 
 
-class _TinyHybrids:
-    """Two random models over three tokens that keep a running state, made when they are first used.
+class _SavedPair:
+    """Two random models over three tokens of another kind than a Llama, made when they are first used.
 
     Args:
         folder: Where they are written.
+        save: Writes one of them to a folder, from a seed; returns its path.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, save: Callable[[Path, int], str]) -> None:
         self._folder = folder
+        self._save = save
 
     @cached_property
     def _proof(self) -> EngineProof:
-        return EngineProof(*(save_tiny_hybrid(self._folder / part, seed) for part, seed in _SEEDS.items()))
+        return EngineProof(*(self._save(self._folder / part, seed) for part, seed in _SEEDS.items()))
 
     def prove(self, setting: Setting, length: int) -> Finding:
         return self._proof.prove(setting, length)

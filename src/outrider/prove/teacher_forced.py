@@ -28,29 +28,34 @@ class TeacherForced:
     """
 
     def __init__(self, path: str, end_token_ids: Sequence[int] = ()) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
         with exclusive_transformers():
-            self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+            self._reads_source = AutoConfig.from_pretrained(path).is_encoder_decoder
+            auto = AutoModelForSeq2SeqLM if self._reads_source else AutoModelForCausalLM
+            self._model = auto.from_pretrained(path, dtype=torch.float64).eval()
         self._ends = tuple(end_token_ids)
         raise_norms(self._model)
-        self._logits: dict[Context, list[float]] = {}
+        self._logits: dict[tuple[Context, Context], list[float]] = {}
 
     def distribution(self, prompt: Context, params: SamplingParams, language: Sequence[str] = ()) -> dict[Outcome, float]:
         """The joint distribution of the samples that `params` asks for. They are independent, and each ends by itself.
 
         Args:
-            prompt: Token ids.
+            prompt: Token ids; of a model with an encoder, those that it reads.
             params: What the engine is asked for.
             language: Every text that `params.structured_outputs` admits; () where no structure is asked for.
         """
+        source: Context = ()
+        if self._reads_source:
+            source, prompt = prompt, (self._model.config.decoder_start_token_id,)
         one: dict[Context, float] = {}
         alive: dict[Context, float] = {(): 1.0}
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._ends)}
         while alive:
             written, weight = alive.popitem()
             allowed = _may_follow(written, language) if language else None
-            probs = process(self.logits(prompt + written), params, prompt, written, stops, allowed)
+            probs = process(self.logits(prompt + written, source), params, prompt, written, stops, allowed)
             for token, p in enumerate(probs):
                 text = (*written, token)
                 ends = len(text) >= params.max_tokens or token in stops or _has_stop_string(text, params)
@@ -64,12 +69,14 @@ class TeacherForced:
             joint[texts] = weight
         return joint
 
-    def logits(self, tokens: Context) -> list[float]:
-        """The logits of the next token [vocab_size]."""
-        if tokens not in self._logits:
+    def logits(self, tokens: Context, source: Context = ()) -> list[float]:
+        """The logits of the next token [vocab_size], behind a source where there is an encoder."""
+        if (source, tokens) not in self._logits:
+            text = torch.tensor([tokens])
+            inputs = {"input_ids": torch.tensor([source]), "decoder_input_ids": text} if source else {"input_ids": text}
             with torch.inference_mode():
-                self._logits[tokens] = self._model(torch.tensor([tokens])).logits[0, -1].tolist()
-        return self._logits[tokens]
+                self._logits[source, tokens] = self._model(**inputs).logits[0, -1].tolist()
+        return self._logits[source, tokens]
 
 
 def process(

@@ -92,6 +92,33 @@ def save_tiny_hybrid(folder: Path, seed: int) -> str:
     return str(folder)
 
 
+def save_tiny_t5(folder: Path, seed: int) -> str:
+    """Write a T5 over three tokens, whose bias by distance has few buckets; returns its path.
+
+    Args:
+        folder: The folder to write to.
+        seed: Fixes the weights, which are as wide as those of `save_tiny_llama`.
+    """
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=3,
+        d_model=8,
+        d_kv=4,
+        d_ff=16,
+        num_layers=1,
+        num_decoder_layers=2,
+        num_heads=2,
+        relative_attention_num_buckets=4,
+        relative_attention_max_distance=4,
+        decoder_start_token_id=2,
+        pad_token_id=None,
+        eos_token_id=None,
+    )
+    _save_random(T5ForConditionalGeneration(config), seed, folder)
+    return str(folder)
+
+
 def _save_random(model: Any, seed: int, folder: Path) -> None:
     """Write a model with random weights in float64."""
     model.double()
@@ -122,7 +149,7 @@ def raise_norms(model: Any) -> None:
     Norms of another form than Llama's stay as they are.
     """
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        if type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")) and hasattr(module, "variance_epsilon"):
             module.forward = _Norm(module)
 
 

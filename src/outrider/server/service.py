@@ -72,7 +72,15 @@ class Service:
         capacity = runner.blocks.num_blocks * runner.blocks.block_size
         length = runner.loaded.max_model_len
         self.facts = ModelFacts(length, min(length, capacity), config.max_num_seqs, runner.loaded.vocab_size)
-        self.jobs = JobMaker(llm.prompts, llm.default_params, self.facts.longest, allowed, settings, self.facts.vocab_size)
+        self.jobs = JobMaker(
+            llm.prompts,
+            llm.default_params,
+            self.facts.longest,
+            allowed,
+            settings,
+            self.facts.vocab_size,
+            runner.loaded.text_start,
+        )
         self.metrics = ServerMetrics(settings.model_name)
         self.deadlines = Deadlines()
         self.draining = False

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.engine.admission import check_prompt_ids
-from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedParameterError
 from outrider.params import SamplingParams, StructuredOutputs
 from outrider.prompts import PromptEncoder
 from outrider.propose.speculation import SpeculationConfig
@@ -87,6 +87,7 @@ class JobMaker:
         allowed: The methods of the server.
         settings: Its limits.
         vocab_size: Token ids that the model knows.
+        text_start: What every text begins with, where an encoder reads the prompt; None where it begins with the prompt.
     """
 
     prompts: PromptEncoder
@@ -95,6 +96,7 @@ class JobMaker:
     allowed: AllowedMethods
     settings: ServerSettings
     vocab_size: int
+    text_start: tuple[int, ...] | None = None
 
     def make(self, asked: CommonRequest, namespace: str | None) -> Job:
         """A request with all that can be known of it before the engine sees it.
@@ -104,7 +106,8 @@ class JobMaker:
         """
         self.check_size(asked)
         found = self._prompts(asked)
-        room = self.longest - max(len(prompt.token_ids) for prompt in found)
+        begun = max(len(prompt.token_ids) for prompt in found) if self.text_start is None else len(self.text_start)
+        room = self.longest - begun
         params = sampling(asked, self.defaults, room, self.settings)
         if isinstance(asked, ChatRequest):
             params = self._with_calls(asked, params)
@@ -144,6 +147,9 @@ class JobMaker:
         if isinstance(asked, ChatRequest):
             return (Prompt(encode(asked, self.prompts)),)
         assert isinstance(asked, CompletionRequest)
+        if asked.echo and self.text_start is not None:
+            problem = "an encoder reads the prompt, which is no part of the text"
+            raise UnsupportedParameterError("echo", asked.echo, problem, "Leave it out.")
         special = asked.add_special_tokens is not False
         encoded = [self.prompts.encode(prompt, add_special_tokens=special) for prompt in asked.prompts]
         return tuple(self._prompt(text, tokens, echoed=bool(asked.echo)) for text, tokens in encoded)

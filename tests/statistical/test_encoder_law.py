@@ -1,0 +1,45 @@
+"""The joint distribution of texts of a model with an encoder, with a control that must turn red."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.model.context import ForwardContext, SeenPart
+from outrider.prove.engine_distribution import BOUND, EngineProof
+from outrider.prove.settings.encoders import ENCODER_SETTINGS
+from outrider.prove.tiny import save_tiny_t5
+
+BY_NAME = {setting.name: setting for setting in ENCODER_SETTINGS}
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProof]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny tensors
+    folder: Path = tmp_path_factory.mktemp("encoder")
+    yield EngineProof(save_tiny_t5(folder / "target", 1), save_tiny_t5(folder / "draft", 2))
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_joint_distribution(proof: EngineProof, name: str) -> None:
+    proof.llm.stats.reset()
+    assert proof.prove(BY_NAME[name], 3).measured <= BOUND
+    stats = proof.llm.stats.finished
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_proposer_faults == 0
+
+
+def test_control(proof: EngineProof, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of trees, and rows behind others, get the bias of the first distance."""
+    stock = ForwardContext._biased
+
+    def wrong(context: ForwardContext, index: int, part: SeenPart, bias: torch.Tensor) -> SeenPart:
+        return stock(context, index, part, bias[:, :1])
+
+    monkeypatch.setattr(ForwardContext, "_biased", wrong)
+    assert proof.prove(BY_NAME["encoder, tree, traversal"], 3).measured > 1e-4
