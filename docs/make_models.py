@@ -247,9 +247,9 @@ def _families() -> str:
 {names}.
 Families that are not among them use the kernels for their linear layers and for attention. More than the probe is tested
 for llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3 (longrope too), gpt2, gpt_neox, falcon, olmo2, starcoder2, mixtral,
-gpt_oss and deepseek_v3; and, of models with a running state, for qwen3_next, qwen3_5_text, olmo_hybrid, kimi_linear, lfm2,
-granitemoehybrid, bamba, falcon_h1, nemotron_h, mamba2, mamba, falcon_mamba and jamba; and, of models with an encoder,
-for t5."""
+gpt_oss and deepseek_v3; and, of models with a running state, for qwen3_next, qwen3_5_text, qwen3_5_moe_text, olmo_hybrid,
+kimi_linear, bailing_hybrid, lfm2, lfm2_moe, lfm3, granitemoehybrid, bamba, falcon_h1, nemotron_h, mamba2, mamba,
+falcon_mamba and jamba; and, of models with an encoder, for t5."""
 
 
 def main() -> None:

@@ -194,6 +194,29 @@ _RUNNING: dict[str, tuple[str, dict[str, Any]]] = {
         "JambaConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
     ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig",
+        {
+            **_DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16, "num_dense_layers": 1,
+        },
+    ),
+    "lfm3": ("Lfm3Config", {}),
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        {
+            "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1,
+            "first_k_dense_replace": 1, "layer_group_size": 2, "head_dim": 8,
+        },
+    ),
 }  # fmt: skip
 RUNNING = tuple(_RUNNING)
 
@@ -204,13 +227,6 @@ _ROUTED: dict[str, Any] = {
 _PREDICTING: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": (
         "Glm4MoeConfig", {**_ROUTED, "head_dim": 8, "first_k_dense_replace": 1, "n_shared_experts": 1, "use_qk_norm": True},
-    ),
-    "qwen3_5_moe_text": (
-        "Qwen3_5MoeTextConfig",
-        {
-            **_DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-        },
     ),
     "mimo_v2_flash": (
         "MiMoV2FlashConfig", {**_ROUTED, "head_dim": 8, "v_head_dim": 6, "sliding_window": WINDOW},

@@ -26,7 +26,7 @@ TESTED = (
     "recurrent_gemma",
 )
 #: Types whose decoder is of a type that the kernels know.
-SAME_DECODER = {"gemma3", "gpt-sw3", "moss_transcribe_diarize", "qwen3_5"}
+SAME_DECODER = {"gemma3", "gpt-sw3", "moss_transcribe_diarize", "qwen3_5", "qwen3_5_moe"}
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,17 @@ def test_writes_what_transformers_writes(family: str, tmp_path: Path) -> None:
     assert stats.num_proposer_faults == 0
 
 
+def test_layers_of_a_bamba_draft_for_it(tmp_path: Path) -> None:
+    """Its first layers, and those that are left when some are skipped, go over states of the same layers."""
+    path = saved("bamba", tmp_path)
+    llm, want = load(path), checkpoints.greedy_by_transformers(path, PROMPT, 24)
+    for speculation in (EXIT, SKIP):
+        (output,) = llm.generate(PROMPT, GREEDY, speculation=speculation)
+        assert output.token_ids == want
+        assert 0 < output.stats.num_accepted_tokens < output.stats.num_draft_tokens
+    assert llm.stats.finished.num_proposer_faults == 0
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """A model of every kind, which drafts for itself, with memory for two texts that share nothing."""
@@ -174,6 +185,31 @@ def test_a_state_that_is_kept_in_an_unknown_way_is_refused(tmp_path: Path) -> No
     RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**shape, **ends)).save_pretrained(tmp_path / "griffin")
     with pytest.raises(UnsupportedModelError, match=r"\(linear_attention\) that is kept in a way unknown"):
         load(str(tmp_path / "griffin"))
+
+
+#: One attention with the number -1 serves both of these layers, and so there is one place for the keys of both.
+_HYBRID = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
+#: Types that keep states in ways of their own, with what a refusal says.
+REFUSED = {
+    "minimax": ({"num_key_value_heads": 2, "num_local_experts": 4}, r"\(linear_attention\) that is kept in a way unknown"),
+    "rwkv": ({"attention_hidden_size": 32, "context_length": 64}, "does not take a custom attention function"),
+    "xlstm": ({"num_heads": 4, "chunk_size": 16}, "logits differ"),
+    "zamba2": (
+        {"layers_block_type": _HYBRID, "num_key_value_heads": 4, "n_mamba_heads": 4, "mamba_d_state": 8},
+        "logits differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_types_that_keep_states_in_their_own_ways_are_refused(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
+    config = AutoConfig.for_model(kind, **shape, **REFUSED[kind][0])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
+    with pytest.raises(UnsupportedModelError, match=REFUSED[kind][1]):
+        load(str(tmp_path / kind))
 
 
 @pytest.mark.parametrize("bug", ["siblings of a tree follow each other", "rejected rows of a tree stay"])

@@ -103,7 +103,7 @@ _MIXTRAL = Family(experts=FamilyExperts())
 _QWEN3_MOE = Family(experts=FamilyExperts(normalised="norm_topk_prob"))
 _OLMOE = replace(_QWEN3_MOE, whole_norms=True, only={"clip_qkv": None})
 _QWEN3_5 = Family(norm_offset=1.0, gated_heads=True, mixer=("linear_attn", parted_delta))
-_SHARED = FamilyExperts(normalised="norm_topk_prob", beside="mlp.shared_expert", beside_gate="mlp.shared_expert_gate")
+_SHARED = FamilyExperts(beside="mlp.shared_expert", beside_gate="mlp.shared_expert_gate")
 _LFM2 = Family(
     final_norm="embedding_norm",
     mlp="feed_forward",
@@ -149,9 +149,12 @@ FAMILIES: dict[str, Family] = {
     "phi3": _PHI3,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "qwen3_5_moe_text": replace(_QWEN3_5, experts=_SHARED),
     "qwen3_5_text": _QWEN3_5,
     "qwen3_moe": _QWEN3_MOE,
-    "qwen3_next": replace(_QWEN3_5, mixer=("linear_attn", joined_delta), experts=_SHARED),
+    "qwen3_next": replace(
+        _QWEN3_5, mixer=("linear_attn", joined_delta), experts=replace(_SHARED, normalised="norm_topk_prob")
+    ),
     "smollm3": replace(_LLAMA, rotary_where="use_rope"),
     "stablelm": _STABLELM,
     "starcoder2": _STARCODER2,
