@@ -118,8 +118,9 @@ class Watch:
         patch.setattr(grower, "add_level", watched)
 
     def _compare(self, growth: Any, node: int, row: torch.Tensor) -> None:
-        text = tuple(growth.request.sequence.token_ids)
-        path = (*growth.request.path, *growth.path(node))
+        request = growth.request
+        (held,) = request.sequence.kv._state.num_filled.values()  # of the target's features, those of so many are read
+        text, path = tuple(request.text(0)[: held + 1]), (*request.text(held + 1), *growth.path(node))
         want = self._reference.logits(text, path)  # of the token behind both
         drafted = want > float("-inf")
         assert (row[~drafted] < -1e29).all()

@@ -14,7 +14,7 @@ from outrider import LLM, SamplingParams
 from outrider.draft import EMPTY, Draft, Law
 from outrider.embedded import default_model
 from outrider.engine.hosting.thread import Health
-from outrider.errors import HeadMismatchError, InputError, InvalidParameterError, VocabularyMismatchError
+from outrider.errors import HeadMismatchError, InputError, VocabularyMismatchError
 from outrider.govern.costs import CostTable
 from outrider.model.target import Target
 from outrider.propose import registry
@@ -315,6 +315,3 @@ def test_a_head_in_a_stage_that_does_not_fit_is_named_by_its_place(llm: LLM, tmp
         with pytest.raises(HeadMismatchError) as raised:
             llm.load_method(nested)
         assert str(raised.value).startswith(f"{place}: ")
-    with pytest.raises(InvalidParameterError) as refused:
-        llm.load_method({"method": "then", "methods": ["ngram", staged({"method": "eagle3", "model": of_target})]})
-    assert refused.value.field == "methods.1.drafter.method"

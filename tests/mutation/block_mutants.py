@@ -43,7 +43,7 @@ BLOCK_MUTANTS = (
     _mutant(
         "a draft behind another one takes its places",
         _DRAFTS,
-        "len(growth.request.path)))",
+        "len(others)))",
         "0))",
     ),
 )

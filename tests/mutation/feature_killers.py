@@ -11,7 +11,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.prove.published_heads import save_random_eagle
-from tests.model import checkpoints, test_feature_heads, test_mtp
+from tests.model import checkpoints, test_feature_heads, test_mtp, test_staged_heads
 from tests.model.mtp_reference import MtpReference
 
 _NAMES = ("safeailab", "speculators, normed residual", "eagle1")
@@ -44,6 +44,22 @@ def mtp_makes_the_drafts() -> None:
     assert test_feature_heads.faults(outputs) == 0
     assert watch.num_rows > 5
     assert watch.worst <= 10 * test_feature_heads.BOUND
+
+
+def heads_in_a_stage() -> None:
+    """Every row of every guess is what the reference says, whatever the target and the draft model took before."""
+    with pytest.MonkeyPatch.context() as patch:
+        test_staged_heads.test_every_guess_is_what_the_reference_says(_made_pair(), "eagle3", patch)
+
+
+def heads_beside_their_draft_model() -> None:
+    """A head in a stage is shown the rows that the draft model computed for others."""
+    test_staged_heads.test_who_else_reads_with_the_draft_model_leaves_no_gap(_made_pair(), in_turn=False)
+
+
+@cache
+def _made_pair() -> test_staged_heads.Pair:
+    return test_staged_heads.make(Path(tempfile.mkdtemp()))
 
 
 @cache

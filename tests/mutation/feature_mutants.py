@@ -15,7 +15,9 @@ FEATURE_MUTANTS = (
     _mutant(
         "a token is read beside its own feature", _HEAD, "(first[i : i + 1], rows[:-1])", "(first[i : i + 1], rows[1:])"
     ),
-    _mutant("the feature of the first token read is kept", _DRAFTS, "own[-1].clone()", "own[0].clone()"),
+    _mutant(
+        "the first feature that is kept is read", _ROWS, "return self.rows[position - self.start]", "return self.rows[0]"
+    ),
     _mutant(
         "every token of a draft reads the target's feature",
         _DRAFTS,
@@ -29,7 +31,7 @@ FEATURE_MUTANTS = (
         "samples forget the feature that their prompt ends with",
         _DRAFTS,
         "self._features[child.seq_id] = self._features[parent.seq_id]",
-        "self._features[child.seq_id] = 2 * self._features[parent.seq_id]",
+        "parts = self._features[parent.seq_id]; self._features[child.seq_id] = LastFeatures(parts.start, 2 * parts.rows)",
         "features_of_samples",
     ),
     _mutant(
@@ -95,6 +97,20 @@ FEATURE_MUTANTS = (
         "self.added.write(text.kv, layer, text.start, keys[rows], values[rows])",
         "self.added.write(text.kv, layer, text.start, 0 * keys[rows], 0 * values[rows])",
         "mtp_makes_the_drafts",
+    ),
+    _mutant(
+        "rows of added layers stay that the text did not take",
+        "cache/state.py",
+        "self.num_filled[number] = min(filled, self.end)",
+        "self.num_filled[number] = min(filled, self.end + 1)",
+        "heads_in_a_stage",
+    ),
+    _mutant(
+        "a head in a stage goes on behind rows that it was not shown",
+        "cache/state.py",
+        "        if held < self.end:\n",
+        "        if False:\n",
+        "heads_beside_their_draft_model",
     ),
     _mutant(
         "tokens that may be drafted are counted from the first one",

@@ -189,8 +189,8 @@ MUTANTS = (
         "what was read of a prompt is forgotten",
         9,
         "propose/methods/draft_model.py",
-        "            text.record(segment.token_ids)\n",
-        "",
+        "            each.text.record(each.segment.token_ids)\n",
+        "            pass\n",
         "prompts_are_read",
     ),
     Mutant(

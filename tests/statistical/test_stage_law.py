@@ -10,6 +10,7 @@ import pytest
 from outrider import SamplingParams
 from outrider.prove.stage_distribution import prove_stage
 
+_OF_TWO = {"top_k": 2}
 _FILTERED = {"temperature": 1.4, "top_k": 2, "frequency_penalty": 0.7}
 #: How the drafter, which has the target's weights, guesses; and the parameters of the text.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -18,6 +19,12 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chains under the token rule, filtered": ({"num_draft_tokens": 3, "rule": "token"}, _FILTERED),
     "chains that are walked, filtered": ({"num_draft_tokens": 3, "rule": "walk"}, _FILTERED),
     "trees": ({"tree": (2, 1), "num_draft_tokens": 4}, {}),
+    "heads": ({"method": "medusa", "num_draft_tokens": 3}, _OF_TWO),
+    "first layers": ({"method": "early_exit", "layers": 1, "num_draft_tokens": 3}, _OF_TWO),
+    "heads with layers": ({"method": "eagle3", "num_draft_tokens": 2}, _OF_TWO),
+    "trees of heads with layers": ({"method": "eagle1", "tree": (2, 1), "num_draft_tokens": 4}, _OF_TWO),
+    "a block": ({"method": "dflash", "num_draft_tokens": 2, "rule": "token"}, _OF_TWO),
+    "layers of a checkpoint": ({"method": "mtp", "num_draft_tokens": 2}, _OF_TWO),
 }
 
 

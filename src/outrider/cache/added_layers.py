@@ -149,9 +149,9 @@ class AddedLayers:
             ContradictionError: The target has computed less, or features are missing.
         """
         filled = self.num_filled(kv)
-        if not filled <= stop <= kv.num_computed:
-            problem = f"{filled} tokens were held, and the target has computed {kv.num_computed}"
-            raise ContradictionError("stop", stop, problem, f"Use {filled} to {kv.num_computed}.")
+        if not filled <= stop <= kv.end:
+            problem = f"{filled} tokens were held, and the target has computed {kv.end}"
+            raise ContradictionError("stop", stop, problem, f"Use {filled} to {kv.end}.")
         ends = range((filled // self._block_size + 1) * self._block_size, stop + 1, self._block_size)
         if self.shape.feature_size and ends:
             count = 0 if features is None else len(features)
@@ -172,6 +172,10 @@ class AddedLayers:
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy slots onto others in every layer; the memory calls this whenever it does so."""
         self._pool.move(sources, destinations)
+
+    def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy what is kept beside blocks onto others; the memory calls this when it copies their slots."""
+        self._features[list(destinations)] = self._features[list(sources)]
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.shape.num_layers:

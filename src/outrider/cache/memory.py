@@ -67,6 +67,8 @@ class StateMemory:
             return  # as in almost every step
         size = self.blocks.block_size
         self.move([(source * size + i, target * size + i) for source, target in pairs for i in range(size)])
+        for added in self.added:
+            added.copy_blocks(*zip(*pairs, strict=True))
         for state in states:
             state.copies.clear()
 

@@ -40,7 +40,8 @@ class SequenceState:
         num_computed: Leading tokens of the text that are in the blocks.
         ahead: Tokens computed behind these that the text has not confirmed; only a draft model has such.
         num_published: Leading blocks that are settled in the prefix cache.
-        num_filled: Leading tokens that added layers hold, by their number.
+        num_filled: Leading tokens that added layers hold, by their number; those ahead of the text too, until it turns out
+            that the text takes others.
         writable_from: First slot that a proposer may write in added layers: where the last pass began, until another step
             begins, and then behind all that is computed.
         long_rope: Whether they were computed with the rotary factors of long texts.
@@ -121,7 +122,7 @@ class SequenceState:
         if self.block_table and self._blocks.states is not None:
             self.running = self._blocks.states.begin_at(self.block_table[-1])
 
-    def roll_back(self, token_ids: Sequence[int], loose: Sequence[int] = ()) -> None:
+    def roll_back(self, token_ids: Sequence[int], loose: Sequence[int] = (), *, needs: Set[int] = frozenset()) -> None:
         """Keep what the committed tokens confirm of the tokens computed ahead, and forget the others.
 
         The last token always counts as not computed, since its row is needed again. A text that has come under other rotary
@@ -130,10 +131,21 @@ class SequenceState:
         Args:
             token_ids: The committed tokens.
             loose: Tokens behind these that later ones may still change; what they confirm stays ahead of the text.
+            needs: Added layers. What one of them lacks counts as not computed.
         """
         if self.enter_regime(len(token_ids)):
-            self.open(token_ids)
+            self.open(token_ids, needs=needs)
             return
+        before = self.end
+        self._keep_confirmed(token_ids, loose)
+        for number, filled in self.num_filled.items():
+            if filled <= before:  # what lies further back than all tokens ahead is settled
+                self.num_filled[number] = min(filled, self.end)
+        held = min((self.num_filled.get(number, 0) for number in needs), default=self.end)
+        if held < self.end:
+            self._compute_again(held)
+
+    def _keep_confirmed(self, token_ids: Sequence[int], loose: Sequence[int]) -> None:
         size = len(token_ids)
         last = max(size + len(loose) - 1, 0)
         self.num_computed = min(self.num_computed, last)
@@ -146,6 +158,16 @@ class SequenceState:
         settled = min(confirmed, max(size - self.num_computed, 0))
         self.num_computed += settled
         self.ahead = self.ahead[settled:confirmed]
+
+    def _compute_again(self, start: int) -> None:
+        """Count the tokens from a position on as not computed. Layers that hold settled ones among them keep these."""
+        if self.running.records:  # states of earlier positions may be gone
+            self.free()
+            return
+        for number, filled in self.num_filled.items():
+            self.num_filled[number] = min(filled, self.num_computed)
+        self.ahead = self.ahead[: max(start - self.num_computed, 0)]
+        self.num_computed = min(self.num_computed, start)
 
     def enter_regime(self, num_tokens: int) -> bool:
         """Follow a text that has come under other rotary factors; returns whether that cost it all its KV."""
@@ -190,10 +212,15 @@ class SequenceState:
 
     def fill(self, number: int, stop: int) -> None:
         """An added layer holds the first `stop` tokens now."""
-        size, filled = self._blocks.block_size, self.num_filled.get(number, 0)
-        assert filled <= stop <= self.num_computed, "an added layer holds no more than is computed"
-        self._blocks.hold(self.block_table[filled // size : stop // size], number)
+        filled = self.num_filled.get(number, 0)
+        assert filled <= stop <= self.end, "an added layer holds no more than is computed"
         self.num_filled[number] = stop
+        self._hold(number, filled // self._blocks.block_size)
+
+    def _hold(self, number: int, first: int) -> None:
+        """Note which settled blocks from index `first` on an added layer holds."""
+        stop = min(self.num_filled[number], self.num_computed) // self._blocks.block_size
+        self._blocks.hold(self.block_table[first:stop], number)
 
     def run_ahead(self, token_ids: Sequence[int], rows: Sequence[int] | None = None) -> None:
         """Keep tokens that were computed behind the end and that the text has not confirmed.
@@ -212,6 +239,8 @@ class SequenceState:
         if self.num_computed // self._blocks.block_size > first:
             tokens = token_ids[: self.num_computed]
             self.num_published = self._blocks.publish(tokens, self.block_table, first, self.space)
+            for number in self.num_filled:
+                self._hold(number, first)
             self._keep_states(first)
 
     def places(self, start: int, stop: int) -> tuple[int, ...]:

@@ -110,8 +110,6 @@ class Method(Frozen):
     branches_freely: ClassVar[bool] = False
     #: Whether all tokens of a draft are guessed in one pass of its own, so that a long draft takes as long as a short one.
     drafts_in_one_pass: ClassVar[bool] = False
-    #: Whether its proposer keeps layers beside those of the target (`Target.add_layers`). A stage has no room for them.
-    adds_layers: ClassVar[bool] = False
     #: What is probably wrong where hardly any of its draft tokens stand, for the log; empty where nothing can be wrong.
     if_nothing_stands: ClassVar[str] = ""
 

@@ -22,12 +22,13 @@ from outrider.propose.base import Proposer
 from outrider.propose.compositions import Composition, parts_of
 from outrider.propose.methods.cross_vocabulary import CrossVocabulary
 from outrider.propose.methods.draft_model import DraftModel
+from outrider.propose.methods.staged import Staged
 from outrider.propose.speculation import SpeculationConfig
 from outrider.propose.trees.pace import FixedPace
 from outrider.prove.faulty_proposers import Faulty, Merged
 from outrider.prove.findings import Finding
 from outrider.prove.forking import Distribution, ForkingNoise, Outcome, explore, total_variation
-from outrider.prove.settings.methods import DRAFT, HEADS, OTHER_DRAFT, TARGET
+from outrider.prove.settings.methods import DRAFT, HEADS, LAYERED, LAYERED_HEADS, OTHER_DRAFT, TARGET
 from outrider.prove.settings.setting import Setting
 from outrider.prove.teacher_forced import TeacherForced
 from outrider.prove.tiny import PIECES, raise_engine_norms
@@ -71,6 +72,8 @@ class EngineProof:
         speaks: Whether both were saved with a tokenizer and an end of text.
         crossed: Whether the draft has a vocabulary of its own.
         heads: Folders of heads for the target, by method.
+        layered: Path of a draft model of several layers.
+        layered_heads: Folders of its heads, by method.
         prompt: What the texts go on from.
     """
 
@@ -82,11 +85,13 @@ class EngineProof:
         speaks: bool = False,
         crossed: bool = False,
         heads: Mapping[str, str] | None = None,
+        layered: str | None = None,
+        layered_heads: Mapping[str, str] | None = None,
         prompt: tuple[int, ...] = PROMPT,
     ) -> None:
         self.prompt = prompt
-        self._models = {DRAFT: draft, OTHER_DRAFT: draft, TARGET: target}
-        self._heads = dict(heads or {})
+        self._models = {DRAFT: draft, OTHER_DRAFT: draft, TARGET: target, LAYERED: layered}
+        self._heads = {HEADS: dict(heads or {}), LAYERED_HEADS: dict(layered_heads or {})}
         kind = CrossVocabulary if crossed else DraftModel
         speculation = kind(model=draft)
         self.llm = LLM(target, dtype="float64", device="cpu", speculation=speculation, block_size=2, max_num_seqs=_WIDTH)
@@ -156,9 +161,12 @@ class EngineProof:
         return found
 
     def _cache_prompt(self, configs: Sequence[SpeculationConfig]) -> None:
-        """Let the cached prompt hold the layers that proposers have added, too."""
+        """Let the cached prompt hold the layers that proposers have added, too, those beside draft models included."""
         for config in configs:
-            if any(self._adds_layers(part) for part in _members([config])):
+            members = _members([config])
+            if any(isinstance(part.method, Staged) for part in members):  # a draft model publishes when it drafts again
+                self.llm.generate(self.prompt, SamplingParams(temperature=0, max_tokens=12), speculation=config)
+            elif any(self._adds_layers(part) for part in members):
                 self.llm.generate(self.prompt, SamplingParams(max_tokens=1), speculation=config)
 
     def _adds_layers(self, config: SpeculationConfig) -> bool:
@@ -169,7 +177,8 @@ class EngineProof:
         """The settings with the path of a model or of heads in place of what stands for it, in nested settings too."""
         if isinstance(settings, Mapping):
             filled = {name: self.filled(value) for name, value in settings.items()}
-            return filled | ({"model": self._heads[filled["method"]]} if filled.get("model") == HEADS else {})
+            heads = self._heads.get(filled.get("model", ""))
+            return filled if heads is None else {**filled, "model": heads[filled["method"]]}
         if isinstance(settings, list | tuple):
             return type(settings)(self.filled(value) for value in settings)
         return self._models.get(settings, settings) if isinstance(settings, str) else settings

@@ -101,7 +101,7 @@ def _model_of_stage(drafter: Any, stage: int) -> dict[str, Any]:
     """The draft model of a stage. Heads and first layers draft for one that has several layers, and that the heads of the
     proof were made for."""
     name = drafter.get("method") if isinstance(drafter, Mapping) else drafter
-    if name in HEAD_METHODS or name in _LAYERS:
+    if name in HEAD_METHODS or name in FEATURE_METHODS or name in _LAYERS:
         return next(model for model in _STAGES[stage:] if model["model"] == TARGET)
     return _STAGES[stage]
 

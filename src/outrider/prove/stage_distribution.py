@@ -17,11 +17,13 @@ from outrider.cache.memory import StateMemory
 from outrider.cache.state import KVView
 from outrider.llm import LLM
 from outrider.params import SamplingParams
-from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence, Tokens
+from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest, ProposerSequence, Tokens
 from outrider.propose.speculation import SpeculationConfig
 from outrider.prove.findings import Finding
 from outrider.prove.forking import ForkingNoise, Outcome, explore, total_variation
-from outrider.prove.tiny import save_tiny_llama
+from outrider.prove.settings.shared_target import SHARED_TARGET_LAYERS
+from outrider.prove.tiny import raise_engine_norms, save_tiny_llama
+from outrider.prove.tiny_heads import save_tiny_heads
 from outrider.verify.processing import Processing
 
 _PROMPT = (0, 1, 2, 0, 1)
@@ -38,17 +40,26 @@ def prove_stage(guesses: Mapping[str, Any], params: SamplingParams, folder: Path
     whichever is larger.
 
     Args:
-        guesses: How its drafter guesses, a draft model with other weights.
+        guesses: How its drafter guesses: a draft model with other weights where no method is named, or heads or layers of
+            the draft model.
         params: Of the text.
-        folder: Where two tiny models are written.
+        folder: Where two tiny models are written, and heads.
     """
-    drafter, own = (save_tiny_llama(folder / name, seed) for name, seed in (("target", 1), ("draft", 2)))
-    llm = LLM(drafter, dtype="float64", device="cpu", block_size=2, max_num_seqs=_WIDTH, kv_cache_tokens=64 * _WIDTH)
+    layers = SHARED_TARGET_LAYERS if "method" in guesses else 1
+    target, own = (
+        save_tiny_llama(folder / name, seed, num_layers=count)
+        for name, seed, count in (("target", 1, 1), ("draft", 2, layers))
+    )
+    models = {"draft_model": target} | (save_tiny_heads(folder, own) if layers > 1 else {})
+    drafter = {"method": "draft_model", **guesses}
+    drafter |= {"model": models[drafter["method"]]} if drafter["method"] in models else {}
+    llm = LLM(target, dtype="float64", device="cpu", block_size=2, max_num_seqs=_WIDTH, kv_cache_tokens=64 * _WIDTH)
     alone = {"method": "draft_model", "model": own, "num_draft_tokens": LENGTH}
-    staged = {**alone, "method": "staged", "drafter": {"method": "draft_model", "model": drafter, **guesses}}
+    staged = {**alone, "method": "staged", "drafter": drafter}
     laws = []
     for asked in (staged, alone):
         (proposer,) = llm.engine.proposers.prepare(llm.resolve(SpeculationConfig.of(asked)))
+        raise_engine_norms(llm)
         laws.append(_drafts(proposer, params))
     (found, stated), (expected, _) = laws
     distance = max(total_variation(found, expected), total_variation(found, stated))
@@ -64,6 +75,7 @@ def _drafts(proposer: Proposer, params: SamplingParams) -> tuple[dict[Outcome, f
         for text in texts:
             proposer.begin(text)
         try:
+            proposer.prefill([PromptRows(text, len(_PROMPT) - 1) for text in texts])  # so that the first guess is deep
             drafts = proposer.propose([ProposeRequest(text, LENGTH, LENGTH) for text in texts], DraftNoise(noise))
         finally:
             for text in texts:

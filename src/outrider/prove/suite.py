@@ -40,7 +40,7 @@ from outrider.prove.settings.setting import Setting
 from outrider.prove.settings.shared_target import SHARED_TARGET_LAYERS, SHARED_TARGET_SETTINGS
 from outrider.prove.settings.structures import STRUCTURE_SETTINGS
 from outrider.prove.tiny import CROSSED_PIECES, PIECES, save_tiny_hybrid, save_tiny_llama, save_tiny_t5
-from outrider.prove.tiny_heads import save_tiny_heads
+from outrider.prove.tiny_heads import save_layered, save_tiny_heads
 from outrider.prove.tree_distribution import prove_tree_verifier
 from outrider.prove.tree_reference import TreeRule
 
@@ -225,8 +225,10 @@ class _TinyPair:
                 )
                 for part, seed in _SEEDS.items()
             ]
-            heads = save_tiny_heads(self._folder, pair[0])
-            self._proof = EngineProof(*pair, speaks=self._speaks, crossed=self._crossed, heads=heads)
+            heads: dict[str, Any] = {"heads": save_tiny_heads(self._folder, pair[0])}
+            if self._layers["target"] > 1:
+                heads |= save_layered(self._folder / "layered", self._layers["target"])
+            self._proof = EngineProof(*pair, speaks=self._speaks, crossed=self._crossed, **heads)
         return self._proof.prove(setting, length)
 
 

@@ -15,6 +15,7 @@ from outrider.model.loading.exclusive import exclusive_transformers
 from outrider.prove.published_blocks import save_random_dflash
 from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.published_mtp import save_random_mtp
+from outrider.prove.tiny import save_tiny_llama
 
 #: Methods that draft with heads, and a spread of random weights for a tiny target, so that they guess unevenly and are not
 #: sure of anything.
@@ -60,6 +61,12 @@ def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
     mtp = save_random_mtp(folder / "mtp", target, "deepseek_v3", 2, scale=0.7)
     dflash = save_random_dflash(folder / "dflash", target, "speculators", scale=0.7, block_size=4, draft_tokens=(0, 2))
     return found | {"eagle1": eagle1, "eagle3": eagle3, "mtp": mtp, "dflash": dflash}
+
+
+def save_layered(folder: Path, num_layers: int) -> dict[str, Any]:
+    """Write a draft model of several layers for the proofs, and its heads; returns both as `EngineProof` takes them."""
+    draft = save_tiny_llama(folder / "model", 5, num_layers=num_layers)
+    return {"layered": draft, "layered_heads": save_tiny_heads(folder, draft)}
 
 
 def save_random_heads(folder: Path, target: str, method: str, seed: int = 1, *, scale: float = 0.3, **changes: Any) -> str:

@@ -16,7 +16,7 @@ from outrider.cache.added_layers import AddedLayers, AddedShape, Recompute
 from outrider.model.target import Target
 from outrider.propose.base import ObservedRows, Proposer, ProposeRequest, Requirements
 from outrider.propose.bridge import Bridge
-from outrider.propose.methods.feature_rows import TextRows
+from outrider.propose.methods.feature_rows import TextRows, unread_tokens
 from outrider.propose.trees.growth import Growth
 
 
@@ -48,7 +48,7 @@ class ProposerBesideTarget(Proposer):
 
     @torch.inference_mode()
     def observe(self, rows: Sequence[ObservedRows]) -> None:
-        read = [text for seen in rows if (text := TextRows.of(seen)).start == self.added.num_filled(text.kv)]
+        read = [text for seen in rows if (text := TextRows.of(seen, self.added.num_filled(seen.sequence.kv)))]
         if read:
             self._read(read, {layer: torch.cat([text.hidden(layer) for text in read]) for layer in self.added.aux_layers})
 
@@ -70,5 +70,5 @@ class ProposerBesideTarget(Proposer):
             least: Tokens that the head must have read.
         """
         held = self.added.num_filled(request.sequence.kv)
-        ready = held == len(request.sequence.token_ids) - 1 and held >= least
+        ready = held >= least and unread_tokens(request, held)
         return Growth.of(request, request.budget if ready else 0, depth, self._min_confidence)

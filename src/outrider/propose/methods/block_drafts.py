@@ -19,7 +19,7 @@ from outrider.model.target import Target
 from outrider.propose.base import DraftNoise, ProposeRequest
 from outrider.propose.bridge import Bridge
 from outrider.propose.methods.beside_target import ProposerBesideTarget
-from outrider.propose.methods.feature_rows import TextRows
+from outrider.propose.methods.feature_rows import TextRows, unread_tokens
 from outrider.propose.trees.by_depth import grow_by_depth, wanted_places
 from outrider.propose.trees.growth import Growth
 
@@ -61,13 +61,15 @@ class BlockHeadProposer(ProposerBesideTarget):
 
     def _begin(self, request: ProposeRequest) -> Growth:
         """An empty draft, no longer than what is left of the block."""
-        return self._growth(request, min(request.max_depth, self._head.config.block_size - 1 - len(request.path)), 1)
+        left = self._head.config.block_size - (request.length - self.added.num_filled(request.sequence.kv))
+        return self._growth(request, min(request.max_depth, left), 1)
 
     def _block(self, growth: Growth) -> Block:
         sequence = growth.request.sequence
         held = self.added.num_filled(sequence.kv)
+        anchor, *others = unread_tokens(growth.request, held)
 
         def context(layer: int) -> tuple[Tensor, Tensor]:
             return self.added.read(sequence.kv, layer, held)
 
-        return Block(sequence.token_ids[-1], held, context, wanted_places(growth, len(growth.request.path)))
+        return Block(anchor, held, context, wanted_places(growth, len(others)))

@@ -22,7 +22,7 @@ from outrider.draft import Draft
 from outrider.errors import InvalidParameterError, VocabularyMismatchError
 from outrider.model.batch import Segment
 from outrider.model.loading.loaded_model import LoadedModel
-from outrider.model.runner import ModelRunner
+from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.model.target import Target
 from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest, ProposerSequence
 from outrider.propose.bridge import Bridge, SameVocabulary
@@ -118,6 +118,7 @@ class DraftModelProposer(Proposer):
         self._bridge = bridge
         self._max_rows = max_num_batched_tokens
         self._min_confidence = min_confidence
+        self._shown_layers: tuple[int, ...] = ()  # hidden states that a pass over texts brings
         self._states = runner.states  # by sequence, least recently drafted for first
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
@@ -133,19 +134,17 @@ class DraftModelProposer(Proposer):
     def prefill(self, prompts: Sequence[PromptRows]) -> None:
         """Compute as large a part of each prompt as the target will have computed, all in one pass."""
         rows_left = self._max_rows
-        texts, segments = list[OwnText](), list[Segment]()
+        reading = list[Reading]()
         for prompt in prompts:
             text = self._follow(prompt.sequence, ())
             rows = text.missing(min(text.due(prompt) - text.state.end, rows_left))
             if rows and text.room > 1 and self._reserve(text.state, len(rows)):
                 rows_left -= len(rows)
-                texts.append(text)
-                segments.append(text.segment(rows, len(rows)))
-        if segments:
-            self.runner.forward(segments)
-        for text, segment in zip(texts, segments, strict=True):
-            text.record(segment.token_ids)
-            text.state.publish(text.settled)
+                reading.append(Reading(prompt.sequence, text, text.segment(rows, len(rows))))
+        if reading:
+            self.read(reading)
+        for each in reading:
+            each.text.state.publish(each.text.settled)
 
     def finish(self, sequence: ProposerSequence) -> None:
         state = self._states.pop(sequence.seq_id, None)
@@ -168,8 +167,8 @@ class DraftModelProposer(Proposer):
         known = len(sequence.token_ids) - len(target_probs)  # tokens before the first one of known probability
         first, end = max(known, start + 1), min(start + len(rows) + 1, len(sequence.token_ids))
         count = max(0, end - first)
-        logits = self.runner.forward([text.segment(rows, first - 1 - start if count else len(rows))]).logits[:count]
-        text.record(rows)
+        segment = text.segment(rows, first - 1 - start if count else len(rows))
+        logits = self.read([Reading(sequence, text, segment)]).logits[:count]
         if not count:
             return []
         probs = law_of(self._bridge.logits(logits), [sequence.sampling] * count)
@@ -194,15 +193,26 @@ class DraftModelProposer(Proposer):
             budget -= 1
         return Drafting(text, Growth.of(request, budget, depth, self._min_confidence))
 
+    def needs(self, sequence: ProposerSequence) -> frozenset[int]:
+        """Added layers that must hold all that is computed of a text; for a proposer that shows its rows to override."""
+        return frozenset()
+
+    def read(self, reading: Sequence[Reading]) -> ForwardOutput:
+        """Compute rows of texts in one pass, and note that they are computed."""
+        out = self.runner.forward([each.segment for each in reading], self._shown_layers)
+        for each in reading:
+            each.text.record(each.segment.token_ids)
+        return out
+
     def _follow(self, sequence: ProposerSequence, path: Sequence[int]) -> OwnText:
         """The text in the draft's tokens, and its memory, rolled back to what the committed tokens confirm."""
         settled, loose = self._bridge.text(sequence, path)
-        state = self._states.pop(sequence.seq_id, None)
+        state, needs = self._states.pop(sequence.seq_id, None), self.needs(sequence)
         if state is None:
             state = self.runner.memory.state(sequence.namespace, sequence.source)
-            state.open(settled)
+            state.open(settled, needs=needs)
         else:
-            state.roll_back(settled, loose)
+            state.roll_back(settled, loose, needs=needs)
         self._states[sequence.seq_id] = state
         state.publish(settled)
         length = len(settled) + len(loose)
@@ -321,6 +331,21 @@ class OwnText:
         settled = max(0, min(len(token_ids), len(self.settled) - state.end)) if not state.ahead else 0
         state.commit(state.num_computed, range(settled))
         state.run_ahead(token_ids[settled:])
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Rows of a text that the draft model computes without drafting.
+
+    Attributes:
+        sequence: Whose.
+        text: The text.
+        segment: The rows.
+    """
+
+    sequence: ProposerSequence
+    text: OwnText
+    segment: Segment
 
 
 @dataclass

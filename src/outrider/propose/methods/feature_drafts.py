@@ -24,7 +24,7 @@ from outrider.model.target import Target
 from outrider.propose.base import DraftNoise, ProposeRequest, ProposerSequence
 from outrider.propose.bridge import Bridge
 from outrider.propose.methods.beside_target import ProposerBesideTarget
-from outrider.propose.methods.feature_rows import DraftRows, TextRows
+from outrider.propose.methods.feature_rows import DraftRows, LastFeatures, TextRows, unread_tokens
 from outrider.propose.trees.growth import add_level
 
 
@@ -41,7 +41,7 @@ class FeatureHeadProposer(ProposerBesideTarget):
     def __init__(self, head: FeatureHead, target: Target, bridge: Bridge, min_confidence: float = 0.0) -> None:
         super().__init__(head.shape, head.recompute, head.aux_layers, target, bridge, min_confidence)
         self._head = head
-        self._features: dict[int, Tensor] = {}  # of the last token that the target has computed, by sequence
+        self._features: dict[int, LastFeatures] = {}  # by sequence
 
     def _read(self, read: Sequence[TextRows], states: Mapping[int, Tensor]) -> None:
         like = states[self._head.aux_layers[0]]
@@ -50,14 +50,15 @@ class FeatureHeadProposer(ProposerBesideTarget):
         features = self._head.read(tokens, positions, before, states, partial(self._keep, read))
         for text, own in zip(read, torch.split(features, [len(text) for text in read]), strict=True):
             self.added.fill(text.kv, text.stop, own)
-            self._features[text.sequence.seq_id] = own[-1].clone()  # a view would keep all rows
+            seq_id = text.sequence.seq_id
+            self._features[seq_id] = LastFeatures.of(text, own, self._features.get(seq_id))
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
         drafting = [self._begin(request) for request in requests]
         begun = [each for each in drafting if each.growth.growing]
-        for row in range(max((len(each.growth.request.path) for each in begun), default=0)):
-            self._run([(each, [row]) for each in begun if row < len(each.growth.request.path)])
+        for row in range(max((len(each.unread) - 1 for each in begun), default=0)):
+            self._run([(each, [row]) for each in begun if row < len(each.unread) - 1])
         while alive := [each for each in begun if each.growth.growing]:
             left = self._run([(each, [each.row(node) for node in each.growth.level]) for each in alive])
             add_level([each.growth for each in alive], self._bridge.logits(self._head.logits(left)), noise)
@@ -80,7 +81,7 @@ class FeatureHeadProposer(ProposerBesideTarget):
     def _last_features(self, sequence: ProposerSequence) -> Tensor:
         """Of the last token that is held: with the block that it ends, or kept from the pass that computed it."""
         found = self.added.feature_of_last(sequence.kv)
-        return self._features[sequence.seq_id] if found is None else found
+        return self._features[sequence.seq_id].at(self.added.num_filled(sequence.kv) - 1) if found is None else found
 
     def _keep(self, read: Sequence[TextRows], layer: int, keys: Tensor, values: Tensor) -> list[SeenRows]:
         """Write rows of texts; returns what they see, but for the last layer, where nobody looks."""
@@ -98,7 +99,7 @@ class FeatureHeadProposer(ProposerBesideTarget):
         """An empty draft, and the head's rows for it."""
         growth = self._growth(request, request.max_depth, self._head.num_layers)
         held = self.added.num_filled(request.sequence.kv)
-        drafting = DraftRows(growth, held, self._head.window)
+        drafting = DraftRows(growth, held, unread_tokens(request, held), self._head.window)
         if growth.growing:
             text = [self.added.read(request.sequence.kv, layer, held) for layer in range(self._head.num_layers)]
             features = self._last_features(request.sequence).to(self._head.dtype)

@@ -20,7 +20,6 @@ from outrider.propose.methods.head_method import FolderMethod
 class FeatureMethod(FolderMethod):
     """A published head drafts from the target's features."""
 
-    adds_layers: ClassVar[bool] = True
     if_nothing_stands: ClassVar[str] = (
         "layers or norms are probably read wrongly, or the head was trained for another model (outrider doctor says more)"
     )
@@ -36,7 +35,7 @@ class FeatureMethod(FolderMethod):
             ModelLoadError: It holds no head of a known format.
             HeadMismatchError: The head is for another method, or was made for another target.
         """
-        head, size = read_head(self.folder()), context.target.vocab_size
+        head, size = read_head(self.folder()), context.vocab_size
         self._check_method(head.config)
         bridge: Bridge = SameVocabulary(size) if head.tokens is None else ChosenTokens(size, head.tokens)
         return self.proposer(head, context.target, bridge)

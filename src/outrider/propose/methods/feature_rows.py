@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.cache.state import KVView
 from outrider.model.lone_layer import SeenRows
-from outrider.propose.base import ObservedRows, ProposerSequence, RowStatus
+from outrider.propose.base import ObservedRows, ProposeRequest, ProposerSequence, RowStatus
 from outrider.propose.trees.growth import Growth
 
 
@@ -27,9 +27,10 @@ class TextRows:
     places: list[int]
 
     @staticmethod
-    def of(seen: ObservedRows) -> TextRows:
-        """The rows that stand."""
-        return TextRows(seen, seen.where(RowStatus.TEXT, RowStatus.ACCEPTED))
+    def of(seen: ObservedRows, held: int) -> TextRows | None:
+        """The rows that stand, from the token on that a head does not hold yet; None where that one is not among them."""
+        places = [row for row in seen.where(RowStatus.TEXT, RowStatus.ACCEPTED) if seen.positions[row] >= held]
+        return TextRows(seen, places) if places and seen.positions[places[0]] == held else None
 
     def __len__(self) -> int:
         return len(self.places)
@@ -69,13 +70,50 @@ class TextRows:
         return self.seen.aux_hidden_states[layer][self.places]
 
 
+@dataclass(frozen=True)
+class LastFeatures:
+    """Features of the last tokens that a head holds of a text: all that it may go on behind. A draft model may take back
+    what it has computed ahead of the text, and its last token of the text too.
+
+    Attributes:
+        start: Position of the first.
+        rows: [n, feature_size]
+    """
+
+    start: int
+    rows: Tensor
+
+    @staticmethod
+    def of(text: TextRows, rows: Tensor, before: LastFeatures | None) -> LastFeatures:
+        """With the features of rows of a text behind those that were held before them."""
+        first = max(text.kv.num_computed - 2, 0)
+        if before is not None and first < text.start:
+            kept = before.rows[max(first - before.start, 0) : text.start - before.start]
+            return LastFeatures(text.start - len(kept), torch.cat([kept, rows]))
+        start = max(first, text.start)
+        return LastFeatures(start, rows[start - text.start :].clone())  # a view would keep all rows
+
+    def at(self, position: int) -> Tensor:
+        """The feature [feature_size] of a token."""
+        assert self.start <= position, f"features are kept from position {self.start} on, and not of {position}"
+        return self.rows[position - self.start]
+
+
+def unread_tokens(request: ProposeRequest, held: int) -> list[int]:
+    """The tokens that a head has not read of what its draft follows: the last one of the text, and the path. Inside a stage
+    there may be one more, since the draft model computes its last two tokens together with the guess. None where the head
+    lacks more of the text, as where it came late."""
+    return request.text(held) if held > 0 and held >= len(request.sequence.token_ids) - 2 else []
+
+
 @dataclass
 class DraftRows:
-    """A draft in the making and the head's rows for it: the last token of the text, the path, then the nodes.
+    """A draft in the making and the head's rows for it: tokens of the text that it has not read, then the nodes.
 
     Attributes:
         growth: The draft.
         held: Tokens of the text that the head holds.
+        unread: Those behind them that the draft follows.
         window: How many tokens back rows look; None for all.
         keys, values: By layer: [slots, num_kv_heads, dim] of the text but for tokens that no row sees, then of the rows.
         features: By row: [num_layers, width] what the token behind it reads; -1 stands for the text.
@@ -84,6 +122,7 @@ class DraftRows:
 
     growth: Growth
     held: int
+    unread: list[int]
     window: int | None = None
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -99,7 +138,8 @@ class DraftRows:
 
     @property
     def _root(self) -> int:
-        return len(self.growth.request.path)
+        """The row of the token that the draft follows."""
+        return len(self.unread) - 1
 
     def row(self, node: int) -> int:
         """The row of a node; -1 is the token that the draft follows."""
@@ -107,17 +147,14 @@ class DraftRows:
 
     def token(self, row: int) -> int:
         """Its token."""
-        request = self.growth.request
-        if row > self._root:
-            return self.growth.nodes[row - self._root - 1].token_id
-        return request.path[row - 1] if row else request.sequence.token_ids[-1]
+        return self.unread[row] if row <= self._root else self.growth.nodes[row - self._root - 1].token_id
 
     def parent(self, row: int) -> int:
         """The row before it; -1 for the text."""
         return row - 1 if row <= self._root else self.row(self.growth.nodes[row - self._root - 1].parent)
 
     def depth(self, row: int) -> int:
-        """How far behind the text's last token its token stands."""
+        """How far behind the first token that is not held its token stands."""
         return row if row <= self._root else self._root + self.growth.nodes[row - self._root - 1].depth
 
     def position(self, row: int) -> int:

@@ -23,7 +23,6 @@ class Mtp(FolderMethod):
 
     name: ClassVar[str] = "mtp"
     default_num_draft_tokens: ClassVar[int] = 3
-    adds_layers: ClassVar[bool] = True
     if_nothing_stands: ClassVar[str] = (
         "its norms are probably read wrongly, or the target's weights were changed since these layers were trained "
         "(outrider doctor says more)"
@@ -43,5 +42,5 @@ class Mtp(FolderMethod):
             ModelLoadError: They cannot be read.
         """
         target = context.target
-        bridge = SameVocabulary(target.vocab_size)
+        bridge = SameVocabulary(context.vocab_size)
         return FeatureHeadProposer(MtpHead(target, self.model), target, bridge, self.min_confidence)

@@ -89,15 +89,19 @@ class StageDrafter:
         sound = [seen for seen in rows if seen.sequence.seq_id not in self._faults]
         self._tell("observe", [seen.sequence for seen in sound], sound)
 
+    def is_set_aside(self, sequence: ProposerSequence) -> bool:
+        """Whether it is not asked for a text any more."""
+        return sequence.seq_id in self._faults
+
     def forget(self, sequence: ProposerSequence) -> None:
         """What it was shown of a text is not so any more: it begins anew."""
-        if sequence.seq_id not in self._faults:
+        if not self.is_set_aside(sequence):
             self._tell("finish", [sequence], self._views[sequence.seq_id])
             self._tell("begin", [sequence], self._views[sequence.seq_id])
 
-    def view(self, sequence: ProposerSequence, token_ids: list[int]) -> ProposerSequence:
-        """A text as it is shown, with these tokens."""
-        return replace(self._views[sequence.seq_id], token_ids=Tokens(token_ids))
+    def view(self, sequence: ProposerSequence, token_ids: list[int], kv: KVView) -> ProposerSequence:
+        """A text as it is shown, with these tokens, and with what the draft model keeps of it."""
+        return replace(self._views[sequence.seq_id], token_ids=Tokens(token_ids), kv=kv)
 
     def finish(self, sequence: ProposerSequence) -> None:
         """As for any proposer."""

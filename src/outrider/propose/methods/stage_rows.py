@@ -9,10 +9,11 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from outrider.cache.state import KVView
 from outrider.model.batch import Segment
 from outrider.model.runner import ForwardOutput
 from outrider.propose.base import ObservedRows, ProposerSequence, Requirements, RowStatus, TopK
-from outrider.propose.methods.draft_model import OwnText
+from outrider.propose.methods.draft_model import OwnText, Reading
 from outrider.propose.methods.stage_drafter import StageDrafter
 
 
@@ -36,6 +37,11 @@ class VerifiedRows:
     place: int
     path: tuple[int, ...]
 
+    @staticmethod
+    def of_text(reading: Reading, place: int) -> VerifiedRows:
+        """Rows of a text without a guess behind them."""
+        return VerifiedRows(reading.sequence, reading.text, reading.segment, reading.segment.num_rows, place, ())
+
 
 @dataclass(frozen=True)
 class _Kept:
@@ -56,7 +62,8 @@ class StageRows:
     """Shows a drafter what its draft model computed, as the engine shows a proposer the rows of the target.
 
     The text of a drafter goes on with each token that the stage drafts. Where the target takes another one, the drafter is
-    shown the last row again that still stands; without such a row it forgets the text.
+    shown the last row again that still stands; without such a row it forgets the text. One with added layers is shown every
+    row of the text, and those that its layers lack are computed again; the state of the text says what they hold.
 
     Args:
         drafter: Who is shown them.
@@ -72,6 +79,16 @@ class StageRows:
         """Hidden states that a pass must bring."""
         return self._needs.aux_layers
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether every row of a text must be shown, since layers are kept beside those of the draft model."""
+        return self._needs.added_layers is not None
+
+    def needs(self, sequence: ProposerSequence) -> frozenset[int]:
+        """Added layers that must hold all that is computed of a text; none where the drafter is set aside for it."""
+        added = self._needs.added_layers
+        return frozenset() if added is None or self._drafter.is_set_aside(sequence) else frozenset({added.number})
+
     def begin_draft(self, sequence: ProposerSequence, text: OwnText) -> None:
         """A draft behind this text begins."""
         kept = self._kept.pop(sequence.seq_id, None)
@@ -84,11 +101,12 @@ class StageRows:
         if last is None:
             self._drafter.forget(sequence)
         elif last < max(kept.states):
-            self._show_again(sequence, text.tokens()[: last + 2], last, kept.states[last])
+            view = self._drafter.view(sequence, text.tokens()[: last + 2], KVView(text.state))
+            self._show_again(view, last, kept.states[last])
 
     def show(self, verified: Sequence[VerifiedRows], out: ForwardOutput) -> None:
         """Show the rows of a pass."""
-        if not self._needs.aux_layers and not self._needs.target_top_k:
+        if not self._needs.aux_layers and not self._needs.target_top_k and not self.reads_all:
             return
         shown = [self._observed(each, out) for each in verified]
         for each, seen in zip(verified, shown, strict=True):
@@ -107,7 +125,7 @@ class StageRows:
             positions.append(segment.start if parent < 0 else positions[parent] + 1)
         guess = range(len(parents) - each.num_due)
         return ObservedRows(
-            sequence=self._drafter.view(each.sequence, each.text.tokens()),
+            sequence=self._drafter.view(each.sequence, each.text.tokens(), KVView(each.text.state)),
             token_ids=tuple(segment.token_ids),
             positions=tuple(positions),
             parents=parents,
@@ -130,7 +148,7 @@ class StageRows:
 
     def _keep(self, each: VerifiedRows, seen: ObservedRows) -> None:
         """Rows that stand, with their states, until the next draft begins."""
-        if not self._needs.aux_layers:
+        if not self._needs.aux_layers or self.reads_all:
             return
         seq_id, start = each.sequence.seq_id, len(each.sequence.token_ids) - 1
         states = self._kept[seq_id].states if seq_id in self._kept else {}
@@ -140,7 +158,6 @@ class StageRows:
                 states[seen.positions[row]] = {layer: rows[index] for layer, rows in seen.aux_hidden_states.items()}
         self._kept[seq_id] = _Kept(start, each.text.tokens(start), states)
 
-    def _show_again(self, sequence: ProposerSequence, text: list[int], position: int, states: Mapping[int, Tensor]) -> None:
-        view = self._drafter.view(sequence, text)
-        status = (RowStatus.TEXT,)
-        self._drafter.observe([ObservedRows(view, (text[position],), (position,), (-1,), status, dict(states))])
+    def _show_again(self, view: ProposerSequence, position: int, states: Mapping[int, Tensor]) -> None:
+        token, status = view.token_ids[position], (RowStatus.TEXT,)
+        self._drafter.observe([ObservedRows(view, (token,), (position,), (-1,), status, dict(states))])

@@ -26,7 +26,7 @@ from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeReque
 from outrider.propose.bridge import SameVocabulary
 from outrider.propose.compositions import Composition, check_depth, check_drafts, named
 from outrider.propose.method import ProposerContext
-from outrider.propose.methods.draft_model import Drafting, DraftModel, DraftModelProposer, Work
+from outrider.propose.methods.draft_model import Drafting, DraftModel, DraftModelProposer, Reading, Work
 from outrider.propose.methods.stage_drafter import Guess, StageDrafter
 from outrider.propose.methods.stage_rows import StageRows, VerifiedRows
 from outrider.propose.speculation import SpeculationConfig
@@ -70,10 +70,6 @@ class Staged(DraftModel):
         if isinstance(self.drafter.method, Composition):
             problem = "a stage has one drafter"
             raise InvalidParameterError("drafter.method", self.drafter.name, problem, "Name one of its methods.")
-        if self.drafter.method is not None and self.drafter.method.adds_layers:
-            problem = "it keeps layers beside the target's, and a stage has no room for such"
-            remedy = 'Use heads of the draft model without layers of attention, such as "medusa".'
-            raise InvalidParameterError("drafter.method", self.drafter.name, problem, remedy)
         if isinstance(self.drafter.tree, str):
             problem = "trees adapt to what the target takes, and the draft model verifies this one"
             raise InvalidParameterError("drafter.tree", self.drafter.tree, problem, "Give the children by depth.")
@@ -123,6 +119,7 @@ class _Round:
         number: The text's round in this stage.
         place: Of its segment in the pass.
         rows: (first, end) of its logits in the pass: behind the text, then behind each node of the guess.
+        path: Nodes of the guess that stand.
     """
 
     work: Work
@@ -130,6 +127,7 @@ class _Round:
     number: int
     place: int = 0
     rows: tuple[int, int] = (0, 0)
+    path: tuple[int, ...] = ()
 
     @property
     def drafting(self) -> Drafting:
@@ -147,10 +145,11 @@ class _Round:
         behind = (last if parent < 0 else last + 1 + parent for parent in guess.parents)
         return replace(due, token_ids=tokens, parents=(*range(-1, last), *behind))
 
-    def verified(self, verdict: Verdict) -> VerifiedRows:
+    @property
+    def verified(self) -> VerifiedRows:
         """Its rows after the verdict."""
         d, num_due = self.drafting, self.work.segment.num_rows
-        return VerifiedRows(d.growth.request.sequence, d.text, self.segment, num_due, self.place, tuple(verdict.path))
+        return VerifiedRows(d.growth.request.sequence, d.text, self.segment, num_due, self.place, self.path)
 
 
 class StagedProposer(DraftModelProposer):
@@ -175,6 +174,7 @@ class StagedProposer(DraftModelProposer):
         super().__init__(runner, SameVocabulary(vocab_size), max_num_batched_tokens, min_confidence)
         self.stage = stage
         self._rows = StageRows(stage)
+        self._shown_layers = self._rows.aux_layers if self._rows.reads_all else ()
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -207,6 +207,23 @@ class StagedProposer(DraftModelProposer):
         super().check_rest()
         self.stage.check_rest()
 
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def needs(self, sequence: ProposerSequence) -> frozenset[int]:
+        return self._rows.needs(sequence)
+
+    def lag(self, sequence: ProposerSequence) -> int:
+        unread = super().lag(sequence)
+        state = self._states.get(sequence.seq_id)
+        held = [state.num_filled.get(number, 0) for number in self.needs(sequence)] if state is not None else []
+        return max(unread, len(sequence.token_ids) - min(held)) if held else unread
+
+    def read(self, reading: Sequence[Reading]) -> ForwardOutput:
+        out = super().read(reading)
+        if self._rows.reads_all:
+            self._rows.show([VerifiedRows.of_text(each, place) for place, each in enumerate(reading)], out)
+        return out
+
     # -- drafting ------------------------------------------------------------------------------------------------------
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
@@ -223,7 +240,7 @@ class StagedProposer(DraftModelProposer):
             verdicts = Verifier(noise.source).verify(candidates, processed)
             for each, verdict in zip(checked, verdicts, strict=True):
                 self._extend(each, verdict, processed[slice(*each.rows)])
-            self._rows.show([each.verified(verdict) for each, verdict in zip(checked, verdicts, strict=True)], out)
+            self._rows.show([each.verified for each in rounds], out)
             growing = [each.drafting for each in checked if each.drafting.growth.level]
         return [d.growth.draft() for d in drafting]
 
@@ -293,6 +310,7 @@ class StagedProposer(DraftModelProposer):
             rows: [1 + num_nodes, vocab_size] processed logits behind the text, then behind each node of the guess.
         """
         growth, text, guess = each.drafting.growth, each.drafting.text, each.guess
+        each.path = tuple(verdict.path)
         stood = tuple(guess.token_ids[node] for node in verdict.path)
         text.state.run_ahead(stood, verdict.path)
         text.loose = (*text.loose, *stood, verdict.token_id)

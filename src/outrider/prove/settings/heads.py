@@ -14,14 +14,15 @@ from outrider.prove.settings.methods import (
     EXIT,
     EXIT_HEAD,
     EXIT_ONE,
+    LAYERED,
+    LAYERED_HEADS,
+    LAYERED_ONE,
     LOOKUP,
     MEDUSA,
     MEDUSA_ONE,
     MTP,
     MTP_ONE,
     ONE,
-    TARGET,
-    TWIN,
     drafted,
     staged,
 )
@@ -32,9 +33,10 @@ _FOUR, _PAIR = {"max_tokens": 4}, {"n": 2, "max_tokens": 3, "top_k": 2}
 _OF_TWO, _PAIR_OF_TWO = {"top_k": 2}, {"n": 2, "max_tokens": 2, "top_k": 2}
 
 
-def _of_draft(drafter: dict[str, Any]) -> dict[str, Any]:
-    """A stage whose draft model computes what the target does, so that the heads of the proof are heads of it."""
-    return staged(drafter, model=TARGET, num_draft_tokens=4)
+def _staged(drafter: dict[str, Any]) -> dict[str, Any]:
+    """A stage whose draft model is unlike the target, with heads or layers of that draft model."""
+    own = {"model": LAYERED_HEADS} if "model" in drafter else {}
+    return staged({**drafter, **own}, model=LAYERED)
 
 
 #: Methods that draft with heads on the target's hidden states. They need the pair with several layers.
@@ -94,13 +96,22 @@ HEADS_SETTINGS = (
     Setting("EAGLE-3 behind Medusa", EAGLE3_ONE, turns=((MEDUSA_ONE, EAGLE3_ONE),), params=_FOUR),
     Setting("EAGLE-3, then the draft model", {"method": "then", "methods": (EAGLE3_ONE, ONE)}),
     *(
-        Setting(f"staged, {name}", {"method": "merge", "methods": (_of_draft(drafter), TWIN)}, {"top_k": 2, **params})
+        Setting(f"staged, {name}", _staged(drafter), {"top_k": 2, **params})
         for name, drafter, params in (
-            ("Medusa's heads of the draft model", MEDUSA, {"max_tokens": 5}),
-            ("a tree of the draft model's heads, seeded", BLOCKWISE | {"tree": (2, 1)}, {"max_tokens": 5, "seed": 6}),
+            ("Medusa's heads of the draft model", MEDUSA, _FOUR),
+            ("a tree of the draft model's heads, seeded", BLOCKWISE | {"tree": (2, 1)}, {"seed": 6, **_FOUR}),
             ("the first layer of the draft model", EXIT, {}),
             ("the draft model's head for an exit", EXIT_HEAD | {"rule": "token"}, {}),
+            ("EAGLE-3 of the draft model", EAGLE3, {}),
+            ("a tree of EAGLE of the draft model", EAGLE1 | {"tree": (2, 1)}, {}),
+            ("layers of the draft model's checkpoint", MTP, {}),
+            ("a block of the draft model's head, seeded", DFLASH, {"seed": 6}),
         )
+    ),
+    Setting(
+        "EAGLE-3 of the draft model and that model itself",
+        {"method": "merge", "methods": (_staged(EAGLE3 | {"num_draft_tokens": 1}), LAYERED_ONE)},
+        {"top_k": 2},
     ),
     *(
         Setting(f"merge of {name}, {rule}", {"method": "merge", "methods": members, "rule": rule})

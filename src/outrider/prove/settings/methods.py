@@ -10,6 +10,10 @@ DRAFT = "the draft model of the proof"
 TARGET = "the target of the proof"
 #: And this for the folder of its heads for the method of the setting.
 HEADS = "the heads of the proof"
+#: This stands for a draft model of several layers, of another law than the target and than the other draft model.
+LAYERED = "the draft model of several layers"
+#: And this for the folder of its heads.
+LAYERED_HEADS = "the heads of the draft model of several layers"
 #: And this for a draft model of another vocabulary than the target.
 OTHER_DRAFT = "the draft model of another vocabulary"
 
@@ -46,6 +50,7 @@ LOOKAHEAD = {"method": "lookahead", "window": 2, "ngram": 3, "guesses": 2, "num_
 
 #: Draws from other probabilities than the draft model.
 OTHER = {"method": "draft_model", "model": TARGET, "num_draft_tokens": 2}
+LAYERED_ONE = {"method": "draft_model", "model": LAYERED, "num_draft_tokens": 1}
 
 
 def staged(drafter: dict[str, Any], **more: Any) -> dict[str, Any]:
