@@ -2,12 +2,17 @@
 
 python -m benchmarks.members --wide --out benchmarks/results/members.json
 
-The first part writes every prompt with a merge of a lookup and a draft model, and with each of them alone, at as many rows.
-It counts tokens a pass, by workload and in a mix of all. The second part writes the same texts from the same seeds with a
-draft model alone and with a drafter before it, in turns. Seeded texts are the same, which is checked, and so are the drafts
-of a stage and of its draft model. So the ratio of seconds is what the stage saves. It does so for two draft models: the
-embedded one, and the embedded target, which is large beside it and agrees with the wide target always. The third part sets
-the engine's choice with a merge among what it chooses from beside the same choice without it, and counts what was chosen.
+The first part writes every prompt with a merge of a lookup and a draft model, and with each of them alone, at as many rows:
+code, JSON, copies, JSON with a schema, strict tool calls, and recorded texts that copy much, which are forced on the target
+and hidden from the draft model. It counts tokens a pass, by workload and in a mix of all.
+
+The second part writes the same texts from the same seeds with a draft model alone and with a drafter before it, in turns.
+Seeded texts are the same, which is checked, and so are the drafts of a stage and of its draft model. So the ratio of
+seconds is what the stage saves. It does so for two draft models: the embedded one, and the embedded target, which is large
+beside it and agrees with the wide target always.
+
+The third part sets the engine's choice with a merge among what it chooses from beside the same choice without it. It counts
+passes of the target, seconds by phase of a step, and what was chosen. The choice without it is made twice, as a control.
 """
 
 from __future__ import annotations
@@ -17,42 +22,87 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from benchmarks.blind import Blind
 from benchmarks.forced_tokens import speedup_of
-from benchmarks.tokens_per_pass import ratio, written
-from outrider import LLM, SamplingParams
+from benchmarks.forced_tokens import workloads as structured
+from benchmarks.tokens_per_pass import WRITING, ratio
+from outrider import LLM, DraftModel, Merge, SamplingParams, SpeculationConfig, Suffix
 from outrider.embedded import default_model
-from outrider.measure.tasks import built_in
+from outrider.engine.stats import PHASES
+from outrider.measure.replay import Replay, copy_tasks
+from outrider.measure.tasks import Task, built_in
 from outrider.measure.widen import wide_target
+from outrider.propose.method import Method
 
 _PARTS = ("members", "stages", "choices")
 WORKLOADS = ("code_completion", "json", "copy_editing")
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A text to write.
+
+    Attributes:
+        prompt: What it goes on from.
+        params: Of the request.
+        model: The draft model, which may not see what a replay forces.
+    """
+
+    prompt: str
+    params: SamplingParams
+    model: Method
+
+
+def loads(llm: LLM, num_prompts: int) -> dict[str, list[Asked]]:
+    """What is to be written, by workload: prompts, outputs with a structure, and recorded texts that copy much."""
+    model = DraftModel(model=default_model("draft"))
+    found = {name: [Asked(task.prompt, WRITING, model) for task in built_in(name)] for name in WORKLOADS}
+    for name, tasks in structured().items():
+        params = SamplingParams(max_tokens=200)
+        asked = [Asked(prompt, params.replace(structured_outputs=structure), model) for prompt, structure in tasks]
+        found[name] = asked * -(-num_prompts // len(asked))
+    found["replay"] = [_replay(llm, task, model) for task in copy_tasks()]
+    return {name: asked[:num_prompts] for name, asked in found.items()}
+
+
+def _replay(llm: LLM, task: Task, model: Method) -> Asked:
+    assert task.answer is not None, "a replay has an answer"
+    answer = tuple(llm.prompts.encode(task.answer, add_special_tokens=False)[1][: WRITING.max_tokens])
+    forced = Replay(len(llm.encode(task.prompt)), answer)
+    return Asked(task.prompt, WRITING.replace(logits_processors=(forced,), max_tokens=len(answer)), Blind(of=model))
+
+
 def members(llm: LLM, rows: int, rounds: int, num_prompts: int) -> dict[str, Any]:
     """Tokens a pass of a merge and of each member, by workload and in a mix of all."""
-    lookup = {"method": "suffix", "num_draft_tokens": rows}
-    model = {"method": "draft_model", "model": default_model("draft"), "num_draft_tokens": rows}
-    ways: dict[str, dict[str, Any]] = {
-        "suffix": lookup,
-        "draft_model": model,
-        "merge": {"method": "merge", "methods": [lookup, model], "num_draft_tokens": rows},
-    }
-    prompts = {name: [task.prompt for task in built_in(name)][:num_prompts] for name in WORKLOADS}
-    prompts["mix"] = [prompt for each in zip(*prompts.values(), strict=False) for prompt in each]
+    asked = loads(llm, num_prompts)
+    asked["mix"] = [each for group in zip(*asked.values(), strict=False) for each in group]
     found: dict[str, Any] = {"rows": rows}
-    for workload, asked in prompts.items():
-        runs = {name: written(llm, asked, way, rounds, lambda: None) for name, way in ways.items()}
+    for workload, texts in asked.items():
+        runs = {way: np.zeros((2, rounds, len(texts))) for way in ("suffix", "draft_model", "merge")}
+        for turn in range(rounds):
+            for place, text in enumerate(texts):
+                for way, config in _ways(text.model, rows).items():
+                    (output,) = llm.generate(text.prompt, text.params, speculation=config)
+                    runs[way][:, turn, place] = len(output.token_ids), output.stats.num_target_passes
         found[workload] = {
             "tokens_a_pass": {name: float(run[0].sum() / run[1].sum()) for name, run in runs.items()},
             "merge_over": {name: ratio(runs["merge"], runs[name]) for name in ("suffix", "draft_model")},
         }
     return found
+
+
+def _ways(model: Method, rows: int) -> dict[str, SpeculationConfig]:
+    """A lookup, a draft model and a merge of both, with as many rows each."""
+    alone = {each.name: SpeculationConfig(method=each, num_draft_tokens=rows) for each in (Suffix(), model)}
+    merge = SpeculationConfig(method=Merge(methods=tuple(alone.values())), num_draft_tokens=rows)
+    return {"suffix": alone["suffix"], "draft_model": alone[model.name], "merge": merge}
 
 
 def stages(llm: LLM, length: int, rounds: int, num_prompts: int) -> dict[str, Any]:
@@ -69,44 +119,88 @@ def stages(llm: LLM, length: int, rounds: int, num_prompts: int) -> dict[str, An
         ways = {"alone": alone} | {way: {**alone, "method": "staged", "drafter": each} for way, each in drafters.items()}
         for workload in WORKLOADS:
             prompts = [task.prompt for task in built_in(workload)][:num_prompts]
-            seconds = _in_turns(llm, prompts, ways, rounds)
+            runs = _in_turns(llm, prompts, ways, rounds)
+            seconds = {way: [text.seconds for text in texts] for way, texts in runs.items()}
             found[f"{name}, {workload}"] = {way: speedup_of(seconds["alone"], seconds[way]) for way in drafters}
     return found
 
 
 def choices(llm: LLM, rows: int, rounds: int, num_prompts: int) -> dict[str, Any]:
-    """Seconds of the engine's choice without a merge over those with one, text by text, and what was chosen with one."""
+    """The engine's choice without a merge over the same with one, text by text: seconds and tokens a pass, and what was
+    chosen. "again" is the choice without a merge a second time."""
     model = {"method": "draft_model", "model": default_model("draft"), "num_draft_tokens": rows}
     lookup = {"method": "suffix", "num_draft_tokens": rows}
     merge = {"method": "merge", "methods": [lookup, model], "num_draft_tokens": rows}
-    ways = {"without": {"method": "auto", "methods": [model, lookup]}}
-    ways["with a merge"] = {"method": "auto", "methods": [model, lookup, merge]}
+    ways = {
+        "without": {"method": "auto", "methods": [model, lookup]},
+        "again": {"method": "auto", "methods": [lookup, model]},
+        "with a merge": {"method": "auto", "methods": [model, lookup, merge]},
+    }
     prompts = {name: [task.prompt for task in built_in(name)][:num_prompts] for name in WORKLOADS}
     prompts["mix"] = [prompt for each in zip(*prompts.values(), strict=False) for prompt in each]
     found: dict[str, Any] = {}
     for workload, asked in prompts.items():
-        llm.stats.reset()
-        seconds = _in_turns(llm, asked, ways, rounds)
-        chosen = Counter(method for method, _ in llm.stats.chosen.elements())
-        found[workload] = {"speedup": speedup_of(seconds["without"], seconds["with a merge"]), "chosen": dict(chosen)}
+        runs = _in_turns(llm, asked, ways, rounds)
+        counts = {way: np.array([(text.tokens, text.passes) for text in texts]).T[:, None] for way, texts in runs.items()}
+        base = [text.seconds for text in runs["without"]]
+        found[workload] = {
+            way: {
+                "speedup": speedup_of(base, [text.seconds for text in texts]),
+                "tokens_a_pass_over": ratio(counts[way], counts["without"]),
+                "seconds_a_pass": {phase: sum(t.phases[phase] for t in texts) / counts[way][1].sum() for phase in PHASES},
+                "chosen": dict(sum((text.chosen for text in texts), Counter())),
+            }
+            for way, texts in runs.items()
+        }
     return found
 
 
-def _in_turns(llm: LLM, prompts: Sequence[str], ways: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every text, by way; round 0 is not counted."""
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+@dataclass(frozen=True)
+class Text:
+    """How one text was written.
+
+    Attributes:
+        token_ids: It.
+        seconds: Of the whole request.
+        passes: Of the target.
+        phases: Seconds by phase of a step.
+        chosen: Rounds by method, where the engine chooses.
+    """
+
+    token_ids: tuple[int, ...]
+    seconds: float
+    passes: int
+    phases: dict[str, float]
+    chosen: Counter[str]
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return len(self.token_ids)
+
+
+def _in_turns(llm: LLM, prompts: Sequence[str], ways: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[Text]]:
+    """The texts of each way; round 0 is not counted."""
+    found: dict[str, list[Text]] = {way: [] for way in ways}
     for turn in range(rounds + 1):
         for place, prompt in enumerate(prompts):
-            texts = set()
+            written = {}
             for way in list(ways) if (turn + place) % 2 else list(reversed(ways)):
-                begun = perf_counter()
                 params = SamplingParams(seed=1000 * turn + place, max_tokens=96, ignore_eos=True)
-                (output,) = llm.generate(prompt, params, speculation=ways[way])
-                texts.add(output.token_ids)
-                if turn:
-                    seconds[way].append(perf_counter() - begun)
-            assert len(texts) == 1, "the texts of a seed differ"
-    return seconds
+                written[way] = _write(llm, prompt, params, ways[way])
+            assert len({text.token_ids for text in written.values()}) == 1, "the texts of a seed differ"
+            for way, text in written.items() if turn else ():
+                found[way].append(text)
+    return found
+
+
+def _write(llm: LLM, prompt: str, params: SamplingParams, way: dict[str, Any]) -> Text:
+    llm.stats.reset()
+    begun = perf_counter()
+    (output,) = llm.generate(prompt, params, speculation=way)
+    seconds = perf_counter() - begun
+    chosen = Counter(method for method, _ in llm.stats.chosen.elements())
+    return Text(output.token_ids, seconds, output.stats.num_target_passes, dict(llm.stats.seconds), chosen)
 
 
 def main() -> None:
