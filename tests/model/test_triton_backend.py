@@ -18,7 +18,7 @@ from tests.model import checkpoints
 from tests.unit.interpreted import even_products
 
 PROMPTS = [[1, 5, 9, 2, 7, 7, 3, 11, 4], [3, 1, 4]]
-GREEDY, SEEDED = (SamplingParams(temperature=t, seed=7, max_tokens=8, logprobs=0) for t in (0.0, 1.0))
+GREEDY, SEEDED = (SamplingParams(temperature=t, seed=7, max_tokens=6, logprobs=0) for t in (0.0, 1.0))
 #: A branching draft for every text.
 TREE: dict[str, Any] = {"method": "token_recycling", "num_draft_tokens": 4}
 
@@ -64,9 +64,7 @@ def test_bits_and_so_seeds_hold_in_batch_invariant_mode(tmp_path: Path, interpre
     assert "attend" in interpreted
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_windows_bounds_and_sinks_of_real_families_pass_the_probe(
-    family: str, tmp_path: Path, interpreted: list[str]
-) -> None:
+@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_windows_caps_and_sinks_pass_the_probe(family: str, tmp_path: Path, interpreted: list[str]) -> None:
     load(checkpoints.save(family, tmp_path / family, layers=2))
     assert "attend" in interpreted
