@@ -95,5 +95,5 @@ def test_it_runs(command: Command, folder: Path, request: Any) -> None:
 def serves(command: Command, folder: Path) -> None:
     """The server of a command line listens and answers."""
     variables = dict(re.findall(r"\b([A-Z_]+)=(\S+)", command.line.partition("outrider")[0]))
-    with running(*command.words[2:], folder=folder, **variables) as server:
+    with running(*command.words[2:], folder=folder, warm=False, **variables) as server:
         assert server.get("/health").status_code == 200

@@ -15,6 +15,8 @@ from typing import Any
 
 import httpx
 
+from tests.warm import Forked, warm_python
+
 ROOT = Path(__file__).parents[2]
 
 #: Every conversation as plain text; it knows tools in Hermes' form, so that a structured output can be one.
@@ -33,7 +35,7 @@ class Server:
         lines: Its log so far, line by line.
     """
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: Forked | subprocess.Popen[str]) -> None:
         self.process = process
         self.lines: list[dict[str, Any]] = []
         self._listening = threading.Event()
@@ -98,14 +100,23 @@ def _sum(text: str, name: str, *labels: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels))
 
 
-@contextmanager
-def running(*arguments: str, module: str = "outrider", folder: Path = ROOT, **environment: str) -> Iterator[Server]:
-    """A server on a free port, of the embedded pair unless the arguments name another model."""
-    command = [sys.executable, "-m", module, "serve", "--port", "0", *arguments]
-    surroundings = {**os.environ, **environment}
-    process = subprocess.Popen(
+def _cold(module: str, *arguments: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
+    command, surroundings = [sys.executable, "-m", module, *arguments], {**os.environ, **environment}
+    return subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=surroundings, bufsize=1, cwd=folder
     )
+
+
+@contextmanager
+def running(
+    *arguments: str, module: str = "outrider", folder: Path = ROOT, warm: bool = True, **environment: str
+) -> Iterator[Server]:
+    """A server on a free port, of the embedded pair unless the arguments name another model.
+
+    It is a fork of a process that has imported PyTorch; unless `warm`, it begins with nothing, as a user's server does.
+    """
+    start = warm_python().start if warm else _cold
+    process = start(module, "serve", "--port", "0", *arguments, folder=folder, **environment)
     server = None
     try:
         server = Server(process)

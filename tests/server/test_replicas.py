@@ -44,7 +44,7 @@ def texts() -> list[tuple[dict[str, Any], str]]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running("--replicas", "2", "--kv-cache-tokens", "16384", "--max-body-bytes", "200000") as server:
+    with running("--replicas", "2", "--kv-cache-tokens", "16384", "--max-body-bytes", "200000", warm=False) as server:
         yield server
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
@@ -226,7 +226,7 @@ def test_sigterm_lets_requests_finish_and_refuses_new_ones() -> None:
             (told,) = await disturb(server.url, [body], 1, act)
             return told, refused[0]
 
-    with running("--replicas", "1", "--kv-cache-tokens", "4096") as server:
+    with running("--replicas", "1", "--kv-cache-tokens", "4096", warm=False) as server:
         told, refused = asyncio.run(ask(server))
         assert (told.done, told.error) == (True, None)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
