@@ -249,7 +249,8 @@ Families that are not among them use the kernels for their linear layers and for
 for llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3 (longrope too), gpt2, gpt_neox, falcon, olmo2, starcoder2, mixtral,
 gpt_oss and deepseek_v3; and, of models with a running state, for qwen3_next, qwen3_5_text, qwen3_5_moe_text, olmo_hybrid,
 kimi_linear, bailing_hybrid, lfm2, lfm2_moe, lfm3, granitemoehybrid, bamba, falcon_h1, nemotron_h, mamba2, mamba,
-falcon_mamba and jamba; and, of models with an encoder, for t5."""
+falcon_mamba and jamba; and, of models with an encoder, for t5, mt5, umt5, longt5, bart, mbart, plbart, pegasus, marian,
+blenderbot, blenderbot-small and bigbird_pegasus."""
 
 
 def main() -> None:

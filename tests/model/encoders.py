@@ -17,6 +17,36 @@ _T5: dict[str, Any] = {
     "pad_token_id": 0, "eos_token_id": None,
 }  # fmt: skip
 
+_BART: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 160,
+    "decoder_start_token_id": START, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+    "forced_eos_token_id": None,
+}  # fmt: skip
+#: Other types by the class of their configuration: with a table of distances in every layer, with local attention in
+#: the encoder, and with learned or fixed embeddings of positions.
+OTHERS: dict[str, dict[str, Any]] = {
+    "BartConfig": _BART,
+    "MT5Config": _T5,
+    "UMT5Config": _T5,
+    "LongT5Config": {**_T5, "local_radius": 4, "global_block_size": 4},
+    "MBartConfig": _BART,
+    "PLBartConfig": _BART,
+    "PegasusConfig": _BART,
+    "MarianConfig": _BART,
+    "BlenderbotConfig": _BART,
+    "BlenderbotSmallConfig": _BART,
+    "BigBirdPegasusConfig": {**_BART, "attention_type": "original_full"},
+}
+
+
+def save_other(folder: Path, kind: str) -> str:
+    """Write a model of one of the other types; returns its path."""
+    import transformers
+
+    config = getattr(transformers, kind)(**OTHERS[kind])
+    return _save_wide(transformers.AutoModelForSeq2SeqLM.from_config(config).double(), folder, 1)
+
 
 def save(folder: Path, *, seed: int = 1, forced: int | None = None, **changes: Any) -> str:
     """Write a T5 of an encoder with two layers and a decoder with three; returns its path. `forced` stands behind the start
@@ -24,17 +54,22 @@ def save(folder: Path, *, seed: int = 1, forced: int | None = None, **changes: A
     from transformers import T5Config, T5ForConditionalGeneration
 
     model = T5ForConditionalGeneration(T5Config(**{**_T5, **changes})).double()
+    model.generation_config.forced_bos_token_id = forced
+    return _save_wide(model, folder, seed)
+
+
+def _save_wide(model: Any, folder: Path, seed: int) -> str:
+    """Write a model with weights that are wide enough that every part of it matters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "relative" in name:
                 weight.normal_(0.0, 2.0, generator=generator)
             elif weight.dim() > 1:
-                spread = 0.1 if "shared" in name else 0.4 if ".q." in name else 3.0
+                spread = 0.1 if "shared" in name else 10.0 if "positions" in name else 0.4 if ".q." in name else 3.0
                 weight.normal_(0.0, spread / weight.shape[-1] ** 0.5, generator=generator)
             else:
                 weight += 0.2 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-    model.generation_config.forced_bos_token_id = forced
     model.save_pretrained(folder)
     return str(folder)
 

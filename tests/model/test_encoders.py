@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from outrider import LLM, SamplingParams
+from outrider.cli import generate, render
+from outrider.embedded import default_model
 from outrider.errors import (
     InvalidPromptError,
     ModelLoadError,
@@ -61,6 +64,21 @@ def texts(llm: LLM, params: SamplingParams = GREEDY, **options: Any) -> list[tup
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def drawn_as_stock(llm: LLM, path: str) -> list[tuple[int, ...]]:
+    """Drawn texts, whose tokens have the probabilities that the stock model gives them."""
+    found = []
+    for source, output in zip(SOURCES, llm.generate(SOURCES, DRAWN), strict=True):
+        written = list(output.outputs[0].token_ids)
+        assert len(set(written)) > LENGTH // 4, "texts that repeat one token would show nothing"
+        want = encoders.stock_logprobs(path, source, written)[range(LENGTH), written].tolist()
+        positions = output.outputs[0].logprobs or ()
+        assert [by_token[t].logprob for by_token, t in zip(positions, written, strict=True)] == pytest.approx(
+            want, abs=1e-6
+        )
+        found.append(tuple(written))
+    return found
+
+
 def ways(draft: str) -> list[Any]:
     """Chains and trees of lookups, of another model with an encoder, of the target's layers and of what it held likely."""
     return [
@@ -83,17 +101,31 @@ def test_texts_are_those_of_transformers(llm: LLM, draft: str, greedy: list[tupl
     assert llm.stats.finished.num_accepted_tokens > 50
 
 
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "BartConfig" else pytest.param(kind, marks=pytest.mark.slow) for kind in encoders.OTHERS]
+)
+def test_other_types_write_the_texts_of_transformers(kind: str, tmp_path: Path) -> None:
+    path = encoders.save_other(tmp_path, kind)
+    llm = LLM(path, dtype="float64", speculation="none")
+    assert texts(llm) == [encoders.greedy_by_transformers(path, source, LENGTH) for source in SOURCES]
+    plain = drawn_as_stock(llm, path)
+    for way in ({"method": "draft_model", "model": path, "tree": (2, 1)}, {"method": "layer_skip", "tree": (2, 1)}):
+        assert texts(llm, DRAWN, speculation=way) == plain, way
+
+
+def test_a_terminal_shows_the_text_alone(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not go on from the prompt, which a decoder's text does."""
+    llm = LLM(path, dtype="float64", speculation="none", tokenizer=str(default_model("target")))
+    shown: list[str] = []
+    monkeypatch.setattr(render, "write", lambda _, spans, *__: shown.extend(text for text, _ in spans))
+    generate._stream(llm, "!#", GREEDY.replace(max_tokens=4), Console(stderr=True), no_color=True, compare=False)
+    assert "".join(shown) == llm.generate("!#", GREEDY.replace(max_tokens=4))[0].outputs[0].text
+
+
 def test_drawn_tokens_have_the_probabilities_of_the_stock_model(llm: LLM, path: str, draft: str) -> None:
-    plain = llm.generate(SOURCES, DRAWN)
-    for source, output in zip(SOURCES, plain, strict=True):
-        written = list(output.outputs[0].token_ids)
-        assert len(set(written)) > LENGTH // 2, "nearly every token is another one"
-        want = encoders.stock_logprobs(path, source, written)[range(LENGTH), written].tolist()
-        assert output.outputs[0].logprobs is not None
-        found = [by_token[token].logprob for by_token, token in zip(output.outputs[0].logprobs, written, strict=True)]
-        assert found == pytest.approx(want, abs=1e-9)
+    plain = drawn_as_stock(llm, path)
     for way in ways(draft)[1::2]:  # a seed promises the same text, which is true only if every row of a draft says the same
-        assert texts(llm, DRAWN, speculation=way) == [output.outputs[0].token_ids for output in plain], way
+        assert texts(llm, DRAWN, speculation=way) == plain, way
 
 
 def test_what_is_kept_is_what_a_fresh_pass_leaves(path: str, draft: str, greedy: list[tuple[int, ...]]) -> None:
