@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.engine.proposing import calibration, governed, governing, keeping, shadow_scores
+from outrider.engine.proposing import calibration, governed, governing, shadow_scores
 from outrider.engine.proposing.governing import Governing
 from outrider.errors import InvalidParameterError
 from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.govern.governor import Governor
+from outrider.model import keeping
 from outrider.model.pass_costs import measure_context, measure_passes
 from outrider.propose.auto import Auto
 from outrider.propose.base import Proposer

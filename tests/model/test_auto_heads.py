@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.engine.proposing import keeping
 from outrider.govern.costs import CostTable, StepTimes, StepWork
+from outrider.model import keeping
 from outrider.prove.published_blocks import save_random_dflash
 from outrider.prove.published_heads import save_random_eagle
 from tests.model import checkpoints

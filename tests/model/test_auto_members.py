@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.engine.proposing import keeping, member_drafts
+from outrider.engine.proposing import member_drafts
 from outrider.errors import InputError
 from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.govern.decision import Decision
 from outrider.govern.governor import HOLDS, Governor
+from outrider.model import keeping
 from outrider.model.runner import ModelRunner
 from outrider.propose.methods.draft_model import DraftModelProposer
 from outrider.prove.tiny import save_tiny_llama

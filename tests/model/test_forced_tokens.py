@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from outrider import LLM, CompletionOutput, Ngram, SamplingParams, StructuredOutputs, Suffix
-from outrider.engine.proposing import keeping
 from outrider.engine.scheduling import scheduler
 from outrider.errors import NoTokenLeftError
+from outrider.model import keeping
 from outrider.params import TokenOrigin
 
 pytest.importorskip("llguidance")

@@ -11,8 +11,8 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.engine import engine
-from outrider.engine.proposing import keeping
 from outrider.govern.acceptance import KEPT, AcceptanceModel
+from outrider.model import keeping
 from outrider.prove.tiny import save_tiny_llama
 from tests.model.test_auto import COPY, FREE, auto, steady
 

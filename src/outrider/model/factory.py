@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from outrider.model.backends.fused import FusedDecoder
 from outrider.model.backends.gather import GatherAttention
 from outrider.model.backends.paged import PagedAttention
 from outrider.model.backends.row_by_row import RowByRowAttention
+from outrider.model.kept_reference import keep_reference, read_reference
 from outrider.model.loading.exclusive import check_wanted, exclusive_transformers
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.loading.numbers import check_numbers
@@ -60,6 +62,11 @@ def make_runner(
         ModelLoadError: Its logits are no numbers.
         ModelTooLargeError: There is no memory for the running states of so many texts.
     """
+    ways, known = _ways(attention_backend, batch_invariant=batch_invariant), read_reference(loaded)
+    if known is not None:  # where the first way does not agree with it, nothing is believed that was kept
+        found, _ = _first_fitting(loaded, ways[:1], known.logits, bits=batch_invariant)
+        if found is not None:
+            return _runner(loaded, *found, cache, scheduling, added_token_bytes)
     stock = reference(loaded)
     check_numbers(loaded.name, loaded.model, stock.logits)
     if not stock.is_causal:
@@ -68,20 +75,41 @@ def make_runner(
             "its tokens see those that come after them, so it is an encoder",
             "Use a causal decoder; for masked models there is nothing to speculate on.",
         )
-    failures = {}
-    for name, packed in _ways(attention_backend, batch_invariant=batch_invariant):
-        check_wanted()
-        try:
-            backend, taken = _install(loaded, name, stock.logits, packed=packed, bits=batch_invariant)
-        except Exception as error:  # whatever the model's own code raises decides against this backend
-            logger.info("attention backend %s (packed: %s) does not fit %s: %s", name, packed, loaded.name, error)
-            failures[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
-            continue
-        taken = replace(taken, by_token=taken.by_token + added_token_bytes)
-        return ModelRunner(loaded, backend, make_blocks(loaded, cache, scheduling, taken), taken.by_text)
+    found, failures = _first_fitting(loaded, ways, stock.logits, bits=batch_invariant)
+    if found is not None:
+        if not failures:
+            keep_reference(loaded, stock)
+        return _runner(loaded, *found, cache, scheduling, added_token_bytes)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
     remedy = "Report it." if attention_backend == "auto" else "Use attention_backend='auto', or report it."
     raise UnsupportedModelError(loaded.name, f"no attention backend reproduces its forward pass ({reasons})", remedy)
+
+
+def _first_fitting(
+    loaded: LoadedModel, ways: Sequence[tuple[str, bool]], want: Tensor, *, bits: bool
+) -> tuple[tuple[AttentionBackend, TextBytes] | None, dict[str, str]]:
+    """The first way that drives the model, and why those before it do not, by the names of backends."""
+    failures: dict[str, str] = {}
+    for name, packed in ways:
+        check_wanted()
+        try:
+            return _install(loaded, name, want, packed=packed, bits=bits), failures
+        except Exception as error:  # whatever the model's own code raises decides against this backend
+            logger.info("attention backend %s (packed: %s) does not fit %s: %s", name, packed, loaded.name, error)
+            failures[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return None, failures
+
+
+def _runner(
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    taken: TextBytes,
+    cache: CacheConfig,
+    scheduling: SchedulerConfig,
+    added_token_bytes: int,
+) -> ModelRunner:
+    taken = replace(taken, by_token=taken.by_token + added_token_bytes)
+    return ModelRunner(loaded, backend, make_blocks(loaded, cache, scheduling, taken), taken.by_text)
 
 
 def _ways(choice: str, *, batch_invariant: bool) -> list[tuple[str, bool]]:

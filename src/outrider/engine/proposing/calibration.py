@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from outrider import __version__
-from outrider.engine.proposing import keeping
 from outrider.govern.costs import CostTable
+from outrider.model import keeping
 from outrider.model.pass_costs import measure_context, measure_passes, sizes_of
 from outrider.model.runner import ModelRunner
 

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outrider.engine.proposing import keeping
 from outrider.govern.acceptance import AcceptanceModel, Experience
 from outrider.govern.counts import Shares
+from outrider.model import keeping
 from outrider.model.runner import ModelRunner
 from outrider.propose.base import Proposer
 from outrider.propose.methods.draft_model import DraftModelProposer

@@ -109,7 +109,7 @@ def read_gguf(model: str) -> GgufFile:
     """
     metadata: dict[str, Any] = {}
     tensors: dict[str, GgufTensor] = {}
-    for path in _parts(model):
+    for path in parts_of(model):
         try:
             found, held = _read(path)
             for name in tensors.keys() & held.keys():
@@ -121,7 +121,7 @@ def read_gguf(model: str) -> GgufFile:
     return GgufFile(model, metadata, tensors)
 
 
-def _parts(model: str) -> list[Path]:
+def parts_of(model: str) -> list[Path]:
     """The files of a model, of which any one may be named."""
     path, found = Path(model), _PART.search(model)
     if found is None:
