@@ -38,6 +38,7 @@ NOT_RUN = {
     "outrider prove": _LONG,
     "outrider tune": _LONG,
     "outrider train": _LONG,
+    "outrider convert HEAD": "it needs trained heads",
     "outrider doctor MODEL --method": "it needs trained heads",
     "outrider generate --draft-model draft -p": "the line before trains the draft for a minute",
     "outrider generate T --method": "it needs trained heads",
