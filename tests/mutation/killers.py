@@ -542,6 +542,7 @@ def kernels_families() -> None:
     """A fused pass of families that differ in norms, positions, activations, scales and order, against transformers."""
     from transformers import AutoModelForCausalLM
 
+    from outrider.model import hf
     from outrider.model.batch import Segment
     from tests.model import checkpoints
     from tests.model.double import Double
@@ -551,6 +552,7 @@ def kernels_families() -> None:
     for family in (*attending, "qwen3_next", "lfm2", "granitemoehybrid"):
         path = checkpoints.save(family, Path(tempfile.mkdtemp()) / family, seed=3)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()
+        hf.use_plain_experts(model)
         with torch.inference_mode(), Double():
             want = model(torch.tensor([text]), use_cache=False).logits[0]
         runner = LLM(path, dtype="float64", attention_backend="fused", block_size=4).engine.runner
