@@ -7,8 +7,7 @@ Every model is random, in bfloat16, with the layer shapes of a published model a
 
 - the least time of a pass of one row, and the time of reading its weights over that of the pass;
 - C(4) and C(8): the time of so many rows over that of one, as medians of rounds in which all of them take turns;
-- seconds of a prompt, with rows that go over the states in our kernel, by operators of PyTorch one row at a time, and in a
-  forward pass of transformers. The three take turns, too;
+- seconds of a prompt here and in a forward pass of transformers, which take turns, too;
 - the memory of the states of a text, as it is counted before texts run.
 """
 
@@ -22,7 +21,6 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
-from unittest import mock
 
 import torch
 from rich.box import MARKDOWN
@@ -30,7 +28,6 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM
-from outrider.kernels import recurrence
 from outrider.measure.machine import describe, read_bandwidth, weight_bytes
 from outrider.model.pass_timer import PassTimer
 
@@ -109,8 +106,7 @@ def steps(timer: PassTimer, num_bytes: int, rounds: int) -> dict[str, Any]:
 def prompts(timer: PassTimer, model: Any, length: int, rounds: int) -> dict[str, float]:
     """Seconds of a prompt in each way, as medians of rounds in which the ways take turns."""
     ways: dict[str, Callable[[], float]] = {
-        "kernel": partial(timer.seconds, 0, length, logits=False),
-        "row by row": partial(_without_kernel, timer, length),
+        "outrider": partial(timer.seconds, 0, length, logits=False),
         "transformers": partial(_by_transformers, model, length),
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -120,12 +116,6 @@ def prompts(timer: PassTimer, model: Any, length: int, rounds: int) -> dict[str,
             if turn:
                 found[name].append(seconds)
     return {name: median(seconds) for name, seconds in found.items()}
-
-
-def _without_kernel(timer: PassTimer, length: int) -> float:
-    """The same pass, whose rows go over the states by operators of PyTorch."""
-    with mock.patch.object(recurrence, "usable", return_value=False):
-        return timer.seconds(0, length, logits=False)
 
 
 @torch.inference_mode()
@@ -164,7 +154,6 @@ def shown(found: dict[str, Any]) -> Table:
         "C(8)",
         "states, MB",
         "prompt, s",
-        "row by row",
         "transformers",
     )
     table = Table(*names, box=MARKDOWN)
@@ -177,7 +166,7 @@ def shown(found: dict[str, Any]) -> Table:
             f"{entry['share_of_bandwidth']:.0%}",
             *(f"{ratios[rows]:.2f}" for rows in ROWS[1:]),
             f"{entry['text_bytes'] / 1e6:.1f}",
-            *(f"{seconds[way]:.2f}" for way in ("kernel", "row by row", "transformers")),
+            *(f"{seconds[way]:.2f}" for way in ("outrider", "transformers")),
         )
     return table
 
