@@ -158,8 +158,11 @@ def _reap() -> None:
             return
 
 
-def _run(module: str, arguments: Sequence[str], folder: str, environment: Mapping[str, str]) -> None:
-    """What `python -m` would do in that folder, with these variables."""
+def _run(
+    installed: Sequence[str], module: str, arguments: Sequence[str], folder: str, environment: Mapping[str, str]
+) -> None:
+    """What `python -m` would do in that folder, with these variables. The package lies in the last places, where it is
+    installed to be edited; the folder and the variables may name another one."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -168,12 +171,14 @@ def _run(module: str, arguments: Sequence[str], folder: str, environment: Mappin
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path += installed
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
     own = {ROOT, ROOT / "src", Path(__file__).parent}  # and not all below ROOT: the environment may lie there
+    installed = [place for place in sys.path if Path(place or ".").resolve() == ROOT / "src"]
     sys.path = [place for place in sys.path if Path(place or ".").resolve() not in own]
     with runpy.run_path(str(STARTUP))["light_imports"]():
         for name in _BELOW:
@@ -181,4 +186,4 @@ if __name__ == "__main__":
     assert "outrider" not in sys.modules
     order = _orders(int(sys.argv[1]))
     if order is not None:
-        _run(**order)
+        _run(installed, **order)

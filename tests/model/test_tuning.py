@@ -121,8 +121,8 @@ def test_what_a_text_says_does_not_depend_on_where_it_is_cut(llm: LLM, monkeypat
 def test_what_is_kept_of_a_text_with_running_states_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states, room_for = list[SequenceState](), StateMemory.room_for
 
-    def noted(memory: StateMemory, num_tokens: int) -> SequenceState:
-        states.append(room_for(memory, num_tokens))
+    def noted(memory: StateMemory, *arguments: Any) -> SequenceState:
+        states.append(room_for(memory, *arguments))
         return states[-1]
 
     monkeypatch.setattr(StateMemory, "room_for", noted)

@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider.bench.settings import BenchSettings
-from outrider.cli import heartbeat, options, train
+from outrider.cli import heartbeat, options, train_display
 from outrider.cli.app import app
 from outrider.cli.bench import _duration
 from outrider.errors import ContradictionError
@@ -65,7 +65,7 @@ def test_a_training_in_a_pipe_says_how_far_it_is(
         parts.append(capsys.readouterr().err)
         return "2 of 8" in "".join(parts)
 
-    with train._watching(8) as watcher:
+    with train_display.watching(8) as watcher:
         begun = Measurement(step=0, tokens=0, seconds=0.0, loss=0.0, lr=0.1, acceptance=(0.5,), tau=1.5)
         watcher.on_measurement(begun)
         watcher.on_step(1, 2.5)

@@ -47,21 +47,22 @@ class CacheAudit:
     def difference(self, seq: EngineSequence) -> float:
         """The largest relative difference between what `seq` holds and what a fresh prefill computes: keys and values in
         the target's layers and in those that proposers have added, and running states."""
-        return _difference(self.engine.runner, seq.state, seq.token_ids[: seq.state.num_computed])
+        return _difference(self.engine.runner, seq.state, seq.token_ids[: seq.state.num_computed], seq.token_ids)
 
     def _audit_draft(self, runner: ModelRunner, seq: EngineSequence) -> None:
         state = runner.states.get(seq.view.seq_id)
         if state is None or not state.end:
             return
         tokens = [*seq.token_ids[: state.num_computed], *state.ahead]
-        self.worst = max(self.worst, _difference(runner, state, tokens))
+        self.worst = max(self.worst, _difference(runner, state, tokens, seq.token_ids))
         self.num_ahead += sum(max(filled - state.num_computed, 0) for filled in state.num_filled.values())
 
 
-def _difference(runner: ModelRunner, state: SequenceState, tokens: Sequence[int]) -> float:
-    """The largest relative difference between what a model keeps of tokens and what a fresh prefill of them leaves."""
+def _difference(runner: ModelRunner, state: SequenceState, tokens: Sequence[int], text: Sequence[int]) -> float:
+    """The largest relative difference between what a model keeps of tokens and what a fresh prefill of them leaves. The
+    whole text decides which rotary factors they have."""
     held, kv = [*_kept(runner, state, len(tokens))], KVView(state)
-    fresh, hidden = _fresh(runner, tokens, None if state.source is None else state.source.token_ids)
+    fresh, hidden = _fresh(runner, tokens, text, None if state.source is None else state.source.token_ids)
     for added in runner.memory.added:
         count = added.num_filled(kv)
         if count:
@@ -87,12 +88,12 @@ def _kept(runner: ModelRunner, state: SequenceState, num_tokens: int) -> Iterato
 
 
 def _fresh(
-    runner: ModelRunner, tokens: Sequence[int], source: tuple[int, ...] | None
+    runner: ModelRunner, tokens: Sequence[int], text: Sequence[int], source: tuple[int, ...] | None
 ) -> tuple[list[Tensor], Mapping[int, Tensor]]:
     """The same as a fresh prefill leaves it, and the hidden states that added layers read."""
     other = runner.with_own_memory(len(tokens) + len(source or ()))
     state = other.memory.state(source=source)
-    state.open(tokens, share=False)
+    state.open(text, share=False)
     reserved = state.reserve(len(tokens))
     assert reserved, "the memory was made for these tokens"
     wanted = sorted({layer for added in runner.memory.added for layer in added.aux_layers})
