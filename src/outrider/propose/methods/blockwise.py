@@ -27,6 +27,7 @@ class Blockwise(HeadMethod):
 
     name: ClassVar[str] = "blockwise"
     default_num_draft_tokens: ClassVar[int] = 4
+    drafts_in_one_pass: ClassVar[bool] = True
 
     def build(self, context: ProposerContext) -> Proposer:
         return RowHeadsProposer(self.open(context), SameVocabulary(context.vocab_size), self.min_confidence)

@@ -21,6 +21,7 @@ class DFlash(FeatureMethod):
     """
 
     name: ClassVar[str] = "dflash"
+    default_num_draft_tokens: ClassVar[int] = 15  # a whole block of 16 rows, or of fewer
     drafts_in_one_pass: ClassVar[bool] = True
 
     def proposer(self, head: PublishedHead, target: Target, bridge: Bridge) -> Proposer:

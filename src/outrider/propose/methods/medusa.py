@@ -2,6 +2,9 @@
 
 In the paper a draft is accepted where the target holds it "typical" enough, which changes the output; its heads are used
 here with our rules, which do not. A head's guess does not depend on the tokens that other heads guess before it.
+
+A draft of n tokens reads n output layers, since each head of the paper has one of its own. So its time grows with its
+length, and `drafts_in_one_pass` stays false.
 """
 
 from __future__ import annotations
