@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     schema = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
     (folder / "schema.json").write_text(json.dumps(schema), "utf-8")
     (folder / "template.jinja").write_text(TEMPLATE, "utf-8")
-    (folder / "keys.txt").write_text("web:   sk-3f9a max_concurrent=8 tokens_per_minute=60000\n", "utf-8")
+    (folder / "keys.txt").write_text("web:   sk-3f9a max_concurrent=8 tokens_per_minute=60000 record_mib=64\n", "utf-8")
     proposer = re.search(r"```python\n(.*?)```", (ROOT / "docs/how-to/write_a_proposer.md").read_text("utf-8"), re.DOTALL)
     assert proposer is not None
     (folder / "my_file.py").write_text(proposer[1] + "\n\nMyMethod = Bigram\n", "utf-8")
@@ -102,7 +102,7 @@ def server(folder: Path) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def server_with_keys(folder: Path) -> Iterator[Server]:
     """The same with the keys of the pages."""
-    with running("--api-key-file", str(folder / "keys.txt")) as server:
+    with running("--api-key-file", str(folder / "keys.txt"), "--record", str(folder / "traffic")) as server:
         yield server
 
 

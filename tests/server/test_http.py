@@ -179,7 +179,7 @@ def test_what_is_below_a_path_is_told(server: Server) -> None:
     assert suggestion(server, "/health/") == ". Did you mean /health?"
 
 
-HABITS = {"metadata": {"a": "b"}, "store": True, "service_tier": "flex", "prompt_cache_key": "k", "verbosity": "low"}
+HABITS = {"metadata": {"a": "b"}, "session_id": "s", "service_tier": "flex", "prompt_cache_key": "k", "verbosity": "low"}
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -13,7 +13,13 @@ from typer.testing import CliRunner, Result
 
 from outrider.cli.app import app
 from outrider.errors import InputError, InvalidParameterError, MissingExtraError
-from tests.train.markov import VOCAB
+from outrider.heads.checkpoint import load_heads
+from outrider.llm import LLM
+from outrider.server.records.namespace import NamespaceRecords
+from outrider.server.records.origin import Origin
+from outrider.train.prompts import prompt_of
+from outrider.train.records import Record
+from tests.train.markov import VOCAB, walk
 
 pytest.importorskip("accelerate")
 
@@ -63,6 +69,16 @@ def test_a_method_is_trained(target: str, data: Path, tmp_path: Path, method: st
     assert "tokens of a target pass in the engine" in found.stdout
     assert "step 6: loss" in found.stderr
     assert (tmp_path / "out" / "README.md").exists()
+
+
+def test_what_a_server_has_kept_is_data(target: str, tmp_path: Path) -> None:
+    with LLM(target, dtype="float32", kv_cache_tokens=1024, speculation="none") as llm:
+        kept = NamespaceRecords(tmp_path / "web", Origin.of(llm), 2**20)
+    texts = [prompt_of("", walk(i, 3), [i]) for i in range(VOCAB)]
+    kept.add([Record(each.digest, 0, i % 4 == 0, 2, torch.tensor(walk(i, 12))) for i, each in enumerate(texts)])
+    found = train("medusa", target, tmp_path / "web", tmp_path / "out", "--heads", "2", "--engine-prompts", "2")
+    assert "tokens of a target pass in the engine" in found.stdout
+    assert load_heads(tmp_path / "out").config.method == "medusa"
 
 
 def test_figures_come_as_json(target: str, data: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, StorageError
 from outrider.files import write_text, write_whole
@@ -21,6 +22,7 @@ from outrider.train import collect as collecting
 from outrider.train.batches import Batches, load_data
 from outrider.train.collect import Collected, collect
 from outrider.train.manifest import DataSettings, read_manifest
+from outrider.train.origin import WITNESS
 from outrider.train.prompts import encode_prompts, read_sources
 from outrider.train.records import TOP_LOGITS, TOP_TOKENS, Record, hidden_name, read_records
 from outrider.train.target import FrozenTarget
@@ -250,7 +252,7 @@ def test_kept_rows_are_what_a_stock_model_computes(target: str, tmp_path: Path, 
     settings = SETTINGS.replace(max_tokens=max_tokens, hidden_states=(LAYERS, 1), target_top_k=3)
     said: list[int] = []
     run(target, tmp_path, settings=settings, on_size=said.append)
-    files = [load_file(file) for file in (tmp_path / "data").glob("*.safetensors")]
+    files = [load_file(file) for file in (tmp_path / "data").glob("shard-*.safetensors")]
     assert said == [sum(tensor.nbytes for file in files for tensor in file.values())]  # no text ended early
     names = [hidden_name(1), hidden_name(LAYERS), TOP_TOKENS, TOP_LOGITS]
     stock = FrozenTarget(target, "float32")
@@ -271,6 +273,22 @@ def test_a_prompt_that_is_too_long_is_left_out_and_named(target: str, tmp_path: 
     assert [where for where, _ in found.refused] == ["p.jsonl:11"]
     with pytest.raises(InvalidParameterError, match=r"p\.jsonl:1.*refuses every prompt"):
         run(target, tmp_path, [[3] * 200], folder=tmp_path / "none")
+
+
+def test_data_of_another_target_are_refused_by_their_witness(target: str, tmp_path: Path) -> None:
+    run(target, tmp_path)
+    other = tmp_path / "other"
+    shutil.copytree(target, other)
+    weights = load_file(other / "model.safetensors")
+    weights["model.embed_tokens.weight"].neg_()
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    data = tmp_path / "data"
+    FrozenTarget(target, "float32").check_fits(read_manifest(data), data)
+    with pytest.raises(ContradictionError, match=r"its hidden states differ .* by 2\.00 of their length"):
+        FrozenTarget(str(other), "float32").check_fits(read_manifest(data), data)
+    (data / WITNESS).write_bytes(b"half")
+    with pytest.raises(InvalidParameterError, match=r"witness.safetensors.*cannot be read"):
+        FrozenTarget(target, "float32").check_fits(read_manifest(data), data)
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.5}, {"max_tokens": 7}, {"seed": 1}])

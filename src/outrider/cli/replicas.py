@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError
@@ -31,13 +32,16 @@ _TARGET_SETTINGS = (
 )
 
 
-def check_replicas(count: int, stalled_seconds: int | None) -> None:
+def check_replicas(count: int, stalled_seconds: int | None, record: Path | None) -> None:
     """Raise where so many replicas cannot be, or not here."""
     if count < 1:
         raise InvalidParameterError("replicas", count, "somebody must write", "Use 1 or more, or leave --replicas out.")
     if stalled_seconds is not None:
         problem = "with --replicas Ray Serve has the connections, and it knows no such limit"
         raise ContradictionError("stalled_seconds", stalled_seconds, problem, "Leave one of them out.")
+    if record is not None:
+        problem = "with --replicas several servers would write to one folder"
+        raise ContradictionError("record", str(record), problem, "Leave one of them out.")
     from importlib.util import find_spec
 
     if find_spec("ray") is None:

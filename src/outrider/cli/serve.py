@@ -12,12 +12,13 @@ import typer
 
 from outrider.cli import options
 from outrider.cli.replicas import check_replicas, run_replicas
-from outrider.errors import InvalidParameterError, MissingExtraError
+from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError
 
 if TYPE_CHECKING:
     from socket import socket
 
     from outrider.llm import LLM
+    from outrider.server.records.folder import RecordFolder
     from outrider.server.service import Service
     from outrider.server.settings import ServerSettings
     from outrider.server.tenancy.keys import ApiKeys
@@ -49,6 +50,10 @@ KeyFile = Annotated[
         help="A line for each key: tenant:key, and limits behind it. The variable OUTRIDER_API_KEYS may hold them instead, "
         "with commas between them."
     ),
+]
+Record = Annotated[
+    Path | None,
+    typer.Option(help="Keep texts of the keys that have record_mib in this folder, as data for `outrider train`."),
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest text, prompt and output together.")]
 MaxNumSeqs = Annotated[int, typer.Option(help="Texts that are written at a time.")]
@@ -127,6 +132,7 @@ def serve(
     served_model_name: Name = None,
     chat_template: Template = None,
     api_key_file: KeyFile = None,
+    record: Record = None,
     dtype: options.DType = "auto",
     device: options.Device = None,
     attention_backend: options.Backend = "auto",
@@ -157,7 +163,7 @@ def serve(
     _check_seconds("drain_seconds", drain_seconds, 0)
     _check_seconds("stalled_seconds", stalled_seconds, 1)
     if replicas is not None:
-        check_replicas(replicas, stalled_seconds)
+        check_replicas(replicas, stalled_seconds, record)
     if wide:
         served_model_name = served_model_name or "outrider-wide"
         model, usual = options.wide_pair(model, method, draft_model, dtype)
@@ -169,7 +175,7 @@ def serve(
     settings = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
     template = None if chat_template is None else _template(chat_template)
     given["prefix_caching"] = not no_prefix_caching
-    limits, keys, place = _open(given)  # before the model: what is wrong here is better known now
+    limits, keys, records, place = _open(given)  # before the model: what is wrong here is better known now
     loading = {name: given[name] for name in _LOADING}
     tls = {name: str(given[name]) for name in ("ssl_certfile", "ssl_keyfile") if given[name] is not None}
     make = partial(_service, model, settings, template, limits, allowed, keys)
@@ -182,11 +188,12 @@ def serve(
     from outrider.server.run import serve as run
 
     log("loading", {"model": limits.model_name, "from": model or "the embedded pair"})
-    run(make(**loading), place, drain_seconds=drain_seconds, **tls)
+    run(make(records=records, **loading), place, drain_seconds=drain_seconds, **tls)
 
 
-def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, socket]:
-    """The server's settings, its keys, and a place where clients reach it, from the options of the command."""
+def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, RecordFolder | None, socket]:
+    """The server's settings, its keys, the folder of its records if any, and a place where clients reach it, from the
+    options of the command."""
     _check_installed()
     from outrider.server.access import allowed_hosts, allowed_origins
     from outrider.server.logs import log, write_logs
@@ -199,12 +206,13 @@ def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, socket]:
     hosts = allowed_hosts(host, given["allowed_host"] or (), has_keys=bool(keys))
     origins = allowed_origins(given["allow_origin"] or ())
     limits = ServerSettings(model_name=name, hosts=hosts, origins=origins, **{name: given[name] for name in _LIMITS})
+    records = None if given["record"] is None else _record_folder(given["record"], keys)
     check_tls(given["ssl_certfile"], given["ssl_keyfile"])
     place = listen(host, given["port"], given["stalled_seconds"] or _STALLED_SECONDS)
     write_logs()
     if not keys and host not in _LOOPBACK:
         log("everybody who reaches this address is served: give --api-key-file", {"host": host}, logging.WARNING)
-    return limits, keys, place
+    return limits, keys, records, place
 
 
 def _load(model: str | None, settings: Any, template: str | None, **given: Any) -> LLM:
@@ -225,6 +233,7 @@ def _service(
     limits: ServerSettings,
     allowed: list[Any],
     keys: ApiKeys,
+    records: RecordFolder | None = None,
     **given: Any,
 ) -> Service:
     """The model, loaded, as the routes see it. With --replicas this runs in the process of each of them."""
@@ -236,7 +245,22 @@ def _service(
     methods = AllowedMethods(llm.speculation, [llm.resolve(config) for config in allowed])
     for config in allowed:
         llm.load_method(config)  # one that cannot be had is better known now than at the first request
-    return Service(AsyncLLM(llm), limits, methods, keys)
+    return Service(AsyncLLM(llm), limits, methods, keys, records)
+
+
+def _record_folder(path: Path, keys: ApiKeys) -> RecordFolder:
+    """The folder of the records, which no other server has.
+
+    Raises:
+        ContradictionError: No key allows it.
+        InvalidParameterError, StorageError: The folder cannot be had.
+    """
+    from outrider.server.records.folder import RecordFolder
+
+    if not any(keys.record_budgets.values()):
+        remedy = "Write record_mib=64, say, behind the keys whose texts may be kept, or leave --record out."
+        raise ContradictionError("record", str(path), "no key allows it", remedy)
+    return RecordFolder(path)
 
 
 def _check_seconds(name: str, value: int | None, least: int) -> None:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from outrider.server.logs import log
 from outrider.server.metrics import MEDIA_TYPE
 from outrider.server.pages.facts import facts
 from outrider.server.pages.files import page_routes
+from outrider.server.records.recorder import Recorder
 from outrider.server.service import Service, close, described
 from outrider.server.streams import encoded, events, while_connected
 from outrider.server.tenancy.limits import Meter
@@ -70,6 +71,8 @@ def make_app(service: Service) -> Starlette:
         route(service, "/v1/models/{name:path}", model),
         route(service, "/tokenize", tokenize, "POST"),
         route(service, "/detokenize", detokenize, "POST"),
+        route(service, "/records", told_records),
+        route(service, "/records", deleted_records, "DELETE"),
         route(service, "/health", health, open_to_all=True),
         route(service, "/ready", ready, open_to_all=True),
         route(service, "/version", version, open_to_all=True),
@@ -201,8 +204,15 @@ async def _write(service: Service, call: Call, asked: CommonRequest, make: Calla
         seconds = service.settings.request_seconds
         outputs = await while_connected(call.request.receive, asyncio.wait_for(service.write(job), seconds))
         body = shaped.whole(outputs)
-    call.wrote(job.num_prompt_tokens, list(shaped.outputs.values()))
+    _wrote(service, call, shaped)
     return answer(body, headers=ignored)
+
+
+def _wrote(service: Service, call: Call, shaped: Answer) -> None:
+    """An answer is whole: it is counted, and kept where its tenant allows it."""
+    call.wrote(shaped.job.num_prompt_tokens, list(shaped.outputs.values()))
+    if service.recorder is not None:
+        service.recorder.keep(shaped.job, shaped.outputs)
 
 
 @contextmanager
@@ -251,7 +261,7 @@ async def _read(service: Service, call: Call, shaped: Answer, streams: list[Asyn
             call.began()
             yield part
     if not failures:
-        call.wrote(shaped.job.num_prompt_tokens, list(shaped.outputs.values()))
+        _wrote(service, call, shaped)
         call.ended(200)
     for error in failures:
         _note(call, error)
@@ -321,6 +331,29 @@ def _text(service: Service, asked: DetokenizeRequest) -> Response:
         problem = "token id outside the vocabulary"
         raise InvalidParameterError("tokens", outside, problem, f"Use ids from 0 to {size - 1}.")
     return answer({"prompt": tokenizer.decode(asked.tokens)})
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def _recorder(service: Service) -> Recorder:
+    if service.recorder is None:
+        raise ApiError(404, "this server keeps no texts. It does with --record", code="no_records")
+    return service.recorder
+
+
+async def told_records(service: Service, call: Call) -> Response:
+    """GET /records: what is kept of the tenant that asks"""
+    recorder, tenant = _recorder(service), call.tenant
+    assert tenant is not None, "a server that keeps texts has keys"
+    return answer(asdict(await recorder.tell(tenant)))
+
+
+async def deleted_records(service: Service, call: Call) -> Response:
+    """DELETE /records: delete what is kept of the tenant that asks"""
+    recorder, tenant = _recorder(service), call.tenant
+    assert tenant is not None, "a server that keeps texts has keys"
+    return answer({"namespace": tenant, "deleted_texts": await recorder.delete(tenant)})
 
 
 # -- the server itself -------------------------------------------------------------------------------------------------

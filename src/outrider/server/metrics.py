@@ -64,6 +64,10 @@ class ServerMetrics:
         self._requests = self._counter("outrider:http_requests", "Requests by `path` and `status`.", "path", "status")
         text = "Requests that brought an API key, by `tenant` and `status`, 429 among them."
         self._tenant_requests = self._counter("outrider:tenant_requests", text, "tenant", "status")
+        text = "Texts that were kept as records, by `tenant`."
+        self._recorded = self._counter("outrider:recorded_texts", text, "tenant")
+        text = "Texts that could not be kept as records, as on a full disk, by `tenant`."
+        self._not_recorded = self._counter("outrider:unrecorded_texts", text, "tenant")
 
     def answered(self, path: str, status: int, seconds: float, tenant: str | None) -> None:
         """A request has ended, one way or another. Tenants are those of the keys, so that they are never too many."""
@@ -82,6 +86,14 @@ class ServerMetrics:
         self._prompt_tokens.labels(self._model).inc(num_prompt_tokens)
         for output in outputs:
             self._ended.labels(self._model, output.finish_reason).inc()
+
+    def recorded(self, tenant: str, num_texts: int) -> None:
+        """Texts were kept."""
+        self._recorded.labels(self._model, tenant).inc(num_texts)
+
+    def not_recorded(self, tenant: str, num_texts: int) -> None:
+        """Texts should have been kept, and could not be."""
+        self._not_recorded.labels(self._model, tenant).inc(num_texts)
 
     def text(self, state: EngineState | None, meters: Mapping[str | None, Meter]) -> bytes:
         """All of it in Prometheus' text format.

@@ -26,6 +26,9 @@ from outrider.server.deadlines import Deadlines
 from outrider.server.errors import ApiError, api_error
 from outrider.server.logs import log
 from outrider.server.metrics import EngineState, ServerMetrics
+from outrider.server.records.folder import RecordFolder
+from outrider.server.records.origin import Origin
+from outrider.server.records.recorder import Recorder
 from outrider.server.settings import ServerSettings
 from outrider.server.tenancy.keys import ApiKeys
 from outrider.server.tenancy.limits import Meter
@@ -63,9 +66,17 @@ class Service:
         settings: Names and limits.
         allowed: The methods that requests may name.
         keys: Who may ask.
+        records: Where texts of tenants that allow it are kept; None for nowhere.
     """
 
-    def __init__(self, engine: AsyncLLM, settings: ServerSettings, allowed: AllowedMethods, keys: ApiKeys) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        settings: ServerSettings,
+        allowed: AllowedMethods,
+        keys: ApiKeys,
+        records: RecordFolder | None = None,
+    ) -> None:
         self.engine, self.settings, self.allowed, self.keys = engine, settings, allowed, keys
         llm = engine.llm
         runner, config = llm.engine.runner, llm.engine.scheduler.config
@@ -82,6 +93,7 @@ class Service:
             runner.loaded.text_start,
         )
         self.metrics = ServerMetrics(settings.model_name)
+        self.recorder = None if records is None else Recorder(records, keys.record_budgets, Origin.of(llm), self.metrics)
         self.deadlines = Deadlines()
         self.draining = False
         llm.engine.scheduler.tenants.weights = engine.preparing.turns.weights = keys.weights
@@ -205,6 +217,8 @@ class Service:
             async with asyncio.timeout(_CLEARING_SECONDS):
                 while self.num_texts:
                     await asyncio.sleep(0.01)
+        if self.recorder is not None:
+            await self.recorder.close()
         try:
             await asyncio.to_thread(self.engine.llm.between_steps, Engine.check_rest)
             books = "agree"

@@ -11,10 +11,12 @@ import torch
 
 from outrider.errors import InvalidParameterError, OutriderError
 from outrider.llm import LLM
+from outrider.model.target import Target
 from outrider.params import RequestOutput, SamplingParams
 from outrider.prompts import PromptEncoder
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 from outrider.train.manifest import DataSettings, Manifest, TargetFacts, open_manifest
+from outrider.train.origin import keep_witness, target_facts, target_witness
 from outrider.train.prompts import EncodedPrompt, Source, encode_prompts
 from outrider.train.recorder import Recorder, Recording
 from outrider.train.records import Record, read_records, write_shard
@@ -97,9 +99,10 @@ def collect(
         ModelError: The target cannot be used.
     """
     with LLM(target, speculation="none", dtype=dtype, device=device, max_num_seqs=_AT_A_TIME) as llm:  # type: ignore[arg-type]
-        facts = _facts(llm)
+        facts = target_facts(llm.engine.runner.loaded)
         _check_rows(settings, facts)
         manifest = open_manifest(folder, facts, settings)
+        witness = target_witness(Target(llm.engine.runner))
         encoder = PromptEncoder(llm.prompts.tokenizer, target)  # of texts of any length, since it is pieces that are taken
         prompts = encode_prompts(sources, encoder, settings.prompt_tokens)[:limit]
         there = {(record.digest, record.sample) for record in read_records(folder, manifest)}
@@ -108,6 +111,7 @@ def collect(
         writer = _Writer(llm, settings, _Counter(len(wanted) - len(missing), len(wanted), on_progress))
         itemsize = llm.engine.runner.loaded.dtype.itemsize
         on_size(sum(settings.most_bytes(len(each.prompt.token_ids), facts, itemsize) for each in missing))
+        keep_witness(folder, manifest, witness)
         manifest.save(folder)
         for start in range(0, len(missing), shard_records):
             records = writer.write(missing[start : start + shard_records])
@@ -121,17 +125,6 @@ def collect(
             "prompts", where, f"the target refuses every prompt; this one: {problem.rstrip('.')}", "Change the prompts."
         )
     return Collected(manifest, len(missing) - len(writer.refused), tuple(writer.refused))
-
-
-def _facts(llm: LLM) -> TargetFacts:
-    loaded = llm.engine.runner.loaded
-    config = loaded.model.config.get_text_config(decoder=True)
-    return TargetFacts(
-        name=loaded.name,
-        vocab_size=loaded.vocab_size,
-        hidden_size=int(config.hidden_size),
-        num_layers=int(config.num_hidden_layers),
-    )
 
 
 def _check_rows(settings: DataSettings, facts: TargetFacts) -> None:

@@ -168,7 +168,7 @@ def _encoded(source: Source, encoder: PromptEncoder, num_tokens: int) -> Iterato
             yield from _pieces(source, encoder, num_tokens)
         else:
             tokens = encoder.encode(source.content)[1]
-            yield _prompt(source.where, tokens, tokens)
+            yield prompt_of(source.where, tokens, tokens)
     except InvalidPromptError as error:
         raise InvalidParameterError("prompts", source.where, error.problem, error.remedy) from error
 
@@ -180,7 +180,7 @@ def _turns(source: Source, encoder: PromptEncoder) -> Iterator[EncodedPrompt]:
         if message.get("role") == "user":
             tokens = encoder.encode_conversation(messages[: place + 1])[1]
             first = tokens if first is None else first
-            yield _prompt(source.where, tokens, first)
+            yield prompt_of(source.where, tokens, first)
 
 
 def _pieces(source: Source, encoder: PromptEncoder, num_tokens: int) -> Iterator[EncodedPrompt]:
@@ -193,10 +193,17 @@ def _pieces(source: Source, encoder: PromptEncoder, num_tokens: int) -> Iterator
     for start in range(0, len(body), num_tokens):
         piece = body[start : start + num_tokens]
         if start == 0 or 2 * len(piece) >= num_tokens:
-            yield _prompt(source.where, (*prefix, *piece), piece)
+            yield prompt_of(source.where, (*prefix, *piece), piece)
 
 
-def _prompt(where: str, tokens: Sequence[int], group: Sequence[int]) -> EncodedPrompt:
+def prompt_of(where: str, tokens: Sequence[int], group: Sequence[int]) -> EncodedPrompt:
+    """A prompt of these tokens.
+
+    Args:
+        where: Where it stands, for errors.
+        tokens: Its tokens.
+        group: Numbers that it shares with the prompts that stand on its side of the split; its tokens where it is alone.
+    """
     return EncodedPrompt(where, tuple(tokens), _digest(tokens), _digest(group))
 
 

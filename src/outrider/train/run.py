@@ -143,7 +143,7 @@ def _train(
 ) -> Outcome:
     manifest = read_manifest(job.data)
     target = FrozenTarget(job.target, job.dtype, own_device())
-    target.check_fits(manifest)
+    target.check_fits(manifest, job.data)
     trainee = make(target, manifest)
     _check_length(job.settings.length, trainee)
     data = load_data(job.data, length=job.settings.length, rows=trainee.rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from outrider.model.loading.loader import load_model
 from outrider.model.loading.sources import check_sources
 from outrider.train.batches import Batch
 from outrider.train.manifest import Manifest
+from outrider.train.origin import check_witness
 from outrider.train.records import TOP_LOGITS, TOP_TOKENS, hidden_name
 
 
@@ -86,8 +88,9 @@ class FrozenTarget:
         """The final norm of hidden states [num_rows, hidden_size]."""
         return final_norm(self.model, hidden.to(self.model.dtype))
 
-    def check_fits(self, manifest: Manifest) -> None:
-        """Raise ContradictionError where the data are in other tokens, or hold hidden states of another width."""
+    def check_fits(self, manifest: Manifest, data: Path) -> None:
+        """Raise ContradictionError where the data in a folder are in other tokens, hold hidden states of another width, or
+        were written by another target."""
         theirs = manifest.target
         if theirs.vocab_size != self.vocab_size:
             problem = f"its {self.vocab_size} tokens are not the {theirs.vocab_size} of {theirs.name}, which wrote the data"
@@ -95,6 +98,11 @@ class FrozenTarget:
         if manifest.settings.hidden_states and theirs.hidden_size != self.hidden_size:
             problem = f"its hidden states have width {self.hidden_size}, and those of the data {theirs.hidden_size}"
             raise ContradictionError("target", self.name, problem, "Use the target that wrote the data.")
+        check_witness(data, self.name, self._last_states)
+
+    def _last_states(self, token_ids: Tensor) -> Tensor:
+        """What the final norm leaves [num_tokens, hidden_size] of tokens [num_tokens]."""
+        return self.states(token_ids[None].to(self.device), (self.num_layers,))[0][self.num_layers][0]
 
 
 class Teacher:

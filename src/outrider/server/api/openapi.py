@@ -19,6 +19,7 @@ _POSTED: dict[str, tuple[type[BaseModel], str]] = {
 }
 _FETCHED = {
     "/v1/models": "The model.",
+    "/records": "What is kept of the texts of this API key.",
     "/health": "Whether the engine lives.",
     "/ready": "Whether another request would find a place.",
     "/version": "The version.",
@@ -45,6 +46,7 @@ def document() -> dict[str, Any]:
     kinds = [(kind, "validation") for kind, _ in _POSTED.values()]
     named, shared = models_json_schema(kinds, ref_template=place)  # type: ignore[arg-type]
     paths: dict[str, Any] = {path: {"get": _operation(text)} for path, text in _FETCHED.items()}
+    paths["/records"]["delete"] = _operation("Delete what is kept of the texts of this API key.")
     for path, (kind, text) in _POSTED.items():
         body = {"required": True, "content": {"application/json": {"schema": named[(kind, "validation")]}}}
         paths[path] = {"post": {**_operation(text), "requestBody": body}}

@@ -35,7 +35,7 @@ class Refusal(NamedTuple):
 #: Fields of OpenAI that change no text. Clients send them by habit, and they are passed over with a warning.
 IGNORED = frozenset(
     {
-        *("metadata", "store", "service_tier", "session_id"),  # this server keeps nothing of a request, and has one tier
+        *("metadata", "service_tier", "session_id"),  # this server names nothing that it keeps, and has one tier
         *("prompt_cache_key", "prompt_cache_retention"),  # each API key has a prefix cache of its own
         "verbosity",  # of OpenAI's own models
     }

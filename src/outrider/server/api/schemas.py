@@ -268,6 +268,7 @@ class CommonRequest(Shape):
     )
     user: str | None = None
     safety_identifier: str | None = None
+    store: bool | None = None
     # vLLM's
     top_k: int | None = None
     min_p: float | None = None

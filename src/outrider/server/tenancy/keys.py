@@ -59,6 +59,11 @@ class ApiKeys:
         """Of tenants whose share is not the usual one."""
         return {tenant: limits.weight for tenant, limits in self._limits.items() if limits.weight != 1.0}
 
+    @property
+    def record_budgets(self) -> dict[str, int]:
+        """Bytes that may be kept of each tenant's prompts and answers."""
+        return {tenant: self.limits(tenant).record_mib * 2**20 for _, tenant in self._tenants}
+
     def tenant(self, key: str) -> str | None:
         """Whose key this is; None for nobody's. Every key is compared, and each whole, so that the time tells nothing."""
         digest, found = _digest(key), None

@@ -27,11 +27,13 @@ class TenantLimits(Frozen):
         tokens_per_minute: Tokens of prompts and of texts; None for no limit. A tenant that has used less may use as much as
             for one minute at once.
         weight: Its share of the engine where tenants compete: one of weight 2 gets twice the tokens of one of weight 1.
+        record_mib: How much of its prompts and answers a server with a folder for records keeps, in MiB; 0 keeps nothing.
     """
 
     max_concurrent: int | None = Field(None, ge=1, description="Use 1 or more.")
     tokens_per_minute: int | None = Field(None, ge=1, description="Use 1 or more.")
     weight: float = Field(1.0, gt=0, allow_inf_nan=False, description="Use a number above 0.")
+    record_mib: int = Field(0, ge=0, le=2**30, description="Use 0 or more.")
 
 
 UNLIMITED = TenantLimits()

@@ -1,0 +1,215 @@
+"""Texts of tenants that allow it are kept: theirs alone, within a budget, until they delete them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from outrider.cli.app import app
+from outrider.errors import ContradictionError, InvalidParameterError, StorageError
+from outrider.heads.checkpoint import Witness
+from outrider.server.records.folder import RecordFolder
+from outrider.server.records.namespace import NamespaceRecords
+from outrider.server.records.origin import Origin
+from outrider.train.manifest import DataSettings, TargetFacts, read_manifest
+from outrider.train.records import Record, read_records, write_shard
+from tests.server.running import TEMPLATE, Server, running
+
+KEYS = "ann: first record_mib=1\nbob: second\nEve: third record_mib=1\n"
+ANN, BOB, EVE = ({"authorization": f"Bearer {key}"} for key in ("first", "second", "third"))
+ORIGIN = Origin(
+    TargetFacts(name="t", vocab_size=9, hidden_size=2, num_layers=1),
+    Witness(torch.arange(3), torch.ones(3, 2)),
+    DataSettings(held_out=0.1),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("records") / "traffic"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    (folder.parent / "keys").write_text(KEYS, "utf-8")
+    (folder.parent / "template").write_text(TEMPLATE, "utf-8")
+    with recording(folder) as server:
+        yield server
+
+
+def recording(folder: Path) -> Any:
+    given = ("--api-key-file", str(folder.parent / "keys"), "--chat-template", str(folder.parent / "template"))
+    return running(*given, "--record", str(folder), "--method", "suffix")
+
+
+def complete(server: Server, headers: dict[str, str], **more: Any) -> list[list[int]]:
+    """The tokens of the texts, prompts first."""
+    body = {"prompt": "def parse(", "max_tokens": 6, "return_token_ids": True, **more}
+    response = server.post("/v1/completions", body, headers=headers)
+    assert response.status_code == 200, response.text
+    return [choice["prompt_token_ids"] + choice["token_ids"] for choice in response.json()["choices"]]
+
+
+def kept(folder: Path) -> list[list[int]]:
+    return [record.token_ids.tolist() for record in read_records(folder, read_manifest(folder))]
+
+
+def test_texts_of_keys_that_allow_it_are_kept_each_tenant_by_itself(server: Server, folder: Path) -> None:
+    anns = complete(server, ANN, n=2)
+    eves = complete(server, EVE, prompt=["import os", "x = "])
+    complete(server, BOB)
+    complete(server, ANN, store=False)
+    complete(server, ANN, max_tokens=0, echo=True, logprobs=0)
+    said = server.get("/records", headers=ANN).json()
+    size = sum(file.stat().st_size for file in (folder / "ann").glob("shard-*"))
+    tokens = sum(map(len, anns))
+    assert said == {"namespace": "ann", "texts": 2, "tokens": tokens, "bytes": size, "budget_bytes": 2**20}
+    assert server.get("/records", headers=EVE).json()["texts"] == 2
+    assert server.get("/records", headers=BOB).json()["texts"] == 0
+    assert (kept(folder / "ann"), kept(folder / "%45ve")) == (anns, eves)
+    assert {path.name for path in folder.iterdir()} == {".lock", "ann", "%45ve"}
+    assert read_manifest(folder / "ann").settings.temperature == 1.0
+    assert server.get("/records").status_code == 401
+    assert server.metric("outrider:recorded_texts_total", 'tenant="ann"') == 2
+
+
+def test_streams_and_chats_are_kept_when_they_are_whole(server: Server, folder: Path) -> None:
+    before = server.get("/records", headers=EVE).json()["texts"]
+    messages = [{"role": "user", "content": "x = 1"}, {"role": "assistant", "content": "y"}]
+    for more in ([], [*messages[1:], {"role": "user", "content": "z"}]):
+        body = {"messages": [messages[0], *more], "max_tokens": 3, "stream": True}
+        assert server.post("/v1/chat/completions", body, headers=EVE).status_code == 200
+    assert server.get("/records", headers=EVE).json()["texts"] == before + 2
+    *_, first, second = read_records(folder / "%45ve", read_manifest(folder / "%45ve"))
+    assert (first.digest != second.digest, first.held_out) == (True, second.held_out)
+
+
+def test_a_second_server_is_refused(server: Server, folder: Path) -> None:
+    with pytest.raises(InvalidParameterError, match=r"record=.*another server writes to it\. Give each server"):
+        RecordFolder(folder)
+
+
+def test_a_tenant_deletes_what_is_kept_of_it_and_of_nobody_else(server: Server, folder: Path) -> None:
+    complete(server, ANN)
+    complete(server, EVE)
+    there, others = (server.get("/records", headers=key).json()["texts"] for key in (ANN, EVE))
+    assert httpx.delete(f"{server.url}/records", headers=ANN).json() == {"namespace": "ann", "deleted_texts": there}
+    assert server.get("/records", headers=ANN).json()["texts"] == 0
+    assert list((folder / "ann").glob("shard-*")) == []
+    assert server.get("/records", headers=EVE).json()["texts"] == others > 0
+    assert complete(server, ANN) == kept_when_told(server, folder / "ann")
+
+
+def kept_when_told(server: Server, folder: Path) -> list[list[int]]:
+    server.get("/records", headers=ANN)
+    return kept(folder)
+
+
+def test_what_was_kept_outlives_a_server_that_is_killed_and_a_key_that_forbids_more(server: Server, folder: Path) -> None:
+    """The last test of the server that the others share."""
+    complete(server, ANN)
+    complete(server, EVE)
+    for key in (ANN, EVE):
+        server.get("/records", headers=key)  # all texts are written now
+    anns, eves = kept(folder / "ann"), kept(folder / "%45ve")
+    server.process.kill()
+    server.process.wait(60)
+    (folder.parent / "keys").write_text(KEYS.replace("first record_mib=1", "first"), "utf-8")
+    with recording(folder) as other:
+        complete(other, ANN)
+        new = complete(other, EVE)
+        assert other.get("/records", headers=ANN).json()["budget_bytes"] == 0
+        other.process.send_signal(signal.SIGTERM)
+        other.process.wait(60)
+    assert (kept(folder / "ann"), kept(folder / "%45ve")) == (anns, [*eves, *new])
+
+
+# -- without a server --------------------------------------------------------------------------------------------------
+
+
+def texts(count: int, length: int = 40, first: int = 0) -> list[Record]:
+    return [
+        Record(place.to_bytes(16, "big"), 0, False, 4, torch.full((length,), place))
+        for place in range(first, first + count)
+    ]
+
+
+def numbers(folder: Path) -> list[int]:
+    return [int(record.token_ids[0]) for record in read_records(folder, read_manifest(folder))]
+
+
+def test_without_a_key_that_allows_it_no_server_starts(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("ann: first\n", "utf-8")
+    for more, said in ((("--api-key-file", str(tmp_path / "keys")), "no key allows it"), (("--replicas", "2"), "several")):
+        found = CliRunner().invoke(app, ["serve", "--port", "0", "--record", str(tmp_path / "traffic"), *more])
+        assert isinstance(found.exception, ContradictionError)
+        assert said in str(found.exception)
+    assert not (tmp_path / "traffic").exists()
+
+
+def test_the_oldest_go_when_the_budget_is_spent(tmp_path: Path) -> None:
+    found = NamespaceRecords(tmp_path, ORIGIN, 2**15)
+    for first in range(0, 240, 10):
+        found.add(texts(10, first=first))
+        assert found.num_bytes == sum(file.stat().st_size for file in tmp_path.glob("shard-*")) <= 2**15
+    there = numbers(tmp_path)
+    assert there == list(range(240 - len(there), 240))
+    assert len(there) > 100
+    assert len(read_manifest(tmp_path).shards) < 12
+    smaller = NamespaceRecords(tmp_path, ORIGIN, 2**14)
+    assert smaller.num_bytes <= 2**14
+    assert numbers(tmp_path)[-1] == 239
+
+
+def test_a_break_leaves_what_was_there(tmp_path: Path) -> None:
+    NamespaceRecords(tmp_path, ORIGIN, 2**20).add(texts(3))
+    write_shard(tmp_path, "shard-00000001.safetensors", texts(9))  # and then no manifest that names it
+    (tmp_path / "shard-00000002.safetensors.unfinished").write_bytes(b"half")
+    found = NamespaceRecords(tmp_path, ORIGIN, 2**20)
+    assert numbers(tmp_path) == [0, 1, 2]
+    assert len(list(tmp_path.glob("shard-*"))) == 1
+    found.add(texts(1, first=3))
+    assert numbers(tmp_path) == [0, 1, 2, 3]
+    assert len(list(tmp_path.glob("shard-*"))) == 1
+
+
+def test_a_disk_that_takes_nothing_loses_the_new_texts_alone(tmp_path: Path) -> None:
+    found = NamespaceRecords(tmp_path, ORIGIN, 2**20)
+    found.add(texts(3))
+    in_the_way = tmp_path / "shard-00000001.safetensors.unfinished"
+    in_the_way.mkdir()
+    with pytest.raises(StorageError, match=r"shard-00000001.safetensors: it cannot be written"):
+        found.add(texts(2, first=3))
+    in_the_way.rmdir()
+    found.add(texts(1, first=5))
+    assert numbers(tmp_path) == [0, 1, 2, 5]
+
+
+def test_records_of_another_target_are_refused(tmp_path: Path) -> None:
+    NamespaceRecords(tmp_path, ORIGIN, 2**20).add(texts(1))
+    other = Origin(ORIGIN.facts, Witness(ORIGIN.witness.token_ids, -ORIGIN.witness.features), ORIGIN.settings)
+    with pytest.raises(ContradictionError, match=r"target='t': its hidden states differ .* by 2\.00 of their length"):
+        NamespaceRecords(tmp_path, other, 2**20)
+    (tmp_path / "shard-00000000.safetensors").unlink()
+    with pytest.raises(InvalidParameterError, match=r"record=.*shard-00000000.safetensors.*cannot be read"):
+        NamespaceRecords(tmp_path, ORIGIN, 2**20)
+
+
+def test_names_of_folders_are_safe_and_differ(tmp_path: Path) -> None:
+    folder = RecordFolder(tmp_path)
+    names = ["web", "Web", "../web", "..", "a/b", "é", "a b", "%41"]
+    found = [folder.of(name) for name in names]
+    assert len({path.name.lower() for path in found}) == len(names)
+    assert {path.parent for path in found} == {tmp_path}
+    assert not {".", ".."} & {path.name for path in found}
+    with pytest.raises(InvalidParameterError, match="too long"):
+        folder.of("x" * 300)
+    folder.close()
+    RecordFolder(tmp_path).close()
