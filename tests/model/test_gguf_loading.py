@@ -23,7 +23,7 @@ SETTINGS = {"speculation": "none", "kv_cache_tokens": 64, "max_model_len": 64, "
 @pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 def test_a_file_lies_in_memory_once(tmp_path: Path) -> None:
     small = LlamaConfig(num_hidden_layers=1, vocab_size=256, **SHAPE | {"intermediate_size": 256})
-    large = LlamaConfig(num_hidden_layers=12, vocab_size=2048, **SHAPE)
+    large = LlamaConfig(num_hidden_layers=4, vocab_size=65_536, **SHAPE)  # its head is almost half of it
     files = []
     for name, config in (("small", small), ("large", large)):
         files.append(tmp_path / f"{name}.gguf")
@@ -37,7 +37,7 @@ def test_a_file_lies_in_memory_once(tmp_path: Path) -> None:
         llm.generate([[1, 2]], greedy)
         peak = watch.peak().resident
     assert peak is not None
-    room = 32_000_000  # for what one tensor takes after another, whatever the file's size
+    room = 40_000_000  # for what parts of tensors take one after another, and for logits, whatever the file's size
     assert peak - before < 1.1 * size + room, f"{(peak - before) / size:.2f} of the file"
     assert told[-1][0] == told[-1][1] <= size
     assert len(told) > 30

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels import library
+from outrider.kernels.formats.gguf import GGUF_TYPES
 from outrider.kernels.formats.registry import FORMATS, plain
 from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.library import available_sets, kernel_library
 from outrider.kernels.linear import PackedLinear, PackedTransposed, use_packed_linear, use_stock_linear
 from outrider.kernels.packed import PackedWeights
 from outrider.kernels.weights import quantise_linears, stored_weight
+from tests.model.gguf_files import blocks
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 SHAPES = [(1, 1), (16, 8), (33, 48), (64, 65), (200, 31)]
@@ -136,6 +138,25 @@ def test_weights_come_back_as_they_went(instruction_set: str, shape: tuple[int, 
     back = PackedWeights(found, given).unpacked()
     assert torch.equal(back.data, data)
     assert scale is None or torch.equal(back.scale, scale)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["int8", "int4-g32-asym", "Q4_K", "Q8_0"])
+def test_a_matrix_that_is_consumed_is_packed_alike_and_freed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.kernels.packed._FREED_AT_ONCE", 100_000)
+    kernels, shape = kernel_library(), (1000, 512)
+    assert kernels is not None
+    torch.manual_seed(1)
+    if name in FORMATS:
+        given = FORMATS[name].store(torch.randn(shape))
+    else:
+        given = GGUF_TYPES[name].stored(torch.from_numpy(blocks(name, *shape, seed=1)), torch.float32)
+    bias = torch.randn(shape[0])
+    whole = PackedWeights(kernels, given, bias)
+    once = PackedWeights(kernels, given, bias, consume=True)
+    assert torch.equal(once.data, whole.data)
+    assert torch.equal(once.bias, whole.bias)  # type: ignore[arg-type]
+    assert once.scale is whole.scale or torch.equal(once.scale, whole.scale)  # type: ignore[arg-type]
+    assert 10 * int(given.data.count_nonzero()) < given.data.numel(), "all pages but those at the ends of parts are gone"
 
 
 def test_undoing_restores_the_layer(instruction_set: str) -> None:

@@ -14,9 +14,11 @@ from outrider.kernels.formats.format import WeightFormat
 from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.layout import FormatCode, LinearStruct, Operand
 from outrider.kernels.library import KernelLibrary
-from outrider.kernels.pages import room
+from outrider.kernels.pages import discard, room
 
 _I64 = ctypes.c_int64
+#: The bytes of a matrix that are packed before they are freed.
+_FREED_AT_ONCE = 2**23
 
 
 class PackedWeights:
@@ -27,6 +29,8 @@ class PackedWeights:
         stored: The matrix. Several are stacked, without a copy of them. Where their formats differ, or the orders of their
             inputs, those behind the first ones are packed as `tail`.
         bias: [out_features] or None.
+        consume: Whether a matrix that stands alone is freed while it is packed, since both forms might not fit. Nobody
+            may read it afterwards.
 
     Attributes:
         real: The dtype of the products: float64 for float64 weights, float32 for all others.
@@ -44,7 +48,12 @@ class PackedWeights:
     """
 
     def __init__(
-        self, library: KernelLibrary, stored: StoredWeight | list[StoredWeight], bias: Tensor | None = None
+        self,
+        library: KernelLibrary,
+        stored: StoredWeight | list[StoredWeight],
+        bias: Tensor | None = None,
+        *,
+        consume: bool = False,
     ) -> None:
         all_parts = [stored] if isinstance(stored, StoredWeight) else stored
         parts = list(takewhile(all_parts[0].stands_beside, all_parts))
@@ -66,7 +75,11 @@ class PackedWeights:
         self.struct = linear_struct(self.format, self.operand, self.own_outputs, self.in_features)
         self.struct.scale, self.struct.bias, self.struct.places = map(_address, (self.scale, self.bias, self.places))
         self.struct.next = None if self.tail is None else ctypes.addressof(self.tail.struct)
-        self.data = self._packed(parts)
+        self.data = self._room()
+        if consume and len(all_parts) == 1:
+            self._pack_and_free(parts[0], panel)
+        else:
+            self._move("pack", self.struct, [part.each(_with_contiguous_rows) for part in parts])
 
     @property
     def kernels(self) -> str:
@@ -81,7 +94,7 @@ class PackedWeights:
     def unpacked(self) -> StoredWeight:
         """The weights in their original order, those of `tail` not among them."""
         found = self.format.empty(self.dtype, self.own_outputs, self.in_features)
-        self._move("unpack", [found])
+        self._move("unpack", self.struct, [found])
         if self.places is not None:
             found = replace(found, order=torch.argsort(self.places).to(torch.int32))
         if self.scale is not None:
@@ -109,21 +122,32 @@ class PackedWeights:
             raise ValueError(f"the kernels cannot stack {self.format.name} and {tail.format.name}, whose rows differ")
         return tail
 
-    def _packed(self, parts: list[StoredWeight]) -> Tensor:
-        num_bytes = packed_bytes(self._library, self.struct, self.real)
-        data = room(num_bytes)
+    def _room(self) -> Tensor:
+        data = room(packed_bytes(self._library, self.struct, self.real))
         self.struct.data = data.data_ptr()
-        self._move("pack", [part.each(_with_contiguous_rows) for part in parts])
         return data
 
-    def _move(self, way: str, parts: list[StoredWeight]) -> None:
-        """Pack stacked weights, whose rows are contiguous, into `data`, or unpack them from there."""
+    def _pack_and_free(self, stored: StoredWeight, panel: int) -> None:
+        """Pack a matrix a few panels at a time, and free what has been packed."""
+        panel_bytes = self.data.nbytes // (self.width // panel)
+        step = max(1, _FREED_AT_ONCE // max(1, panel_bytes)) * panel
+        for begin in range(0, self.own_outputs, step):
+            some = stored.rows(begin, begin + step)
+            struct = LinearStruct.from_buffer_copy(self.struct)
+            struct.rows, struct.data = len(some.data), self.data.data_ptr() + begin // panel * panel_bytes
+            self._move("pack", struct, [some.each(_with_contiguous_rows)])
+            for tensor in (some.data, some.scale, some.zero):
+                if tensor is not None:
+                    discard(tensor)
+
+    def _move(self, way: str, struct: LinearStruct, parts: list[StoredWeight]) -> None:
+        """Pack stacked weights, whose rows are contiguous, to where `struct` says, or unpack them from there."""
         columns: list[list[Tensor]] = [[part.data for part in parts]]
         columns.append([part.scale for part in parts if self.format.group is not None and part.scale is not None])
         columns.append([part.zero for part in parts if part.zero is not None])
         addresses = [_row_addresses(tensors) for tensors in columns]
         self._library.function(way, self.real)(
-            ctypes.byref(self.struct),
+            ctypes.byref(struct),
             *(ctypes.c_void_p(each.ctypes.data if len(each) else None) for each in addresses),
             _I64(self._library.num_threads),
         )

@@ -1,7 +1,8 @@
-"""Gives back the memory pages of a mapped file whose weights have been packed, and makes room for these on large pages.
+"""Gives back the memory pages of weights that have been packed, and makes room for these on large pages.
 
 transformers maps the files of a checkpoint. A tensor that is let go frees nothing as long as another one of the same file
-is in use, so that a model would lie in memory twice: as it was read, and packed.
+is in use, so that a model would lie in memory twice: as it was read, and packed. A head may be a fourth of a small model,
+so pages of large matrices are given back while these are packed.
 
 A pass reads all weights once. On pages of the usual size a processor spends part of that time on finding pages.
 """
@@ -46,11 +47,28 @@ def release(tensor: Tensor) -> None:
     The tensor keeps its numbers: who still reads them reads the file again. Where a page was written to, or is no page of
     a file, all pages of the tensor stay.
     """
-    begin = -(-tensor.data_ptr() // mmap.PAGESIZE)
-    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE
-    if begin < end and tensor.is_contiguous() and tensor.device.type == "cpu" and _is_of_file(begin, end):
-        size = (end - begin) * mmap.PAGESIZE
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin * mmap.PAGESIZE), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+    begin, end = _pages_within(tensor)
+    if begin < end and _is_of_file(begin, end):
+        _give_back(begin, end)
+
+
+def discard(tensor: Tensor) -> None:
+    """Give the pages back that lie within a tensor, whatever they are. Its numbers are lost: nobody may read it again."""
+    begin, end = _pages_within(tensor)
+    if begin < end and hasattr(mmap, "MADV_DONTNEED"):
+        _give_back(begin, end)
+
+
+def _pages_within(tensor: Tensor) -> tuple[int, int]:
+    """The numbers of the first whole page of a tensor and of that behind its last one. Equal where there are none."""
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        return 0, 0
+    return -(-tensor.data_ptr() // mmap.PAGESIZE), (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE
+
+
+def _give_back(begin: int, end: int) -> None:
+    size = (end - begin) * mmap.PAGESIZE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin * mmap.PAGESIZE), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def _is_of_file(begin: int, end: int) -> bool:

@@ -17,9 +17,10 @@ from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.formats.units import bring_into_units
 from outrider.kernels.layout import BlockValues, Lows, Scales
 from outrider.kernels.library import kernel_library
+from outrider.kernels.pages import release
 
-#: The weights of a matrix that are converted at a time.
-_AT_ONCE = 2**22
+#: The weights of a matrix that are converted at a time: by PyTorch's operators, and by kernels.
+_AT_ONCE, _AT_ONCE_BY_KERNELS = 2**22, 2**24
 #: What a block turns into: codes [blocks, inputs], the scale and low [blocks, per_head], and scales and lows of parts
 #: [blocks, units, extra_bytes].
 _Parts = tuple[Tensor, Tensor | None, Tensor | None]
@@ -43,11 +44,17 @@ class GgufType:
     parted: Callable[[Tensor], _Parts]
 
     def stored(self, rows: Tensor, dtype: torch.dtype) -> StoredWeight:
-        """The weights of rows of blocks, uint8 [out_features, bytes of a row], which stand for `dtype`."""
+        """The weights of rows of blocks, uint8 [out_features, bytes of a row], which stand for `dtype`. Pages of a file are
+        given back as soon as they have been read."""
         cols = rows.shape[1] // self.nbytes * self.inputs
         found, library = self.format.empty(dtype, len(rows), cols), kernel_library()
         if library is not None and rows.is_contiguous() and rows.numel():
-            bring_into_units(library, self.number, rows.view(-1, self.nbytes), self.format, found)
+            step = max(1, _AT_ONCE_BY_KERNELS // cols)
+            for begin in range(0, len(rows), step):
+                piece = rows[begin : begin + step]
+                target = found.rows(begin, begin + step)
+                bring_into_units(library, self.number, piece.view(-1, self.nbytes), self.format, target)
+                release(piece)
             return found
         step = max(1, _AT_ONCE // max(1, cols))
         for begin in range(0, len(rows), step):

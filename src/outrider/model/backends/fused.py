@@ -147,7 +147,8 @@ class _Matrices:
         """Pack parts of linear layers as one matrix, stacked."""
         pieces = [stored(part.module).rows(part.begin, part.end) for part in parts]
         biases = [b.detach()[p.begin : p.end] for p in parts if (b := getattr(p.module, "bias", None)) is not None]
-        packed = PackedWeights(self._library, pieces, torch.cat(biases) if biases else None)
+        own = all(piece.quantised for piece in pieces)  # then they lie in memory that is nobody else's
+        packed = PackedWeights(self._library, pieces, torch.cat(biases) if biases else None, consume=own)
         self._taken.append((list(parts), packed))
         return packed
 
