@@ -2,6 +2,7 @@
 
 - GPTQ: `QuantLinear.pack` of AutoGPTQ, and the two versions of zero points of GPTQModel.
 - AWQ: `WQLinear_GEMM.from_linear` of AutoAWQ.
+- FP8: `Fp8Quantize` of transformers, whose loading is what its values are compared with.
 - compressed-tensors: its own package (tests/model/test_quantised_files.py).
 """
 
@@ -79,6 +80,22 @@ def awq(weight: Tensor, random: torch.Generator) -> tuple[Packed, Tensor]:
         return as_int32(found)
 
     return {"qweight": words(codes.t()), "qzeros": words(zero.t()), "scales": scale.t().contiguous()}, value
+
+
+def fp8(block: int | None, scales: torch.dtype = torch.float32) -> Packing:
+    """Blocks of `block` rows and columns, or a whole matrix for None. Scales of bytes are exponents."""
+
+    def pack(weight: Tensor, random: torch.Generator) -> tuple[Packed, Tensor]:
+        counts = [] if block is None else [-(-size // block) for size in weight.shape]
+        scale = 0.02 * (0.5 + torch.rand(counts, generator=random))
+        kept = (scale.log2().round() + 127).to(scales) if scales == torch.uint8 else scale.to(scales)
+        wide = (kept.float() - 127).exp2() if scales == torch.uint8 else kept.float()
+        if block is not None:
+            wide = wide.repeat_interleave(block, 0).repeat_interleave(block, 1)[: weight.shape[0], : weight.shape[1]]
+        codes = (40 * weight).to(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale_inv": kept}, codes.float() * wide
+
+    return pack
 
 
 def write(

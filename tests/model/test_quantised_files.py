@@ -17,15 +17,17 @@ from transformers import AutoModelForCausalLM
 from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
 from outrider.convert.compressed_tensors import write_compressed
-from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.errors import ContradictionError, ModelLoadError, UnsupportedModelError
 from outrider.kernels.formats.registry import FORMATS
 from outrider.kernels.linear import use_stock_linear
 from outrider.kernels.weights import stored_weight
+from outrider.model.loading.configuration import read_context, read_needs
 from outrider.model.loading.loader import load_model
 from tests.model import checkpoints, quantised_files
-from tests.model.quantised_files import GROUP, awq, declare, gptq
+from tests.model.quantised_files import GROUP, awq, declare, fp8, gptq
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+FP8 = {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 FILES: dict[str, Any] = {
     "gptq": (gptq(), GPTQ),
@@ -166,6 +168,63 @@ def test_what_is_written_here_is_loaded(tmp_path: Path, name: str) -> None:
                 assert torch.equal(stored.scale, rounded.scale)
 
 
+@pytest.mark.parametrize(
+    ("packing", "declared"),
+    [
+        (fp8(GROUP), FP8),
+        (fp8(GROUP, torch.uint8), FP8),
+        (fp8(None), FP8 | {"weight_block_size": None, "activation_scheme": "static"}),
+    ],
+    ids=["blocks", "exponents", "one scale"],
+)
+def test_fp8_is_unfolded_as_transformers_does(tmp_path: Path, packing: Any, declared: dict[str, Any]) -> None:
+    folder, values = quantised_files.write(tmp_path / "model", packing, declared, num_hidden_layers=1)
+    for dtype in (torch.bfloat16, torch.float32):
+        ours, theirs = read(folder, str(dtype)[6:]), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        for name in values:
+            assert ours.get_parameter(name).dtype == dtype
+            assert torch.equal(ours.get_parameter(name), theirs.get_parameter(name)), name
+
+
+def test_fp8_writes_the_text_of_its_weights(tmp_path: Path) -> None:
+    """The last blocks of a row and of a column may be smaller."""
+    folder, values = quantised_files.write(tmp_path / "model", fp8(40), FP8 | {"weight_block_size": [40, 40]})
+    model = read(folder)
+    assert all(torch.equal(model.get_parameter(name), want) for name, want in values.items())
+    model.save_pretrained(tmp_path / "plain")
+    prompt, params = [5, 3, 8, 1, 2, 3, 8, 1], SamplingParams(temperature=0, max_tokens=12)
+    llm = LLM(str(folder), dtype="float64")
+    assert llm.engine.runner.backend.name == "fused"
+    ours = [llm.generate([prompt], params, speculation=how)[0].token_ids for how in ("none", "suffix")]
+    assert tuple(ours[0]) == tuple(ours[1]) == checkpoints.greedy_by_transformers(str(tmp_path / "plain"), prompt, 12)
+    needs = read_needs(ModelConfig(model=str(folder), dtype="bfloat16"))
+    assert needs is not None
+    assert needs.weight_bytes > 2 * sum(want.numel() for want in values.values()), "it takes two bytes a weight"
+    with pytest.raises(ContradictionError, match="brings no weights of 8 bits or less"):
+        read_context(ModelConfig(model=str(folder), activations="int8"))
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "problem"),
+    [
+        ("weight_scale_inv", None, "weight_scale_inv is missing"),
+        ("weight_scale_inv", lambda t: t[:2], r"scales of shape \[2, 2\] do not fit \[3, 2\] blocks"),
+        ("weight_scale_inv", lambda t: t * float("nan"), "weights are not finite"),
+        ("weight", lambda t: t.float(), "weights are F32, and not numbers of 8 bits"),
+        ("weight", lambda t: t[:4], r"up_proj.weight has shape \[4, 64\], and config.json asks for \[96, 64\]"),
+    ],
+)  # fmt: skip
+def test_blocks_of_fp8_that_do_not_belong_together_are_named(tmp_path: Path, part: str, change: Any, problem: str) -> None:
+    folder, _ = quantised_files.write(tmp_path / "model", fp8(GROUP), FP8, num_hidden_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    tensor = tensors.pop(f"{LAYER}.{part}")
+    if change is not None:
+        tensors[f"{LAYER}.{part}"] = change(tensor).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=problem):
+        read(folder)
+
+
 def test_order_of_inputs_reaches_the_kernels(tmp_path: Path) -> None:
     """Layers that share their input, each with an order of its own, cannot be one matrix; other backends compute these."""
     folder, values = quantised_files.write(tmp_path / "model", gptq(ordered=True), GPTQ, num_hidden_layers=1)
@@ -192,7 +251,8 @@ def test_a_file_in_half_precision_is_computed_in_float32(folder: Path) -> None:
     ("declared", "problem", "remedy"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantised by bitsandbytes", 'quantization="int8"'),
-        ({"quant_method": "fp8"}, "quantised by fp8", "compressed-tensors"),
+        ({"quant_method": "hqq"}, "quantised by hqq", "compressed-tensors"),
+        (FP8 | {"weight_block_size": [32]}, r"weight_block_size=[32], and two whole numbers", "config.json"),
         (GPTQ | {"checkpoint_format": "marlin"}, "the layout marlin of GPTQ", "GPTQ"),
         (GPTQ | {"bits": "4"}, "bits='4', which is no whole number", "config.json"),
         (GPTQ | {"bits": 3}, "weights of 3 bits are not known", "again"),

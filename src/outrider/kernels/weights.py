@@ -119,15 +119,14 @@ class QuantisedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
         stored, bias, (rounded, dtype) = self.quantised_weight, self.bias, entering(input, self.quantised_weight)
-        outputs = [
-            nn.functional.linear(
+        outputs = rounded.new_empty(*rounded.shape[:-1], self.out_features, dtype=dtype)
+        for rows in parts(self.weight):  # outputs that were kept in between would leave holes for parts in the memory
+            outputs[..., rows] = nn.functional.linear(
                 rounded,
                 stored.format.dequantise(stored.rows(rows.start, rows.stop), dtype),
                 None if bias is None else bias[rows].to(dtype),
             )
-            for rows in parts(self.weight)
-        ]
-        return torch.cat(outputs, -1).to(input.dtype)
+        return outputs.to(input.dtype)
 
 
 class QuantisedEmbedding(nn.Embedding):
@@ -150,10 +149,11 @@ def entering(rows: Tensor, stored: StoredWeight) -> tuple[Tensor, torch.dtype]:
 
 
 def keep_quantised(module: nn.Linear | nn.Embedding, stored: StoredWeight) -> None:
-    """Give a layer weights that a file brings quantised. A class of embeddings that scales what it finds still does so."""
-    dtype = module.weight.dtype
-    if not _is_kept(module.weight):
-        module.weight = nn.Parameter(stored.format.dequantise(stored, dtype), requires_grad=False)
+    """Give a layer weights that a file brings quantised, or that were unfolded already. A class of embeddings that scales
+    what it finds still does so."""
+    if not stored.quantised or not _is_kept(module.weight):
+        found = stored.format.dequantise(stored, module.weight.dtype)
+        module.weight = nn.Parameter(found.to(module.weight.device), requires_grad=False)
         return
     if type(module) is nn.Linear:
         module.__class__ = QuantisedLinear

@@ -72,7 +72,7 @@ def read_hf_config(config: ModelConfig, source: dict[str, Any]) -> Any:
     _check_depth(config.model, found)
     check_rounding(config, found)
     layout = layout_of(config.model, found)  # refuses what is not loaded here
-    check_rounded_rows(config, brought=layout is not None)
+    check_rounded_rows(config, brought=layout is not None and layout.stays_rounded)
     return found
 
 
@@ -165,7 +165,8 @@ def has_rounded_weights(config: ModelConfig) -> bool:
     if is_gguf(config.model):
         return rows_may_be_rounded(read_gguf(config.model))
     plain = config.replace(activations=None)
-    return layout_of(config.model, read_hf_config(plain, source_options(plain))) is not None
+    layout = layout_of(config.model, read_hf_config(plain, source_options(plain)))
+    return layout is not None and layout.stays_rounded
 
 
 def _check_depth(name: str, hf_config: Any) -> None:

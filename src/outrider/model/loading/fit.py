@@ -24,6 +24,7 @@ from outrider.model.loading.files import WHOLE, indexed_files
 _INDEX = "model.safetensors.index.json"
 #: Floating dtypes in the headers, which loading converts. Others stay as they are.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 _LONGEST_HEADER = 100_000_000  # what the format allows
 

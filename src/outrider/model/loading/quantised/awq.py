@@ -29,6 +29,7 @@ class Awq:
 
     bits: int
     suffixes: tuple[str, ...] = ("qweight", "qzeros", "scales")
+    stays_rounded: bool = True
 
     def holds(self, headers: Headers) -> bool:
         return "qweight" in headers

@@ -23,6 +23,7 @@ class Compressed:
     suffixes: tuple[str, ...] = (
         "weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
     )  # fmt: skip
+    stays_rounded: bool = True
 
     def holds(self, headers: Headers) -> bool:
         return "weight_packed" in headers or ("weight" in headers and "weight_scale" in headers)

@@ -31,6 +31,7 @@ class Gptq:
     bits: int
     first_version: bool
     suffixes: tuple[str, ...] = ("qweight", "qzeros", "scales", "g_idx")
+    stays_rounded: bool = True
 
     def holds(self, headers: Headers) -> bool:
         return "qweight" in headers

@@ -32,6 +32,10 @@ class Layout(Protocol):
     def suffixes(self) -> tuple[str, ...]:
         """The last parts of the names of its tensors, the codes first."""
 
+    @property
+    def stays_rounded(self) -> bool:
+        """Whether matrices are kept as few bits, so that rows of 8 bits can be multiplied with them."""
+
     def holds(self, headers: Headers) -> bool:
         """Whether a layer with these tensors is quantised."""
 
