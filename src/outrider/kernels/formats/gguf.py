@@ -51,10 +51,9 @@ class GgufType:
         if library is not None and rows.is_contiguous() and rows.numel():
             step = max(1, _AT_ONCE_BY_KERNELS // cols)
             for begin in range(0, len(rows), step):
-                piece = rows[begin : begin + step]
-                target = found.rows(begin, begin + step)
-                bring_into_units(library, self.number, piece.view(-1, self.nbytes), self.format, target)
-                release(piece)
+                some, target = rows[begin : begin + step], found.rows(begin, begin + step)
+                bring_into_units(library, self.number, some.view(-1, self.nbytes), self.format, target)
+                release(some)
             return found
         step = max(1, _AT_ONCE // max(1, cols))
         for begin in range(0, len(rows), step):
