@@ -39,7 +39,7 @@ TRITON_MUTANTS = (
     _probs("equal entries are counted anew in each part", "        before += tl.sum(tied, 0)\n", ""),
     _probs("zeros of both signs differ", "    values = tl.where(values == 0, 0.0, values)\n", ""),
     _probs("all of equals are the likeliest", "(at == best).to", "(tl.load(logits + at, at < size, 0.0) == largest).to"),
-    _probs("min_p cuts what top_p has cut", "(least > 0) & (smallest > edge)", "(least > 0) & (smallest < edge)"),
+    _probs("min_p cuts what top_p has cut", "(smallest > edge)", "(smallest < edge)"),
     _draws("noise begins with another token", "(at + 1).to(tl.uint64)", "at.to(tl.uint64)"),
     _draws("noise is mixed less", "(x >> 27)) * 0x94D049BB133111EB", "(x >> 27))"),
     _draws("the walk begins anew in each part", "        before += tl.sum(p, 0)\n", ""),

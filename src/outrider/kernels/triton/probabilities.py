@@ -80,29 +80,52 @@ def _target_probs(
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     probs += row * size
-    temperature, nucleus = tl.load(temperatures + row), tl.load(nuclei + row)
-    least, count = tl.load(floors + row), tl.load(counts + row)
-    entries, digits = tl.arange(0, ENTRIES), tl.arange(0, DIGITS)
+    temperature = tl.load(temperatures + row)
+    largest = _largest(logits, size, ENTRIES)
+    if temperature == 0:
+        _write_likeliest(logits, size, largest, probs, ENTRIES)
+    else:
+        temperature = tl.maximum(temperature, 2.2250738585072014e-308 if BITS == 64 else 1.17549435e-38)
+        temperature = temperature.to(logits.dtype.element_ty)
+        floor = _kth_largest(logits, size, tl.load(counts + row), BITS, ENTRIES, DIGITS)
+        edge, ties, mass = _nucleus(
+            logits, size, largest, temperature, floor, tl.load(nuclei + row), BITS, ENTRIES, DIGITS
+        )  # fmt: skip
+        smallest = _key(tl.load(floors + row).to(logits.dtype.element_ty), BITS)
+        if (tl.load(floors + row) > 0) & (smallest > edge):
+            edge, ties = smallest, tl.full([], 2147483647, tl.int32)
+            mass = _mass(logits, size, largest, temperature, floor, edge, BITS, ENTRIES)
+        _write_kept(logits, size, largest, temperature, floor, edge, ties, mass, probs, BITS, ENTRIES)
 
+
+@triton.jit
+def _largest(logits, size, ENTRIES: tl.constexpr):
+    entries = tl.arange(0, ENTRIES)
     most = tl.full([ENTRIES], float("-inf"), logits.dtype.element_ty)
     for begin in range(0, size, ENTRIES):
         most = tl.maximum(most, tl.load(logits + begin + entries, begin + entries < size, float("-inf")))
-    largest = tl.max(most, 0)
+    return tl.max(most, 0)
 
-    if temperature == 0:
-        best = tl.full([], 2147483647, tl.int32)
-        for begin in range(0, size, ENTRIES):
-            at = begin + entries
-            equal = tl.load(logits + at, at < size, float("-inf")) == largest
-            best = tl.minimum(best, tl.min(tl.where(equal & (at < size), at, 2147483647), 0))
-        for begin in range(0, size, ENTRIES):
-            at = begin + entries
-            tl.store(probs + at, (at == best).to(probs.dtype.element_ty), at < size)
-        return
-    temperature = tl.maximum(temperature, 2.2250738585072014e-308 if BITS == 64 else 1.17549435e-38)
-    temperature = temperature.to(logits.dtype.element_ty)
 
-    floor = _key(largest, BITS) * 0
+@triton.jit
+def _write_likeliest(logits, size, largest, probs, ENTRIES: tl.constexpr):
+    """All probability lies with the first of the entries that are equal to the largest."""
+    entries = tl.arange(0, ENTRIES)
+    best = tl.full([], 2147483647, tl.int32)
+    for begin in range(0, size, ENTRIES):
+        at = begin + entries
+        equal = tl.load(logits + at, at < size, float("-inf")) == largest
+        best = tl.minimum(best, tl.min(tl.where(equal & (at < size), at, 2147483647), 0))
+    for begin in range(0, size, ENTRIES):
+        at = begin + entries
+        tl.store(probs + at, (at == best).to(probs.dtype.element_ty), at < size)
+
+
+@triton.jit
+def _kth_largest(logits, size, count, BITS: tl.constexpr, ENTRIES: tl.constexpr, DIGITS: tl.constexpr):
+    """The key of the `count`-th largest entry, which is the smallest that top_k keeps; 0 where it keeps all."""
+    entries, digits = tl.arange(0, ENTRIES), tl.arange(0, DIGITS)
+    floor = tl.full([], 0, tl.uint64 if BITS == 64 else tl.uint32)
     if (count > 0) & (count < size):
         for turn in range(BITS // 4):
             shift = BITS - 4 - 4 * turn
@@ -116,14 +139,29 @@ def _target_probs(
             digit, above = _edge(tl.where(amounts > 0, amounts, float("-inf")), count)
             count -= above
             floor += digit.to(floor.dtype) << shift
+    return floor
 
+
+@triton.jit
+def _mass(logits, size, largest, temperature, floor, edge, BITS: tl.constexpr, ENTRIES: tl.constexpr):
+    """The sum of the weights whose key is not below `edge`."""
+    entries = tl.arange(0, ENTRIES)
     mass = tl.zeros([], tl.float64)
     for begin in range(0, size, ENTRIES):
         weights = _weights(logits, begin + entries, size, largest, temperature, floor, BITS)
-        mass += tl.sum(weights.to(tl.float64), 0)
+        mass += tl.sum(tl.where(_key(weights, BITS) >= edge, weights.to(tl.float64), 0.0), 0)
+    return mass
 
-    edge = floor * 0  # the key of the smallest weight that stays, and how many of those that are equal to it
+
+@triton.jit
+def _nucleus(
+    logits, size, largest, temperature, floor, nucleus, BITS: tl.constexpr, ENTRIES: tl.constexpr, DIGITS: tl.constexpr
+):  # fmt: skip
+    """What top_p keeps: the key of the smallest weight, how many of those that are equal to it, and the sum of all kept."""
+    entries, digits = tl.arange(0, ENTRIES), tl.arange(0, DIGITS)
+    edge = floor * 0
     ties = tl.full([], 2147483647, tl.int32)
+    mass = _mass(logits, size, largest, temperature, floor, edge, BITS, ENTRIES)
     if nucleus < 1:
         limit = nucleus * mass
         larger, here = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
@@ -147,16 +185,15 @@ def _target_probs(
         wanted = tl.maximum(tl.ceil((limit - larger) / tl.maximum(each, 2.2250738585072014e-308)), 1.0)
         ties = tl.minimum(wanted, ties.to(tl.float64)).to(tl.int32)
         mass = larger + ties * each
+    return edge, ties, mass
 
-    smallest = _key(least.to(logits.dtype.element_ty), BITS)
-    if (least > 0) & (smallest > edge):
-        edge = smallest
-        ties = tl.full([], 2147483647, tl.int32)
-        mass = tl.zeros([], tl.float64)
-        for begin in range(0, size, ENTRIES):
-            weights = _weights(logits, begin + entries, size, largest, temperature, floor, BITS)
-            mass += tl.sum(tl.where(_key(weights, BITS) >= edge, weights.to(tl.float64), 0.0), 0)
 
+@triton.jit
+def _write_kept(
+    logits, size, largest, temperature, floor, edge, ties, mass, probs, BITS: tl.constexpr, ENTRIES: tl.constexpr
+):  # fmt: skip
+    """Weights above the edge, and the first `ties` of those that are equal to it, over their sum."""
+    entries = tl.arange(0, ENTRIES)
     scale = (1.0 / mass).to(logits.dtype.element_ty)
     before = tl.zeros([], tl.int32)  # entries equal to the edge that came already
     for begin in range(0, size, ENTRIES):
