@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from tests.statistical import planted
 
 from outrider.propose.base import Proposer
 from outrider.propose.methods.block_drafts import BlockHeadProposer
 from outrider.propose.methods.feature_drafts import FeatureHeadProposer
 from outrider.propose.methods.row_heads import RowHeadsProposer
+from outrider.propose.methods.staged import StagedProposer
 from outrider.propose.trees import growth
 from outrider.prove.engine_distribution import BOUND, EngineProof
 from outrider.prove.settings.heads import HEADS_SETTINGS
@@ -72,12 +74,14 @@ def test_every_setting_has_a_name_of_its_own() -> None:
         "EAGLE-3, token",
         "EAGLE-3, tree, traversal",
         "DFlash, block",
+        "staged, the first layer of the draft model",
+        "staged, EAGLE-3 of the draft model",
     ],
 )
 def test_control_drafts_that_are_dropped_for_what_they_are_are_seen(
     proof: EngineProof, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    kinds = {"EAGLE-3": FeatureHeadProposer, "DFlash": BlockHeadProposer}
+    kinds = {"EAGLE-3": FeatureHeadProposer, "DFlash": BlockHeadProposer, "staged": StagedProposer}
     kind: type[Proposer] = kinds.get(name.split(",")[0], RowHeadsProposer)
     stock = kind.propose
 
@@ -105,3 +109,26 @@ def test_control_a_law_that_is_not_the_one_drawn_from_is_seen(
 
     monkeypatch.setattr(growth.Growth, "draft", softer)
     assert proof.prove(BY_NAME[name], 3).measured > 1e-4
+
+
+#: The draft model drafts here beside a stage of itself, whose heads guess what it writes.
+BESIDE_ITSELF = "EAGLE-3 of the draft model and that model itself"
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [planted.opaque_on_collision, pytest.param(planted.one_test_a_token, marks=pytest.mark.slow)],
+    ids=lambda plant: plant.__name__,
+)
+def test_control_a_token_that_a_stage_and_its_model_drew_has_two_tests(
+    proof: EngineProof, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    plant(monkeypatch)
+    assert proof.prove(BY_NAME[BESIDE_ITSELF], 3).measured > 1e-4
+
+
+def test_control_a_guess_of_a_seeded_stage_that_is_not_what_the_target_draws(
+    proof: EngineProof, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted.a_guess_for_another_token(monkeypatch)
+    assert proof.prove(BY_NAME["staged, a block of the draft model's head, seeded"], 3).measured > 1e-4

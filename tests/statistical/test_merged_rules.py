@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.statistical import planted
 
 from outrider.prove import merged_distribution
 from outrider.prove.merged_distribution import prove_merged_reference, prove_merged_verifier
 from outrider.prove.tree_reference import TreeRule
-from outrider.verify import trees, verifier
+from outrider.verify import trees
 
 RULES = [TreeRule.RECURSIVE, TreeRule.TRAVERSAL]
 CHAINS = ((1, 1), (1, 1))
@@ -46,17 +47,7 @@ def _red(rule: TreeRule) -> float:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_control_one_test_for_a_token_that_two_members_drew(rule: TreeRule, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = trees.Tree.of
-
-    def once(draft: Any) -> Any:
-        tree = stock(draft)
-        drawn = {
-            node: [draw for place, draw in enumerate(draws) if tree.token(draw) not in map(tree.token, draws[:place])]
-            for node, draws in tree.drawn.items()
-        }
-        return trees.Tree(tree.token_ids, tree.parents, tree.nodes, tree.members, drawn, tree.walked)
-
-    monkeypatch.setattr(verifier.Tree, "of", once)
+    planted.one_test_a_token(monkeypatch)
     assert _red(rule) > 0.01
 
 
