@@ -13,6 +13,8 @@ beside it and agrees with the wide target always.
 
 The third part sets the engine's choice with a merge among what it chooses from beside the same choice without it. It counts
 passes of the target, seconds by phase of a step, and what was chosen. The choice without it is made twice, as a control.
+
+What each round brought is printed to the error stream as soon as it is over.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +46,8 @@ from outrider.propose.method import Method
 
 _PARTS = ("members", "stages", "choices")
 WORKLOADS = ("code_completion", "json", "copy_editing")
+#: Prompts of each load; and where the engine chooses, whose rounds write three times as many texts.
+_PROMPTS, _CHOSEN_FOR = 8, 3
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,8 @@ def members(llm: LLM, rows: int, rounds: int, num_prompts: int) -> dict[str, Any
                 for way, config in _ways(text.model, rows).items():
                     (output,) = llm.generate(text.prompt, text.params, speculation=config)
                     runs[way][:, turn, place] = len(output.token_ids), output.stats.num_target_passes
+            so_far = {way: run[0, : turn + 1].sum() / run[1, : turn + 1].sum() for way, run in runs.items()}
+            _tell("members", workload, turn + 1, rounds, ", ".join(f"{way} {tokens:.2f}" for way, tokens in so_far.items()))
         found[workload] = {
             "tokens_a_pass": {name: float(run[0].sum() / run[1].sum()) for name, run in runs.items()},
             "merge_over": {name: ratio(runs["merge"], runs[name]) for name in ("suffix", "draft_model")},
@@ -119,8 +126,13 @@ def stages(llm: LLM, length: int, rounds: int, num_prompts: int) -> dict[str, An
         ways = {"alone": alone} | {way: {**alone, "method": "staged", "drafter": each} for way, each in drafters.items()}
         for workload in WORKLOADS:
             prompts = [task.prompt for task in built_in(workload)][:num_prompts]
-            runs = _in_turns(llm, prompts, ways, rounds)
-            seconds = {way: [text.seconds for text in texts] for way, texts in runs.items()}
+            seconds: dict[str, list[float]] = {way: [] for way in ways}
+            for turn in range(rounds + 1):
+                written = _in_turns(llm, prompts, ways, turn)
+                for way, texts in written.items() if turn else ():
+                    seconds[way] += [text.seconds for text in texts]
+                times = ", ".join(f"{way} {sum(text.seconds for text in texts):.2f} s" for way, texts in written.items())
+                _tell("stages", f"{name}, {workload}", turn, rounds, times)
             found[f"{name}, {workload}"] = {way: speedup_of(seconds["alone"], seconds[way]) for way in drafters}
     return found
 
@@ -138,21 +150,39 @@ def choices(llm: LLM, rows: int, rounds: int, num_prompts: int) -> dict[str, Any
     }
     prompts = {name: [task.prompt for task in built_in(name)][:num_prompts] for name in WORKLOADS}
     prompts["mix"] = [prompt for each in zip(*prompts.values(), strict=False) for prompt in each]
-    found: dict[str, Any] = {}
-    for workload, asked in prompts.items():
-        runs = _in_turns(llm, asked, ways, rounds)
-        counts = {way: np.array([(text.tokens, text.passes) for text in texts]).T[:, None] for way, texts in runs.items()}
-        base = [text.seconds for text in runs["without"]]
-        found[workload] = {
-            way: {
-                "speedup": speedup_of(base, [text.seconds for text in texts]),
-                "tokens_a_pass_over": ratio(counts[way], counts["without"]),
-                "seconds_a_pass": {phase: sum(t.phases[phase] for t in texts) / counts[way][1].sum() for phase in PHASES},
-                "chosen": dict(sum((text.chosen for text in texts), Counter())),
-            }
-            for way, texts in runs.items()
+    runs: dict[str, dict[str, list[Text]]] = {workload: {way: [] for way in ways} for workload in prompts}
+    for turn in range(rounds + 1):
+        for workload, asked in prompts.items():
+            written = _in_turns(llm, asked, ways, turn)
+            for way, texts in written.items() if turn else ():
+                runs[workload][way] += texts
+            figures = _chosen(written)["with a merge"]
+            merges, decisions = figures["chosen"].get("merge", 0), sum(figures["chosen"].values())
+            speed, passes = figures["speedup"]["median"], figures["tokens_a_pass_over"][0]
+            result = f"with a merge {speed:.3f} in speed, {passes:.3f} in tokens a pass, merge in {merges} of {decisions}"
+            _tell("choices", workload, turn, rounds, result)
+    return {workload: _chosen(texts) for workload, texts in runs.items()}
+
+
+def _chosen(runs: dict[str, list[Text]]) -> dict[str, dict[str, Any]]:
+    """Each way of the engine's choice beside the one without a merge, from the texts that each has written."""
+    counts = {way: np.array([(text.tokens, text.passes) for text in texts]).T[:, None] for way, texts in runs.items()}
+    base = [text.seconds for text in runs["without"]]
+    return {
+        way: {
+            "speedup": speedup_of(base, [text.seconds for text in texts]),
+            "tokens_a_pass_over": ratio(counts[way], counts["without"]),
+            "seconds_a_pass": {phase: sum(t.phases[phase] for t in texts) / counts[way][1].sum() for phase in PHASES},
+            "chosen": dict(sum((text.chosen for text in texts), Counter())),
         }
-    return found
+        for way, texts in runs.items()
+    }
+
+
+def _tell(part: str, workload: str, turn: int, rounds: int, result: str) -> None:
+    """Print what a round has brought, since all of them take long."""
+    counted = f"round {turn} of {rounds}" if turn else "a first round that is not counted"
+    print(f"{part}, {workload}, {counted}: {result}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -179,18 +209,14 @@ class Text:
         return len(self.token_ids)
 
 
-def _in_turns(llm: LLM, prompts: Sequence[str], ways: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[Text]]:
-    """The texts of each way; round 0 is not counted."""
+def _in_turns(llm: LLM, prompts: Sequence[str], ways: dict[str, dict[str, Any]], turn: int) -> dict[str, list[Text]]:
+    """The texts of each way in one round."""
     found: dict[str, list[Text]] = {way: [] for way in ways}
-    for turn in range(rounds + 1):
-        for place, prompt in enumerate(prompts):
-            written = {}
-            for way in list(ways) if (turn + place) % 2 else list(reversed(ways)):
-                params = SamplingParams(seed=1000 * turn + place, max_tokens=96, ignore_eos=True)
-                written[way] = _write(llm, prompt, params, ways[way])
-            assert len({text.token_ids for text in written.values()}) == 1, "the texts of a seed differ"
-            for way, text in written.items() if turn else ():
-                found[way].append(text)
+    for place, prompt in enumerate(prompts):
+        params = SamplingParams(seed=1000 * turn + place, max_tokens=96, ignore_eos=True)
+        for way in list(ways) if (turn + place) % 2 else list(reversed(ways)):
+            found[way].append(_write(llm, prompt, params, ways[way]))
+        assert len({texts[-1].token_ids for texts in found.values()}) == 1, "the texts of a seed differ"
     return found
 
 
@@ -210,21 +236,21 @@ def main() -> None:
     parser.add_argument("--only", choices=_PARTS, help="Measure this part alone.")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--prompts", type=int, help=f"Of each load: {_PROMPTS}, or {_CHOSEN_FOR} for choices.")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     parts = _PARTS if asked.only is None else (asked.only,)
     found: dict[str, Any] = {"load": os.getloadavg()}
     if "members" in parts:
         with LLM(dtype=asked.dtype, prefix_caching=False) as embedded:  # it computes what the wide one computes, and sooner
-            found["members"] = members(embedded, asked.rows, asked.rounds, asked.prompts)
+            found["members"] = members(embedded, asked.rows, asked.rounds, asked.prompts or _PROMPTS)
     target = wide_target(asked.dtype) if asked.wide else default_model("target")
     with LLM(target, dtype=asked.dtype, speculation="none", prefix_caching=False) as wide:
         found["machine"] = wide.engine.runner.backend.instruction_set(wide.engine.runner.loaded.model)
         if "stages" in parts:
-            found["stages"] = stages(wide, asked.rows, asked.rounds, asked.prompts)
+            found["stages"] = stages(wide, asked.rows, asked.rounds, asked.prompts or _PROMPTS)
         if "choices" in parts:
-            found["choices"] = choices(wide, 2 * asked.rows, asked.rounds, asked.prompts)
+            found["choices"] = choices(wide, 2 * asked.rows, asked.rounds, asked.prompts or _CHOSEN_FOR)
     found["load_after"] = os.getloadavg()
     text = json.dumps(found, indent=1, default=lambda value: np.asarray(value).tolist())
     print(text)
