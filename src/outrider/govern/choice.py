@@ -167,7 +167,7 @@ class Chooser:
         alike = [[text.options.get(name) for text in self._texts] for name in sorted(methods)]
         for options in sorted(alike, key=_joins):
             found = self._better(found, options)
-        if len(methods) > 1:
+        if len(methods) > 1 and len(self._texts) > 1:  # one text has been given each of them
             rate = found.rate
             found = self._better(found, [self._favourite(text, rate) for text in self._texts])
         return found
