@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outrider.cli import options
 from outrider.errors import ContradictionError, InvalidParameterError
+
+if TYPE_CHECKING:
+    from outrider.heads.formats.published import PublishedHead
 
 
 class FileFormat(StrEnum):
@@ -32,7 +35,10 @@ class TensorType(StrEnum):
 
 def convert(
     model: Annotated[str, typer.Argument(help="Folder of the checkpoint, or of the head.", show_default=False)],
-    to: Annotated[FileFormat, typer.Option(help="gguf for a checkpoint; the others for a head.", show_default=False)],
+    to: Annotated[
+        FileFormat,
+        typer.Option(help="gguf for a checkpoint or a head of EAGLE-3; the others for a head.", show_default=False),
+    ],
     out: Annotated[Path, typer.Option(help="The file to write, or the folder of the head.", show_default=False)],
     target: Annotated[
         str | None, typer.Option(help="The model that a head was made for, where the head does not name it.")
@@ -46,18 +52,24 @@ def convert(
     no_color: options.NoColor = False,
 ) -> None:
     """Write a checkpoint as a file that llama.cpp and its relatives load, with the tokenizer and the chat template; or a
-    head of EAGLE or DFlash in the format of speculators or SafeAILab, which vLLM and SGLang load."""
+    head of EAGLE or DFlash in the format of speculators or SafeAILab, which vLLM and SGLang load. llama.cpp loads heads of
+    EAGLE-3 as files."""
     from rich.console import Console
 
     if not Path(model).is_dir():
         raise InvalidParameterError("model", model, "no such folder", "Give the folder of a checkpoint.")
-    if to is FileFormat.GGUF:
+    from outrider.heads.formats.published import is_head
+
+    if to is FileFormat.GGUF and not is_head(model):
         if target is not None:
             raise ContradictionError("target", target, "a checkpoint is made for no other model", "Leave it out.")
         said = _write_file(model, out, type or TensorType.Q8_0, placeholders)
-    elif type is not None or placeholders:
-        field, value = ("type", str(type)) if type is not None else ("placeholders", "true")
-        raise ContradictionError(field, value, "a head keeps its weights, and has no vocabulary", "Leave it out.")
+    elif type is not None:
+        raise ContradictionError("type", str(type), "a head keeps its weights", "Leave it out.")
+    elif to is FileFormat.GGUF:
+        said = _write_head_file(model, out, target, placeholders)
+    elif placeholders:
+        raise ContradictionError("placeholders", "true", "a head in this format has no vocabulary", "Leave it out.")
     else:
         said = _write_head(model, out, to, target)
     Console(no_color=no_color or None, highlight=False).print(said, markup=False, soft_wrap=True)
@@ -67,18 +79,33 @@ def _write_file(model: str, out: Path, type: TensorType, placeholders: bool) -> 
     from outrider.convert.gguf import STORED_AS, write_gguf
     from outrider.convert.gguf_vocabulary import own_vocabulary
 
-    if out.suffix != ".gguf" or out.exists():
-        problem = "it is there already" if out.exists() else "its name does not end in .gguf"
-        raise InvalidParameterError("out", str(out), problem, "Give the name of a new file, as model.gguf.")
+    _check_new(out)
     dtype = next(name for name, stored in STORED_AS.items() if stored == type)
     vocabulary = None if placeholders else own_vocabulary(model)
     written = write_gguf(model, out, dtype, vocabulary)
     return f"{written}: {out.stat().st_size:,} bytes, matrices in {type}"
 
 
+def _check_new(out: Path) -> None:
+    if out.suffix != ".gguf" or out.exists():
+        problem = "it is there already" if out.exists() else "its name does not end in .gguf"
+        raise InvalidParameterError("out", str(out), problem, "Give the name of a new file, as model.gguf.")
+
+
+def _write_head_file(model: str, out: Path, target: str | None, with_placeholders: bool) -> str:
+    from outrider.convert.gguf_head import write_gguf_head
+    from outrider.convert.gguf_vocabulary import placeholders
+
+    _check_new(out)
+    return _said(out, write_gguf_head(model, out, target, placeholders() if with_placeholders else None), FileFormat.GGUF)
+
+
 def _write_head(model: str, out: Path, to: FileFormat, target: str | None) -> str:
     from outrider.convert.head_files import convert_head
 
-    head = convert_head(model, str(to), out, target)
+    return _said(out, convert_head(model, str(to), out, target), to)
+
+
+def _said(out: Path, head: PublishedHead, form: FileFormat) -> str:
     count = sum(weight.numel() for weight in head.network.state_dict().values())
-    return f"{out}: a head of {head.config.method} in the format of {to}, {count:,} weights, all with their bits"
+    return f"{out}: a head of {head.config.method} in the format of {form}, {count:,} weights, all with their bits"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from outrider.convert.gguf_description import check_describable, describe, frequency_factors
+from outrider.convert.gguf_file import write_file
 from outrider.convert.gguf_layout import FAMILIES, file_tensors, is_matrix
 from outrider.convert.gguf_vocabulary import WriteVocabulary, placeholders
-from outrider.errors import InvalidParameterError, StorageError, UnsupportedModelError
+from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.model.loading.exclusive import exclusive_transformers
 
 #: The types in which weights may be stored, with their names in the gguf package.
@@ -42,22 +42,12 @@ def write_gguf(checkpoint: str, path: Path, dtype: str = "float32", vocabulary: 
     with exclusive_transformers():
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     check_describable(checkpoint, model.config)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    writer = gguf.GGUFWriter(unfinished, FAMILIES[model.config.model_type].architecture)
+    writer = gguf.GGUFWriter(None, FAMILIES[model.config.model_type].architecture)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "float32" else f"MOSTLY_{STORED_AS[dtype]}"])
     describe(writer, model.config)
     (vocabulary or placeholders())(writer, model.config.vocab_size)
     _write_tensors(writer, model, _storing(checkpoint, dtype))
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        unfinished.replace(path)
-    except OSError as error:
-        raise StorageError(str(path), str(error), "Free the space, or give another folder.") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_file(writer, path)
     return str(path)
 
 

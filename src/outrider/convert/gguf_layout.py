@@ -97,7 +97,7 @@ def file_tensors(config: Any, names: Iterable[str]) -> Iterator[FileTensor]:
         else:
             count = next((n for part, n in heads.items() if part in stock and family.interleaved), None)
             offset = int(family.offset_norms and "norm" in stock)
-            yield FileTensor(named(stock), stock, _as_it_is if count is None else _Paired(count), offset)
+            yield FileTensor(named(stock), stock, _as_it_is if count is None else Paired(count), offset)
 
 
 def _expert_tensors(config: Any, stock: str, named: Callable[[str], str]) -> Iterator[FileTensor]:
@@ -139,7 +139,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Paired:
+class Paired:
     """Rows [num_heads * head_dim, ...] with the halves of each head interleaved, since llama.cpp rotates neighbours."""
 
     num_heads: int

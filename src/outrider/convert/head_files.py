@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.convert import safeailab1_head, safeailab_head, speculators_block_head, speculators_head, zlab_head
+from outrider.convert.published_names import published
 from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.files import write_tensors, write_text
 from outrider.heads.formats.folder import CONFIG, read_config
@@ -85,16 +86,9 @@ def write_head(folder: Path, head: PublishedHead, form: str) -> None:
         raise UnsupportedModelError(head.folder, f"the format of {form} has no heads of {method}", remedy)
     mapping = writer.mapping(head.config)
     prefixes = writer.PREFIXES
-    tensors = {_published(name, prefixes): weight for name, weight in head.network.state_dict().items()}
+    tensors = {published(name, prefixes): weight for name, weight in head.network.state_dict().items()}
     write_tensors(folder / WHOLE, tensors | _columns(head), {"format": "pt"})
     write_text(folder / CONFIG, json.dumps(mapping, indent=1) + "\n")
-
-
-def _published(name: str, prefixes: dict[str, str]) -> str:
-    for published, own in prefixes.items():
-        if name.startswith(own):
-            return published + name.removeprefix(own)
-    return name
 
 
 def _columns(head: PublishedHead) -> dict[str, Tensor]:

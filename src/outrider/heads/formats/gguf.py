@@ -33,10 +33,11 @@ PREFIXES = {
     "blk.0.attn_norm_2.": "layer.hidden_norm.",
     **{f"blk.0.{name}.": f"layer.{own}." for name, own in LAYER.items()},
 }
-_ARCHITECTURE = "eagle3"
+ARCHITECTURE = "eagle3"
 #: Its layer is one of Llama, and is written as one.
 _LAYER = ARCHITECTURES["llama"]
-_LAYERS = ("target_layers", "extract_layers")
+#: Names of the list of the target's layers; the first is written.
+LAYERS = ("target_layers", "extract_layers")
 #: Flags of forks that llama.cpp does not know.
 _FOREIGN = ("fc_norm", "norm_before_fc", "norm_output")
 _ORIGINAL = "Use the head as it was published in safetensors."
@@ -51,12 +52,12 @@ def read(path: str) -> FeatureHeadConfig:
     """
     file = read_gguf(path)
     values = Values(file)
-    if values.architecture != _ARCHITECTURE:
-        problem = f"its architecture is {values.architecture}, and heads in GGUF files are of {_ARCHITECTURE}"
+    if values.architecture != ARCHITECTURE:
+        problem = f"its architecture is {values.architecture}, and heads in GGUF files are of {ARCHITECTURE}"
         raise UnsupportedModelError(path, problem, _ORIGINAL)
     for name in _FOREIGN:
         if values.get(name):
-            raise UnsupportedModelError(path, f"it has {_ARCHITECTURE}.{name}, which is not known", _ORIGINAL)
+            raise UnsupportedModelError(path, f"it has {ARCHITECTURE}.{name}, which is not known", _ORIGINAL)
     shape = read_shape(values, _LAYER) | {"vocab_size": _vocab_size(values)}
     layer = read_layer(path, shape, "llama")
     if FREQUENCY_FACTORS in file.tensors:
@@ -104,9 +105,9 @@ def _vocab_size(values: Values) -> int:
 
 
 def _layers(values: Values) -> tuple[int, ...]:
-    ids: Any = next((found for name in _LAYERS if (found := values.get(name)) is not None), None)
+    ids: Any = next((found for name in LAYERS if (found := values.get(name)) is not None), None)
     if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids) or ids != sorted(set(ids)):
-        problem = f"its {_ARCHITECTURE}.{_LAYERS[0]} is {ids!r}, and no list of the target's layers from low to high"
+        problem = f"its {ARCHITECTURE}.{LAYERS[0]} is {ids!r}, and no list of the target's layers from low to high"
         raise ModelLoadError(values.file.path, problem, AGAIN)
     return tuple(ids)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,13 @@ from outrider.heads.block_network import BlockHeadNetwork
 from outrider.heads.feature_config import FeatureHeadConfig
 from outrider.heads.feature_networks import Eagle1Network, Eagle3Network
 from outrider.heads.formats import gguf, safeailab, safeailab1, speculators, speculators_dflash, zlab
-from outrider.heads.formats.folder import CONFIG, HeadTensor, read_config, read_tensors
+from outrider.heads.formats.folder import CONFIG, HeadTensor, list_tensors, read_config, read_tensors
 from outrider.heads.formats.layer import refused
 from outrider.heads.published_network import PublishedNetwork
 from outrider.model.loading.gguf.header import is_gguf
 
 _FORMATS: tuple[Any, ...] = (speculators_dflash, zlab, safeailab, speculators, safeailab1)
-_EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _OUTPUT, _FUSION = "embed_tokens.weight", "lm_head.weight", "fc.weight"
 #: Copies of the target's own weights, which a target lends anyway.
 _COPIES = ("verifier_norm.", "verifier_lm_head.")
 _OTHER = "Use the head as it was published, or another one."
@@ -40,6 +41,20 @@ class PublishedHead(NamedTuple):
     config: FeatureHeadConfig
     network: PublishedNetwork
     tokens: Tensor | None
+
+
+def is_head(folder: str) -> bool:
+    """Whether a folder holds a head of a known format.
+
+    Raises:
+        ModelLoadError: Its files cannot be read.
+    """
+    if not (Path(folder) / CONFIG).is_file():
+        return False
+    mapping = read_config(folder)
+    form = next((each for each in _FORMATS if each.fits(mapping)), None)
+    # The configuration of a first EAGLE is also one of a model of one layer.
+    return form is not None and (form is not safeailab1 or _FUSION in list_tensors(folder))
 
 
 def read_head_config(folder: str) -> FeatureHeadConfig:
