@@ -32,6 +32,7 @@ from outrider.train.target import FrozenTarget
 from tests.model import checkpoints
 from tests.model.block_reference import BlockReference
 from tests.model.eagle_reference import Eagle1Reference, EagleReference
+from tests.train.drafted_rows import assert_drafts_as, disturb
 from tests.train.markov import LAYERS, VOCAB, save_data
 from tests.train.test_training import KillAt, Killed
 
@@ -104,27 +105,9 @@ def test_each_draft_token_is_made_as_in_the_engine(tmp_path: Path, kind: Feature
     path = checkpoints.save("llama", tmp_path / "target", seed=3)
     frozen, data = FrozenTarget(path, "float32"), save_data(tmp_path / "data", path, temperature=0.7)
     trained = kind.trainee(frozen, read_manifest(data), data, SETTINGS)
-    generator = torch.Generator().manual_seed(4)
-    for weight in trained.module.parameters():
-        weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
+    disturb(trained)
     trained.save(tmp_path / "head")
-    texts, lengths, prompts = torch.randint(61, (2, 9), generator=generator), [9, 7], [4, 1]
-    batch = Batch(texts, torch.tensor(lengths), torch.tensor(prompts))
-    with torch.no_grad():
-        found = trained.overlaps(trained.module, batch)
-    frozen.model.double()
-    head = reference(str(tmp_path / "head"), frozen.model)
-    sums, counts = torch.zeros(3).double(), [0, 0, 0]
-    for text, length, prompt in zip(texts.tolist(), lengths, prompts, strict=True):
-        law = (frozen.model(torch.tensor([text[:length]])).logits[0] / 0.7).softmax(-1)
-        for row in range(max(prompt - 1, 1), length):
-            for depth in range(3):
-                if row + depth + 1 < length:
-                    drafted = head.logits(tuple(text[: row + 1]), tuple(text[row + 1 : row + 1 + depth]))
-                    sums[depth] += torch.minimum(law[row + depth], (drafted / 0.7).softmax(-1)).sum()
-                    counts[depth] += 1
-    assert found.counts.tolist() == counts
-    torch.testing.assert_close(found.sums, sums, atol=1e-3, rtol=1e-3)
+    assert_drafts_as(trained, frozen, lambda: reference(str(tmp_path / "head"), frozen.model).logits)
 
 
 def test_blocks_begin_at_some_rows() -> None:

@@ -212,6 +212,21 @@ def eagle1(
 
 @app.command()
 @with_training()
+def mtp(
+    training: Training,
+    init: Annotated[
+        str | None,
+        typer.Option(help="Begin with the layers in this folder; the target's own unless given, or else a new one."),
+    ] = None,
+    unroll: Unroll = 4,
+    num_draft_tokens: NumDraftTokens = 5,
+) -> None:
+    """Train an extra layer, or those that the target's checkpoint carries (Gloeckle et al. 2024; DeepSeek-V3)."""
+    _train_heads("mtp", training, num_draft_tokens, {"init": init, "unroll": unroll})
+
+
+@app.command()
+@with_training()
 def dflash(
     training: Training,
     layers: Annotated[str | None, typer.Option(help="It reads what enters these layers; up to five unless given.")] = None,

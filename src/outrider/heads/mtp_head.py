@@ -62,7 +62,8 @@ class MtpHead(FeatureHead):
         self.shape = mtp_shape(config)
         self.window = config.window
         self.aux_layers = (target.num_layers,)
-        layers = [_layer(folder, target, config, tensors) for tensors in read_mtp(folder, target.config)]
+        place = (target.dtype, target.device)
+        layers = [load_mtp_layer(folder, config, tensors, *place) for tensors in read_mtp(folder, target.config)]
         self._layers = nn.ModuleList(layers)
         library = kernel_library()
         if library is not None:
@@ -114,16 +115,30 @@ def mtp_shape(config: MtpConfig) -> AddedShape:
     return AddedShape(config.num_layers, kept.num_heads, kept.key_dim, features, kept.value_dim)
 
 
-def _layer(folder: str, target: Target, config: MtpConfig, tensors: MtpTensors) -> MtpLayer:
-    hidden = target.hidden_size
+def load_mtp_layer(
+    folder: str, config: MtpConfig, tensors: MtpTensors, dtype: torch.dtype, device: torch.device
+) -> MtpLayer:
+    """A layer with its weights.
+
+    Args:
+        folder: Where they come from, to name.
+        config: Of the layer.
+        tensors: Its weights.
+        dtype: In which it has them.
+        device: Where they lie.
+
+    Raises:
+        ModelLoadError: A tensor is missing, of another shape, or belongs to no part of the layer.
+    """
+    hidden = int(config.layer.hidden_size)
     shapes = {"fc": [hidden, 2 * hidden], "embedding_norm": [hidden], "hidden_norm": [hidden]}
     for name, shape in shapes.items():
         found = list(getattr(tensors, name).shape)
         if found != shape:
             problem = f"its layers that predict several tokens have {name} of shape {found}, and {shape} is needed"
             raise ModelLoadError(folder, problem, "Download or save the checkpoint again.")
-    own = {name: getattr(tensors, name).to(target.device, target.dtype) for name in shapes}
-    decoder = load_lone_decoder(folder, config.layer, tensors.decoder, target.dtype, target.device)
+    own = {name: getattr(tensors, name).to(device, dtype) for name in shapes}
+    decoder = load_lone_decoder(folder, config.layer, tensors.decoder, dtype, device)
     return MtpLayer(tensors._replace(**own), decoder)
 
 

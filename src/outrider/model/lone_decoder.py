@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from outrider.model import hf
 from outrider.model.backends.paged import Scores
 from outrider.model.loading.attempts import attempt
 from outrider.model.loading.exclusive import exclusive_transformers
+from outrider.model.loading.files import WHOLE
 from outrider.model.lone_layer import Look, SeenRows, attend_alone
 
 _DOWNLOAD = "Download or save the checkpoint again."
@@ -80,6 +83,10 @@ class LoneDecoder(nn.Module):
         except _EnoughError as found:
             return found.kept
         raise AssertionError("the layer does not attend")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights by the names that `load_lone_decoder` takes, as a checkpoint of the type has them."""
+        return _saved(self.stack)
 
     def use_packed_experts(self, library: KernelLibrary) -> None:
         """Let our kernels compute a mixture of experts, where it has a form that they know."""
@@ -157,6 +164,34 @@ def _empty(name: str, config: Any) -> Any:
 
     with torch.device("meta"):
         return attempt(name, "a layer of it cannot be built", AutoModelForCausalLM.from_config, config)
+
+
+def new_tensors(name: str, config: Any) -> dict[str, Tensor]:
+    """Weights with which training begins, by the names that `load_lone_decoder` takes.
+
+    Args:
+        name: Of the model that the layer is for, to show.
+        config: From `lone_config`.
+
+    Raises:
+        ModelLoadError: A layer of this type cannot be built.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = attempt(name, "a layer of it cannot be built", AutoModelForCausalLM.from_config, config)
+    return _saved(model)
+
+
+def _saved(model: Any) -> dict[str, Tensor]:
+    """What transformers writes of a model of one layer, by the names behind "model.", without what the layer does not use."""
+    from safetensors.torch import load_file
+
+    with TemporaryDirectory() as folder, exclusive_transformers():
+        model.save_pretrained(folder)
+        found = {name.removeprefix("model."): tensor for name, tensor in load_file(Path(folder) / WHOLE).items()}
+    for name in _UNUSED:
+        found.pop(name.removeprefix("model."), None)
+    return found
 
 
 class _EnoughError(Exception):

@@ -14,7 +14,7 @@ from outrider.heads.block_network import BlockHeadNetwork
 from outrider.heads.formats.published import PublishedHead
 from outrider.train.block_module import TextBlocks
 from outrider.train.draft_vocabulary import token_counts
-from outrider.train.feature_heads import Design, FeatureHeadSettings
+from outrider.train.feature_heads import Design, OwnLayerSettings, published_design
 from outrider.train.head_layers import head_layers, layers_to_read
 from outrider.train.manifest import Manifest
 from outrider.train.target import FrozenTarget
@@ -23,7 +23,7 @@ from outrider.train.target import FrozenTarget
 _MOST_READ = 5
 
 
-class DflashSettings(FeatureHeadSettings):
+class DflashSettings(OwnLayerSettings):
     """A block drafter.
 
     Attributes:
@@ -61,7 +61,8 @@ class DflashSettings(FeatureHeadSettings):
         module = TextBlocks(network, target.embed(torch.tensor(mask, device=target.device)).float())
         facts = {"layers of its own": self.own_layers, "rows of a block": self.block_size, "mask token": mask}
         drafted = self.block_size - 1
-        return Design(PublishedHead("", config, network, None), module, "z-lab", drafted, drafted, self.blocks, facts)
+        head = PublishedHead("", config, network, None)
+        return published_design(head, "z-lab", target, module, drafted, most=drafted, rows=self.blocks, facts=facts)
 
     def _mask_token(self, target: FrozenTarget, manifest: Manifest, data: Path) -> int:
         """The one that is asked for, or the rarest; of equally rare ones that with the highest number, since tokens that no

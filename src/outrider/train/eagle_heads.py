@@ -12,7 +12,7 @@ from outrider.heads.feature_config import FeatureHeadConfig
 from outrider.heads.feature_networks import Eagle1Network, Eagle3Network
 from outrider.heads.formats.published import PublishedHead
 from outrider.train.draft_vocabulary import frequent_tokens
-from outrider.train.feature_heads import Design, FeatureHeadSettings
+from outrider.train.feature_heads import Design, OwnLayerSettings, published_design
 from outrider.train.head_layers import head_layers, layers_to_read
 from outrider.train.manifest import Manifest
 from outrider.train.target import FrozenTarget
@@ -22,7 +22,7 @@ from outrider.train.unrolled_head import UnrolledHead
 _USUAL_FROM = 7
 
 
-class Eagle3Settings(FeatureHeadSettings):
+class Eagle3Settings(OwnLayerSettings):
     """A head of EAGLE-3.
 
     Attributes:
@@ -48,10 +48,10 @@ class Eagle3Settings(FeatureHeadSettings):
             network.lm_head.weight.copy_(output if tokens is None else output[tokens.to(output.device)])
         facts = {"tokens that it drafts": size, "share of the training texts that these make up": f"{share:.4f}"}
         head = PublishedHead("", config, network, tokens)
-        return Design(head, UnrolledHead(network), "speculators", self.unroll, None, None, facts)
+        return published_design(head, "speculators", target, UnrolledHead(network), self.unroll, facts=facts)
 
 
-class Eagle1Settings(FeatureHeadSettings):
+class Eagle1Settings(OwnLayerSettings):
     """A head of EAGLE, which EAGLE-2 drafts trees with.
 
     It continues what the target's final norm leaves. The target's output layer, which does not learn, reads what it leaves.
@@ -67,7 +67,7 @@ class Eagle1Settings(FeatureHeadSettings):
         config = _config(self.method, target, self.feed_forward, target.vocab_size, None)
         network = Eagle1Network(config, own_embedding=False, bias=True)
         head = PublishedHead("", config, network, None)
-        return Design(head, UnrolledHead(network), "safeailab", self.unroll, None, None, {})
+        return published_design(head, "safeailab", target, UnrolledHead(network), self.unroll, facts={})
 
 
 def _config(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,37 +29,62 @@ class Design(NamedTuple):
     """A head that is to be trained.
 
     Attributes:
-        head: Its shape, its layers with the weights that training begins with, and its tokens.
+        method: That will draft with it.
+        layers: The target's layers whose hidden states it reads, by transformers' index, low to high.
+        tokens: [draft_vocab_size] the target's token for each of its own; None where they are the same.
         module: Runs the layers on whole texts, and returns logits [n, draft_vocab_size] by depth. Its arguments are
             embeddings [num_texts, num_tokens, hidden_size]; the target's hidden states [num_texts, num_tokens,
             target_hidden_size], low to high; by depth, whether a draft token is made from a row [num_texts, num_tokens];
             and the target's output layer. Row 0 has no feature before it, and is never asked.
-        form: The format in which it is written.
+        save: Writes it to a folder with the weights that the module has then.
         learnt: Draft tokens behind a row that it learns.
         most: Draft tokens behind a row that it can make; None for any number.
         rows: Rows of a text from which it drafts in a batch; None for all.
         facts: What the model card says of it besides.
     """
 
-    head: PublishedHead
+    method: str
+    layers: tuple[int, ...]
+    tokens: Tensor | None
     module: nn.Module
-    form: str
+    save: Callable[[Path], None]
     learnt: int
     most: int | None
     rows: int | None
     facts: dict[str, Any]
 
 
+def published_design(
+    head: PublishedHead,
+    form: str,
+    target: FrozenTarget,
+    module: nn.Module,
+    learnt: int,
+    *,
+    most: int | None = None,
+    rows: int | None = None,
+    facts: dict[str, Any],
+) -> Design:
+    """The design of a head in a published format.
+
+    Args:
+        head: Its shape, its layers with the weights that training begins with, and its tokens.
+        form: The format in which it is written.
+        target: The target.
+        module, learnt, most, rows, facts: As `Design` has them.
+    """
+    layers, save = head.config.layers_of(target.num_layers), partial(write_head, head=head, form=form)
+    return Design(head.config.method, layers, head.tokens, module, save, learnt, most, rows, facts)
+
+
 class FeatureHeadSettings(HeadLearning):
     """What a head learns; a subclass for each method says which head.
 
     Attributes:
-        feed_forward: Units of the feed-forward part of its layers; None takes as many as the target has.
         loss: How far its probabilities are from the target's.
         decay: What the loss of a draft token counts, relative to the one before.
     """
 
-    feed_forward: int | None = Field(None, ge=1, description="Use 1 or more, or None.")
     loss: LossName | Literal["accepted_length"] = Field("forward_kl", description=_LOSSES)
     decay: float = Field(0.8, gt=0.0, le=1.0, description="Use a number above 0, up to 1.")
 
@@ -78,6 +104,16 @@ class FeatureHeadSettings(HeadLearning):
             InputError: The settings do not fit the target, or the data are damaged.
         """
         raise NotImplementedError
+
+
+class OwnLayerSettings(FeatureHeadSettings):
+    """A head whose layers are of a kind of their own.
+
+    Attributes:
+        feed_forward: Units of the feed-forward part of its layers; None takes as many as the target has.
+    """
+
+    feed_forward: int | None = Field(None, ge=1, description="Use 1 or more, or None.")
 
 
 class TrainedFeatureHead(Trainee):
@@ -103,14 +139,12 @@ class TrainedFeatureHead(Trainee):
         settings: TrainSettings,
     ) -> None:
         self._target, self._learning, self._design = target, learning, design
-        self._config, tokens = design.head.config, design.head.tokens
-        self._layers = self._config.layers_of(target.num_layers)
-        self._features = Features(target, manifest, settings.teacher, self._layers)
+        self._features = Features(target, manifest, settings.teacher, design.layers)
         self.rows = self._features.rows
         self._temperature = manifest.settings.temperature
-        self._tokens = None if tokens is None else tokens.to(target.device)
+        self._tokens = None if design.tokens is None else design.tokens.to(target.device)
         self.module = design.module.to(target.device).train()
-        self.draft_vocab_size = self._config.draft_vocab_size
+        self.draft_vocab_size = None if design.tokens is None else len(design.tokens)
         wanted = settings.num_draft_tokens
         self._measured = wanted if design.most is None else min(wanted, design.most)
         self.reach = max(design.learnt, self._measured) + 1  # row 0 drafts nothing
@@ -126,16 +160,16 @@ class TrainedFeatureHead(Trainee):
         return chain_tau(acceptance[:num_draft_tokens])
 
     def save(self, folder: Path) -> None:
-        write_head(folder, self._design.head, self._design.form)
+        self._design.save(folder)
 
     def speculation(self, folder: Path) -> dict[str, Any]:
-        return {"method": self._config.method, "model": str(folder)}
+        return {"method": self._design.method, "model": str(folder)}
 
     def facts(self) -> dict[str, Any]:
         return {
-            "kind": f"{self._config.method} head",
-            "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
-            "hidden states of the target that it reads": ", ".join(map(str, self._layers)),
+            "kind": f"{self._design.method} head",
+            "parameters": sum(each.numel() for each in self.module.parameters() if each.requires_grad),
+            "hidden states of the target that it reads": ", ".join(map(str, self._design.layers)),
             **self._design.facts,
             "draft tokens that it learns behind a token": self._design.learnt,
             "loss": self._learning.loss,
@@ -157,7 +191,7 @@ class TrainedFeatureHead(Trainee):
         if self._design.rows is not None:
             chosen = choose(chosen, self._design.rows)
         wanted = [rows_of(ahead) & chosen for ahead in range(1, depth + 1)]
-        hidden = [states[layer].float() for layer in self._layers]
+        hidden = [states[layer].float() for layer in self._design.layers]
         drafted = module(embeddings, hidden, wanted, self._target.head)
         depths = [Depth(own, rows, ahead) for ahead, (own, rows) in enumerate(zip(drafted, wanted, strict=True), 1)]
         return depths, Said(batch, logits, self._temperature, self._tokens)

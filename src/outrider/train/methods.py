@@ -7,6 +7,7 @@ from typing import Any
 from outrider.train.block_heads import DflashSettings
 from outrider.train.eagle_heads import Eagle1Settings, Eagle3Settings
 from outrider.train.heads import HeadSettings
+from outrider.train.mtp_layers import MtpSettings
 from outrider.train.trainee import HeadLearning
 
 _LEARNING: dict[str, Any] = {
@@ -16,6 +17,7 @@ _LEARNING: dict[str, Any] = {
     "eagle1": Eagle1Settings,
     "eagle3": Eagle3Settings,
     "dflash": DflashSettings,
+    "mtp": MtpSettings,
 }
 
 

@@ -40,12 +40,16 @@ class FrozenTarget:
         self.name = default_model("target") if name is None else name
         check_sources(target=self.name)
         loaded = load_model(ModelConfig(model=self.name, dtype=dtype, device=device))
-        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        self.model, self.tokenizer, self._loaded = loaded.model, loaded.tokenizer, loaded
         self.vocab_size, self.device = loaded.vocab_size, loaded.device
         config = self.model.config.get_text_config(decoder=True)
         self.hidden_size, self.num_layers = int(config.hidden_size), int(config.num_hidden_layers)
         with noting_layers(self.model), torch.no_grad():  # so that its head can run without its layers
             self.model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.device), use_cache=False)
+
+    def folder(self) -> str | None:
+        """The folder of its checkpoint; None where it comes from a file of another kind. Raises ModelLoadError."""
+        return None if self._loaded.source is None else self._loaded.folder()
 
     @torch.no_grad()
     def logits(self, token_ids: Tensor) -> Tensor:

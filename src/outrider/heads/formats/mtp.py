@@ -22,7 +22,7 @@ on DeepSeek-V3 does so, and nor is it done here.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -38,7 +38,7 @@ class _Layout(NamedTuple):
     """How a family names these tensors.
 
     Attributes:
-        layer: Pattern of the names in a layer: its number, then the name.
+        prefix: What comes before the names in a layer, with {} for its number.
         first: Number of the first layer; None for the number of the model's layers.
         shared: What comes before names that all layers share; None where each has its own.
         own: Names here of tensors beside the decoder layer, by theirs.
@@ -48,7 +48,7 @@ class _Layout(NamedTuple):
         hidden_first: Whether the hidden state comes before the embedding.
     """
 
-    layer: re.Pattern[str]
+    prefix: str
     first: int | None
     shared: str | None
     own: Mapping[str, str]
@@ -56,6 +56,11 @@ class _Layout(NamedTuple):
     unused: tuple[str, ...]
     layer_type: str
     hidden_first: bool = False
+
+    @property
+    def layer(self) -> re.Pattern[str]:
+        """Matches the names in a layer: its number, then the name."""
+        return re.compile(re.escape(self.prefix).replace(r"\{\}", r"(\d+)") + "(.+)")
 
 
 _OWN = {"eh_proj.weight": "fc", "enorm.weight": "embedding_norm", "hnorm.weight": "hidden_norm"}
@@ -65,9 +70,10 @@ _MIMO = {
     "hidden_layernorm.weight": "hidden_norm",
     "final_layernorm.weight": "norm",
 }
+_SPECULATORS = _Layout("mtp_layers.{}.", 0, None, _MIMO, {}, (), "full_attention")
 _LAYOUTS = (
     _Layout(
-        re.compile(r"mtp\.layers\.(\d+)\.(.+)"),
+        "mtp.layers.{}.",
         0,
         "mtp.",
         {
@@ -81,7 +87,7 @@ _LAYOUTS = (
         "full_attention",
     ),
     _Layout(
-        re.compile(r"model\.mtp\.layers\.(\d+)\.(.+)"),
+        "model.mtp.layers.{}.",
         0,
         None,
         {**_OWN, "final_layernorm.weight": "norm"},
@@ -89,10 +95,10 @@ _LAYOUTS = (
         (),
         "sliding_attention",
     ),
-    _Layout(re.compile(r"model\.mtp_layers\.(\d+)\.(.+)"), 0, None, _MIMO, {}, (), "full_attention", hidden_first=True),
-    _Layout(re.compile(r"mtp_layers\.(\d+)\.(.+)"), 0, None, _MIMO, {}, (), "full_attention"),
+    _Layout("model.mtp_layers.{}.", 0, None, _MIMO, {}, (), "full_attention", hidden_first=True),
+    _SPECULATORS,
     _Layout(
-        re.compile(r"model\.layers\.(\d+)\.(.+)"),
+        "model.layers.{}.",
         None,
         None,
         {**_OWN, "shared_head.norm.weight": "norm"},
@@ -125,11 +131,13 @@ class MtpConfig(NamedTuple):
         num_layers: How many there are.
         layer: transformers' configuration of one.
         window: How many tokens back its rows look; None for all.
+        shared: Whether all layers have the same projection and norms beside their decoder layer.
     """
 
     num_layers: int
     layer: Any
     window: int | None
+    shared: bool
 
 
 def read_mtp_config(folder: str, config: Any) -> MtpConfig:
@@ -154,7 +162,7 @@ def read_mtp_config(folder: str, config: Any) -> MtpConfig:
     experts = any(".mlp.experts." in each for each in names)
     layer = lone_config(config, experts=experts, layer_type=layout.layer_type)
     windowed = layout.layer_type == "sliding_attention" and getattr(layer, "layer_types", None) is not None
-    return MtpConfig(len(layers), layer, layer.sliding_window if windowed else None)
+    return MtpConfig(len(layers), layer, layer.sliding_window if windowed else None, layout.shared is not None)
 
 
 def read_mtp(folder: str, config: Any) -> list[MtpTensors]:
@@ -165,16 +173,68 @@ def read_mtp(folder: str, config: Any) -> list[MtpTensors]:
     return [_layer(folder, layout, tensors, number) for number in range(first, first + count)]
 
 
+def carries_mtp(folder: str, config: Any) -> bool:
+    """Whether a checkpoint has such layers; the arguments are those of `read_mtp_config`.
+
+    Raises:
+        ModelLoadError: The files cannot be read.
+    """
+    return _layout_of(config, list_tensors(folder)) is not None
+
+
+def new_mtp_config(config: Any) -> MtpConfig:
+    """What one new layer for a model is to be: like the model's own layers that see the whole text.
+
+    Args:
+        config: transformers' configuration of the model.
+    """
+    experts = getattr(config, "num_experts_per_tok", None) is not None
+    return MtpConfig(1, lone_config(config, experts=experts, layer_type="full_attention"), None, shared=False)
+
+
+def name_mtp(layers: Sequence[MtpTensors], config: Any, folder: str | None) -> dict[str, Tensor]:
+    """Layers by the names that a checkpoint has for their tensors.
+
+    Args:
+        layers: First to last.
+        config: transformers' configuration of the model.
+        folder: Of the checkpoint that they come from; None for new ones, which get speculators' names.
+    """
+    layout = _SPECULATORS if folder is None else _found(folder, config, list_tensors(folder))[0]
+    theirs = {ours: name for name, ours in layout.own.items()}
+    renamed = {ours: name for name, ours in layout.renamed.items()}
+    found: dict[str, Tensor] = {}
+    for number, layer in enumerate(layers, _first(layout, config)):
+        start = layout.prefix.format(number)
+        decoder = {name.removeprefix("layers.0."): weight for name, weight in layer.decoder.items()}
+        beside = {
+            "fc": _exchanged(layer.fc) if layout.hidden_first else layer.fc,
+            "embedding_norm": layer.embedding_norm,
+            "hidden_norm": layer.hidden_norm,
+            "norm": decoder.pop("norm.weight"),
+        }
+        found |= {(layout.shared or start) + theirs[name]: weight for name, weight in beside.items()}
+        found |= {start + renamed.get(name, name): weight for name, weight in decoder.items()}
+    return found
+
+
 def _found(folder: str, config: Any, names: list[str]) -> tuple[_Layout, list[str]]:
-    """The layout that a checkpoint has, and its tensors of that layout."""
+    """The layout that a checkpoint has, and its tensors of that layout. Raises UnsupportedModelError."""
+    found = _layout_of(config, names)
+    if found is None:
+        problem = "its checkpoint carries no layers that predict several tokens, in no layout that is known"
+        raise UnsupportedModelError(folder, problem, "Use another method.")
+    return found
+
+
+def _layout_of(config: Any, names: list[str]) -> tuple[_Layout, list[str]] | None:
     for layout in _LAYOUTS:
         first = _first(layout, config)
         matches = [match for each in names if (match := layout.layer.fullmatch(each)) and int(match[1]) >= first]
         if any(layout.shared is not None or match[2] in layout.own for match in matches):
             found = [match[0] for match in matches]
             return layout, found + [each for each in names if layout.shared and each.startswith(layout.shared)]
-    problem = "its checkpoint carries no layers that predict several tokens, in no layout that is known"
-    raise UnsupportedModelError(folder, problem, "Use another method.")
+    return None
 
 
 def _first(layout: _Layout, config: Any) -> int:
@@ -199,5 +259,10 @@ def _layer(folder: str, layout: _Layout, tensors: Mapping[str, HeadTensor], numb
     for wanted in sorted({*layout.own.values()} - own.keys()):
         theirs = next(each for each, ours in layout.own.items() if ours == wanted)
         raise ModelLoadError(folder, f"its layer {number} that predicts several tokens has no {theirs}", _DOWNLOAD)
-    fc = own["fc"].roll(own["fc"].shape[-1] // 2, -1) if layout.hidden_first else own["fc"]
+    fc = _exchanged(own["fc"]) if layout.hidden_first else own["fc"]
     return MtpTensors(fc, own["embedding_norm"], own["hidden_norm"], decoder | {"norm.weight": own["norm"]})
+
+
+def _exchanged(fc: Tensor) -> Tensor:
+    """A projection of [hidden state, embedding] as one of [embedding, hidden state], or the other way round."""
+    return fc.roll(fc.shape[-1] // 2, -1)

@@ -1,0 +1,57 @@
+"""Whether a head in training drafts what a reference says, which computes one draft token after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.model.hf import use_plain_experts
+from outrider.train.batches import Batch
+from outrider.train.target import FrozenTarget
+
+#: The temperature of the data.
+TEMPERATURE = 0.7
+
+
+def disturb(trained: Any) -> None:
+    """Give a head weights with which each token has a chance of its own."""
+    generator = torch.Generator().manual_seed(4)
+    for weight in trained.module.parameters():
+        weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
+
+
+def assert_drafts_as(
+    trained: Any,
+    frozen: FrozenTarget,
+    opened: Callable[[], Callable[[tuple[int, ...], tuple[int, ...]], Tensor]],
+    depths: int = 3,
+) -> None:
+    """By hand: at each depth, how often the token rule accepts behind every row where the target writes.
+
+    Args:
+        trained: What learns.
+        frozen: The target, whose model is float64 from here on.
+        opened: Opens the reference: logits of the token behind a text and a path.
+        depths: Draft tokens behind a row that are measured.
+    """
+    generator = torch.Generator().manual_seed(5)
+    texts, lengths, prompts = torch.randint(61, (2, 9), generator=generator), [9, 7], [4, 1]
+    batch = Batch(texts, torch.tensor(lengths), torch.tensor(prompts))
+    with torch.no_grad():
+        found = trained.overlaps(trained.module, batch)
+    use_plain_experts(frozen.model.double())
+    logits = opened()
+    sums, counts = torch.zeros(depths).double(), [0] * depths
+    for text, length, prompt in zip(texts.tolist(), lengths, prompts, strict=True):
+        law = (frozen.model(torch.tensor([text[:length]])).logits[0] / TEMPERATURE).softmax(-1)
+        for row in range(max(prompt - 1, 1), length):
+            for depth in range(depths):
+                if row + depth + 1 < length:
+                    drafted = logits(tuple(text[: row + 1]), tuple(text[row + 1 : row + 1 + depth]))
+                    sums[depth] += torch.minimum(law[row + depth], (drafted / TEMPERATURE).softmax(-1)).sum()
+                    counts[depth] += 1
+    assert found.counts.tolist() == counts
+    torch.testing.assert_close(found.sums, sums, atol=1e-3, rtol=1e-3)
