@@ -183,7 +183,7 @@ def new_tensors(name: str, config: Any) -> dict[str, Tensor]:
 
 
 def _saved(model: Any) -> dict[str, Tensor]:
-    """What transformers writes of a model of one layer, by the names behind "model.", without what the layer does not use."""
+    """What transformers writes of a model of one layer, by the names behind "model."; what is not used is left out."""
     from safetensors.torch import load_file
 
     with TemporaryDirectory() as folder, exclusive_transformers():
