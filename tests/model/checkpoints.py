@@ -23,6 +23,11 @@ _SHAPE: dict[str, Any] = {
     "max_position_embeddings": 160,
     **_NO_ENDS,
 }
+#: Queries grow at every eighth position.
+TEMPERED: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 20.0, "original_max_position_embeddings": 8, "mscale": 1.0,
+    "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.4,
+}  # fmt: skip
 
 
 def _config(family: str) -> Any:
@@ -32,6 +37,8 @@ def _config(family: str) -> Any:
         return t.LlamaConfig(**_SHAPE)
     if family == "mistral":
         return t.MistralConfig(**_SHAPE, sliding_window=WINDOW)
+    if family == "ministral3":
+        return t.Ministral3Config(**_SHAPE, head_dim=8, rope_parameters=TEMPERED)
     if family == "qwen3":
         return t.Qwen3Config(**_SHAPE, head_dim=8)
     if family == "gemma2":

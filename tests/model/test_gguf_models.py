@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
+from outrider.convert.gguf_layout import FAMILIES, FileFamily
 from outrider.errors import InvalidParameterError, OutriderError, UnsupportedModelError
 from outrider.kernels.weights import ExpertStack, stored_weight
 from outrider.model.loading.configuration import read_context, read_needs
@@ -57,6 +58,7 @@ FILES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "qwen3moe": ("qwen3_moe", ("Q4_K", "Q6_K", "Q8_0"), EXPERTS),
     "qwen3moe-floats": ("qwen3_moe", ("F32",), EXPERTS),
     "gpt-oss": ("gpt_oss", ("MXFP4",), {"rope_parameters": YARN | {"truncate": False}}),
+    "ministral3": ("ministral3", ("Q8_0", "Q4_0"), {}),
     "llama-tables": ("llama", ("IQ4_NL", "MXFP4", "Q3_K", "Q2_K"), {"tie_word_embeddings": True}),
 }
 
@@ -129,7 +131,8 @@ def test_texts_are_those_of_the_stock_model(written: Written, tmp_path: Path) ->
     tensors = read_gguf(str(written.path)).tensors.values()
     kinds = {tensor.type for tensor in tensors if is_matrix(tensor.name)}
     # Rows enter products with whole numbers smaller than those with floats, so both cannot share them.
-    assert llm.engine.runner.backend.name == ("paged" if "F32" in kinds and len(kinds) > 1 else "fused")
+    fused = written.model.config.model_type in checkpoints.DESCRIBED_TYPES and not ("F32" in kinds and len(kinds) > 1)
+    assert llm.engine.runner.backend.name == ("fused" if fused else "paged")
     ours = [llm.generate([PROMPT], GREEDY, speculation=how)[0].token_ids for how in ("none", "suffix")]
     assert ours[0] == ours[1]
 
@@ -198,6 +201,33 @@ def test_factors_of_frequencies_are_those_of_llama_3(tmp_path: Path) -> None:
         assert ("rope_freqs.weight" in read_gguf(str(file)).tensors) is same
         llm = LLM(str(file), dtype="float64", speculation="none")
         assert (tuple(llm.generate([prompt], GREEDY)[0].token_ids) == want) is same
+
+
+def test_files_of_mistral_may_be_called_mistral3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they say no temperature of attention, they are those of Mistral, without a window."""
+    monkeypatch.setitem(FAMILIES, "mistral", FileFamily("mistral3", interleaved=True))
+    source = checkpoints.save("mistral", tmp_path / "source", sliding_window=None)
+    file = Written(source, tmp_path / "m.gguf", ("F32",)).path
+    assert read_gguf(str(file)).metadata["general.architecture"] == "mistral3"
+    llm = LLM(str(file), dtype="float64", speculation="none")
+    assert llm.engine.runner.backend.name == "fused"
+    want = checkpoints.greedy_by_transformers(source, PROMPT, 10)
+    assert tuple(llm.generate([PROMPT], GREEDY)[0].token_ids) == want
+
+
+@pytest.mark.parametrize(
+    ("metadata", "problem"),
+    [
+        ({"attention.temperature_length": 5}, "mistral3.attention.temperature_length=5"),
+        ({"rope.scaling.yarn_attn_factor": 0.5}, "rope.scaling.yarn_attn_factor=0.5"),
+        ({"rope.scaling.type": "linear"}, "other rotary positions than those of YaRN"),
+    ],
+    ids=str,
+)
+def test_what_is_not_known_of_ministral_is_refused(tmp_path: Path, metadata: dict[str, Any], problem: str) -> None:
+    source = checkpoints.save("ministral3", tmp_path / "source", layers=1)
+    with pytest.raises(OutriderError, match=problem):
+        LLM(str(Written(source, tmp_path / "m.gguf", ("F32",), **metadata).path))
 
 
 def test_gates_and_values_of_experts_of_two_types_are_refused(tmp_path: Path) -> None:

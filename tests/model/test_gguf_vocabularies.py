@@ -107,6 +107,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "qwen2": ("qwen3", lambda: byte_level_tokenizer("qwen2")),
     "llama-bpe": ("llama", lambda: byte_level_tokenizer("llama-bpe")),
     "gpt-4o": ("gpt_oss", lambda: byte_level_tokenizer("gpt-4o")),
+    "tekken": ("ministral3", lambda: byte_level_tokenizer("tekken")),
     "gpt-2": ("llama", lambda: byte_level_tokenizer("gpt-2")),
     "llama": ("llama", lambda: piece_tokenizer(gemma=False)),
     "gemma": ("gemma2", lambda: piece_tokenizer(gemma=True)),
@@ -163,11 +164,16 @@ def test_runs_of_spaces_may_be_written_as_spaces(tmp_path: Path) -> None:
         assert ours.encode(text) == theirs.encode(text), text
 
 
-def test_texts_are_cut_as_those_of_gpt_4o() -> None:
-    """Capitals begin a word, an ending belongs to its word, and lines and strokes belong to the signs before them."""
-    steps = byte_level_tokenizer("gpt-4o").backend_tokenizer.pre_tokenizer
+@pytest.mark.parametrize(
+    ("name", "world", "number"), [("gpt-4o", ["World's"], ["123", "45"]), ("tekken", ["World", "'s"], [*"12345"])]
+)
+def test_texts_are_cut_as_those_of_gpt_4o(name: str, world: list[str], number: list[str]) -> None:
+    """Capitals begin a word, and lines and strokes belong to the signs before them. In gpt-4o an ending belongs to its
+    word, and digits lie in threes."""
+    steps = byte_level_tokenizer(name).backend_tokenizer.pre_tokenizer
     found = [piece for piece, _ in steps.pre_tokenize_str("HELLO World's camelCase 12345/\n/ a")]
-    assert found == ["HELLO", "\u0120World's", "\u0120camel", "Case", "\u0120", "123", "45", "/\u010a/", "\u0120a"]
+    first, *rest = world
+    assert found == ["HELLO", f"\u0120{first}", *rest, "\u0120camel", "Case", "\u0120", *number, "/\u010a/", "\u0120a"]
 
 
 def test_a_pre_tokenizer_without_a_name_is_refused() -> None:

@@ -106,7 +106,7 @@ def test_halves_of_a_head_become_neighbours():
 
 
 @pytest.mark.slow  # with the extra `peers`
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "ministral3"])
 def test_llama_cpp_writes_the_text_of_transformers(family, tmp_path):
     pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")

@@ -15,6 +15,7 @@ _ACTIVATIONS = {"gemma2": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_tanh
 #: The kinds of rotary positions that a file describes, by model type; "default" elsewhere.
 _ROPES = {"llama": ("default", "linear", "yarn", "llama3"), "phi3": ("default", "longrope"), "gpt_oss": ("default", "yarn")}
 _ROPES |= dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "gemma3_text"), ("default", "linear", "yarn"))
+_ROPES |= {"ministral3": ("yarn",)}
 
 
 def check_describable(checkpoint: str, config: Any) -> None:
@@ -34,7 +35,9 @@ def check_describable(checkpoint: str, config: Any) -> None:
         f"rotary positions of the kind {rope['rope_type']}": rope["rope_type"] not in _ROPES.get(kind, ("default",)),
         f"the activation {activation}": activation != wanted,
         "a scale of its own in YaRN": rope["rope_type"] == "yarn" and not _is_usual_yarn(kind, rope),
-        "a sliding window": kind in ("mistral", "qwen2", "qwen3", "qwen3_moe") and window is not None and _is_used(config),
+        "a sliding window": kind in ("mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe")
+        and window is not None
+        and _is_used(config),
         "another order of windows": _windows(config) not in (None, getattr(config, "layer_types", None)),
         "another scale of its scores": getattr(config, "query_pre_attn_scalar", None) not in (None, _score_scale(config)),
         "weights of experts that do not add up to 1": not getattr(config, "norm_topk_prob", True),
@@ -108,6 +111,9 @@ def _describe_rope(writer: Any, config: Any, head_dim: int) -> None:
     if kind == "yarn":
         writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
         writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
+    if config.model_type == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"] if rope.get("mscale") else 0.0)
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if kind == "longrope":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -123,7 +129,10 @@ def _rope(config: Any) -> dict[str, Any]:
 
 def _is_usual_yarn(kind: str, rope: dict[str, Any]) -> bool:
     """Whether readers of files know how it scales scores, and rounds the ends of its ramp."""
-    scaled = any(rope.get(name) is not None for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    names = ["attention_factor"]
+    if kind != "ministral3" or not rope.get("mscale_all_dim") or rope.get("mscale") != 1.0:
+        names += ["mscale", "mscale_all_dim"]
+    scaled = any(rope.get(name) is not None for name in names)
     return not scaled and rope.get("truncate", True) is (kind != "gpt_oss")
 
 

@@ -31,6 +31,7 @@ class FileFamily:
 FAMILIES = {
     "llama": FileFamily("llama", interleaved=True),
     "mistral": FileFamily("llama", interleaved=True),
+    "ministral3": FileFamily("mistral3", interleaved=True),
     "qwen2": FileFamily("qwen2"),
     "qwen3": FileFamily("qwen3"),
     "qwen3_moe": FileFamily("qwen3moe"),

@@ -22,9 +22,11 @@ from outrider.model.loading.gguf.rotary import (
     FREQUENCY_FACTORS,
     LONG_FACTORS,
     SHORT_FACTORS,
+    TEMPERATURE,
     long_rope,
     partial_rotary,
     rope_parameters,
+    tempered_rope,
 )
 from outrider.model.loading.gguf.values import AGAIN, ORIGINAL, Values
 
@@ -54,10 +56,10 @@ class Architecture:
     factors: tuple[str, ...] = (FREQUENCY_FACTORS,)
 
 
-def _whole_rope(values: Values, head_dim: int, *, truncate: bool = True) -> dict[str, Any]:
+def _whole_rope(values: Values, head_dim: int, *, truncate: bool = True, weighs: bool = False) -> dict[str, Any]:
     if partial_rotary(values, head_dim) != 1:
         raise values.refuse("rotary positions of a part of each head")
-    return rope_parameters(values, truncate=truncate)
+    return rope_parameters(values, truncate=truncate, weighs=weighs)
 
 
 def _llama(values: Values) -> dict[str, Any]:
@@ -65,6 +67,11 @@ def _llama(values: Values) -> dict[str, Any]:
     if biases != values.has("blk.0.attn_output.bias"):
         raise values.refuse("biases of some projections of its attention alone")
     return {"attention_bias": biases, "mlp_bias": values.has("blk.0.ffn_up.bias")}
+
+
+def _without_window(values: Values) -> dict[str, Any]:
+    """transformers would take a window of 4,096 tokens where nothing is said."""
+    return {"sliding_window": None}
 
 
 def _gemma(values: Values, largest: int) -> dict[str, Any]:
@@ -133,6 +140,9 @@ _EXPERTS = ("expert_count",)
 #: The architectures by their names in files.
 ARCHITECTURES = {
     "llama": Architecture("LlamaConfig", interleaved=True, adjusted=_llama),
+    "mistral3": Architecture(
+        "MistralConfig", interleaved=True, adjusted=_without_window, rope=partial(_whole_rope, weighs=True)
+    ),
     "qwen2": Architecture("Qwen2Config"),
     "qwen3": Architecture("Qwen3Config"),
     "qwen3moe": Architecture("Qwen3MoeConfig", adjusted=_qwen_3_experts, layer=WITH_EXPERTS, knows=_EXPERTS),
@@ -154,6 +164,10 @@ ARCHITECTURES = {
     "gemma2": Architecture("Gemma2Config", adjusted=_gemma_2, **_GEMMA),
     "gemma3": Architecture("Gemma3TextConfig", adjusted=_gemma_3, **_GEMMA),
 }
+#: Architectures that are other ones where a file has a certain value: by both names.
+_WHERE_IT_HAS = {
+    ("mistral3", TEMPERATURE): Architecture("Ministral3Config", interleaved=True, knows=(TEMPERATURE,), rope=tempered_rope)
+}
 #: Values that would change what a model computes, and what they are where they change nothing.
 _SPECIAL = {
     "expert_count": 0,
@@ -167,6 +181,8 @@ _SPECIAL = {
     "residual_scale": 0.0,
     "embedding_scale": 0.0,
     "attention.scale": 0.0,
+    TEMPERATURE: 0.0,
+    "attention.temperature_length": 0,
     "attn_logit_softcapping": 0.0,
     "final_logit_softcapping": 0.0,
     "use_parallel_residual": False,
@@ -182,11 +198,13 @@ def architecture_of(file: GgufFile) -> Architecture:
         ModelLoadError: It does not say its architecture.
         UnsupportedModelError: The architecture is not known.
     """
-    name = Values(file).architecture
+    values = Values(file)
+    name = values.architecture
     if name not in ARCHITECTURES:
         problem = f"its architecture is {name}, and {', '.join(ARCHITECTURES)} are known of GGUF files"
         raise UnsupportedModelError(file.path, problem, ORIGINAL)
-    return ARCHITECTURES[name]
+    others = (known for (one, value), known in _WHERE_IT_HAS.items() if one == name and values.get(value))
+    return next(others, ARCHITECTURES[name])
 
 
 def read_config(file: GgufFile) -> Any:

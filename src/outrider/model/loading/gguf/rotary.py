@@ -18,19 +18,25 @@ FREQUENCY_FACTORS = "rope_freqs.weight"
 #: Factors for texts within the original context, and for longer ones.
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 _ORIGINAL_CONTEXT, _SCALED = "rope.scaling.original_context_length", "rope.scaling.attn_factor"
+#: By how much queries grow with the logarithm of their position, as in Llama 4.
+TEMPERATURE = "attention.temperature_scale"
 #: What llama.cpp takes where a file says nothing of them.
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 #: Values of YaRN that no converter of a known architecture writes, and what they are where they change nothing.
-_OF_YARN = {"yarn_ext_factor": 1.0, "yarn_attn_factor": None, "yarn_log_multiplier": 0.0}
+_LOG_MULTIPLIER = "yarn_log_multiplier"
+_OF_YARN = {"yarn_ext_factor": 1.0, "yarn_attn_factor": None, _LOG_MULTIPLIER: 0.0}
 
 
-def rope_parameters(values: Values, theta: float = 10_000.0, *, truncate: bool = True) -> dict[str, Any]:
+def rope_parameters(
+    values: Values, theta: float = 10_000.0, *, truncate: bool = True, weighs: bool = False
+) -> dict[str, Any]:
     """Rotary positions by the scaling that a file names.
 
     Args:
         values: Of the file.
         theta: The base, where the file says none.
         truncate: Whether YaRN rounds the ends of its ramp to whole dimensions, as most models do.
+        weighs: Whether files of this architecture may say how much YaRN's own scale of scores is to count.
 
     Raises:
         ModelLoadError: A value is missing, or is not what it has to be.
@@ -45,7 +51,7 @@ def rope_parameters(values: Values, theta: float = 10_000.0, *, truncate: bool =
     if kind == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": values.number("rope.scaling.factor")}
     if kind == "yarn":
-        return _yarn(values, theta, truncate=truncate)
+        return _yarn(values, theta, truncate=truncate, weighs=weighs)
     raise values.refuse(f"rotary positions that are scaled by {kind}")
 
 
@@ -84,11 +90,26 @@ def long_rope(values: Values, head_dim: int) -> dict[str, Any]:
     return rope if values.get(_SCALED) is None else rope | {"attention_factor": values.number(_SCALED)}
 
 
-def _yarn(values: Values, theta: float, *, truncate: bool) -> dict[str, Any]:
+def tempered_rope(values: Values, head_dim: int) -> dict[str, Any]:
+    """Rotary positions of Ministral 3, with the number by which queries of later positions grow.
+
+    Raises:
+        UnsupportedModelError: They are of another kind.
+    """
+    rope = rope_parameters(values, weighs=True)
+    if partial_rotary(values, head_dim) != 1 or rope["rope_type"] != "yarn":
+        raise values.refuse(f"{TEMPERATURE} and other rotary positions than those of YaRN")
+    return rope | {"llama_4_scaling_beta": values.number(TEMPERATURE)}
+
+
+def _yarn(values: Values, theta: float, *, truncate: bool, weighs: bool) -> dict[str, Any]:
+    log_multiplier = values.get(f"rope.scaling.{_LOG_MULTIPLIER}")
     for name, plain in _OF_YARN.items():
-        if values.get(f"rope.scaling.{name}") not in (None, plain):
+        if values.get(f"rope.scaling.{name}") not in (None, plain) and not (weighs and name == _LOG_MULTIPLIER):
             raise values.refuse(f"rope.scaling.{name}={values.get(f'rope.scaling.{name}')!r}")
     betas = {name: values.number(f"rope.scaling.yarn_{name}", usual) for name, usual in _BETAS.items()}
+    if log_multiplier:  # and the scale that it is compared with is 1, as llama.cpp takes it to be
+        betas |= {"mscale": 1.0, "mscale_all_dim": values.number(f"rope.scaling.{_LOG_MULTIPLIER}")}
     return betas | {
         "rope_type": "yarn",
         "rope_theta": theta,

@@ -42,11 +42,12 @@ _LLAMA_3 = Splitting(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}", whole_
 _QWEN_2 = Splitting(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}", composes=True)
 _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_OF_CAPITALS = (rf"{_BEFORE}{_UPPER}*{_LOWER}+", rf"{_BEFORE}{_UPPER}+{_LOWER}*")
+_LINES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT_4O = Splitting(
-    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    whole_pieces=True,
+    "|".join([*(f"{word}{_CONTRACTIONS}?" for word in _OF_CAPITALS), rf"\p{{N}}{{1,3}}|{_LINES}"]), whole_pieces=True
 )
+_TEKKEN = Splitting("|".join([*_OF_CAPITALS, rf"\p{{N}}|{_LINES}"]), whole_pieces=True)
 #: The pre-tokenizers of byte-level BPE by their names in files.
 SPLITTINGS = {
     "gpt-4o": _GPT_4O,
@@ -56,7 +57,10 @@ SPLITTINGS = {
     "llama-bpe": _LLAMA_3,
     "qwen2": _QWEN_2,
     "deepseek-r1-qwen": _QWEN_2,
+    "tekken": _TEKKEN,
 }
+#: Those with which texts begin with a token, where a file says nothing of it.
+_BEGIN = (_LLAMA_3, _TEKKEN)
 
 
 def read_gguf_tokenizer(file: GgufFile) -> Any | None:
@@ -85,7 +89,7 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
     backend.add_special_tokens(vocabulary.added(special=True))
     backend.add_tokens(vocabulary.added(special=False))
     named = {f"{name}_token": vocabulary.named(f"{key}_token_id") for name, key in _NAMED.items()}
-    begins = kind == "llama" or SPLITTINGS.get(vocabulary.get("pre")) is _LLAMA_3  # where the file says nothing
+    begins = kind == "llama" or SPLITTINGS.get(vocabulary.get("pre")) in _BEGIN  # where the file says nothing
     if vocabulary.flag("add_bos_token", default=begins and vocabulary.get("bos_token_id") is not None):
         _put_first(backend, vocabulary, "bos_token_id")
     template = file.metadata.get("tokenizer.chat_template")
