@@ -80,6 +80,17 @@ def test_states_after_hits_are_those_of_a_fresh_prefill(fresh: LLM) -> None:
     assert fresh.stats.finished.num_cached_tokens == sum(CACHED) + 20 + 24 + 20 + 16 + 20
 
 
+def test_texts_that_are_read_together_leave_states_of_their_own(fresh: LLM) -> None:
+    """Passes hold rows of several prompts, which go past the grid in other places of the pass than of their text."""
+    for cached in (0, 16 + 8 + 12):
+        audit, params = CacheAudit(fresh.engine), SamplingParams(temperature=0, max_tokens=3)
+        for prompt in (PROMPT[:19], [5, *PROMPT[:9]], [3, 1, *PROMPT[:11]]):
+            fresh.engine.add_request(tuple(prompt), params, fresh.resolve("none"))
+        audit.run()
+        assert audit.worst <= bound(fresh)
+        assert fresh.stats.finished.num_cached_tokens == cached
+
+
 @one_kind
 def test_preempted_texts_and_samples_go_on_from_kept_states(fresh: LLM) -> None:
     """Memory for two texts, five of them with samples and drafts."""

@@ -19,6 +19,7 @@ from outrider.model.pass_timer import PassTimer
 from outrider.model.running.convolution import Convolution
 from outrider.model.running.function import StateRows
 from outrider.model.running.recurrence import Recurrence
+from outrider.model.running.running_pass import RunningPass
 from outrider.propose.methods.draft_model import DraftModel
 from outrider.propose.methods.early_exit import EarlyExit
 from outrider.propose.methods.layer_skip import LayerSkip
@@ -120,8 +121,10 @@ def test_a_draft_model_with_a_state_rolls_back(llm: LLM) -> None:
     assert stats.num_accepted_tokens >= 3 * (stats.num_drafts - 1) > 9
 
 
-def _as_a_chain(rows: StateRows, row: int) -> int:
-    return row - 1
+def _siblings_in_a_row(patch: pytest.MonkeyPatch) -> None:
+    """Under transformers, and in the kernels."""
+    patch.setattr(StateRows, "parent", lambda _, row: row - 1)
+    patch.setattr(Segment, "row_parents", property(lambda segment: range(-1, segment.num_rows - 1)))
 
 
 def _unmoved(record: CellRecord, *_: Any) -> CellRecord:
@@ -148,7 +151,7 @@ def _written(real: Callable[..., Any]) -> Callable[..., Any]:
 
 #: What other engines have shipped, each as a change of one function.
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "siblings of a tree follow each other": lambda patch: patch.setattr(StateRows, "parent", _as_a_chain),
+    "siblings of a tree follow each other": _siblings_in_a_row,
     "rejected rows of a tree stay": lambda patch: patch.setattr(CellRecord, "lined_up", _unmoved),
     "rejected rows of a chain stay": lambda patch: patch.setattr(CellRecord, "state_at", _one_more(CellRecord.state_at)),
     "a pass writes what it reads": lambda patch: patch.setattr(Segment, "of", classmethod(_written(Segment.of))),
@@ -164,7 +167,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 _shared = RunningText()
 
 
-@pytest.mark.parametrize("llm", ["olmo_hybrid"], indirect=True)
+@pytest.mark.parametrize("llm", ["olmo_hybrid", "qwen3_next"], indirect=True)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(llm: LLM, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[bug](monkeypatch)
@@ -220,17 +223,49 @@ def test_the_probe_refuses_a_state_that_drafts_corrupt(bug: str, tmp_path: Path,
         load(path)
 
 
-def test_a_pass_that_fails_leaves_the_states_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = load(saved("olmo_hybrid", tmp_path)).engine.runner
+def _fails(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+#: A pass under transformers that fails on its way, and passes of the kernels that fail when all is computed.
+FAILURES: dict[str, tuple[Any, str]] = {
+    "olmo_hybrid": (Recurrence, "run"),
+    **dict.fromkeys(("qwen3_next", "lfm2"), (RunningPass, "keep")),
+}
+
+
+@pytest.mark.parametrize("family", FAILURES)
+def test_a_pass_that_fails_leaves_the_states_as_they_were(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(saved(family, tmp_path)).engine.runner
     state = runner.memory.room_for(23)
     runner.forward([Segment.of(state, PROMPT[:9], 0, certain=9)])
     state.commit(0, range(9))
     want = runner.forward([Segment.of(state, PROMPT[9:14], 9)]).logits
-    monkeypatch.setattr(Recurrence, "run", lambda *_: 1 / 0)
+    owner, name = FAILURES[family]
+    monkeypatch.setattr(owner, name, _fails)
     with pytest.raises(ZeroDivisionError):
         runner.forward([Segment.of(state, PROMPT[14:], 9, certain=18)])
     monkeypatch.undo()
     assert torch.equal(runner.forward([Segment.of(state, PROMPT[9:14], 9)]).logits, want)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid", "lfm2"])
+def test_states_do_not_depend_on_the_number_of_threads(family: str, tmp_path: Path) -> None:
+    """Rows of a text go to several threads, and each adds up inputs of rows that others have brought."""
+    runner, threads, found = load(saved(family, tmp_path)).engine.runner, torch.get_num_threads(), []
+    try:
+        for count in (1, 3, 4):
+            torch.set_num_threads(count)
+            state = runner.memory.room_for(60)
+            out = runner.forward([Segment.of(state, [*PROMPT, *PROMPT], 0)]).logits
+            states = [record.state_at(46) for _, record in sorted(state.running.records.items())]
+            found.append(torch.cat([out.flatten(), *(each.flatten() for each in states)]))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_passes_are_timed_at_any_place(tmp_path: Path) -> None:

@@ -132,6 +132,55 @@ LAYOUT_DIFFERS = Refusal(
     "every constant and every field is compared with what the package writes, before a kernel is called",
 )
 
+_FUSED_PASS, _MIXER_ROWS = "model/running/fused_pass.py", "kernels/mixers.py"
+#: What becomes of running states around a whole pass of the kernels.
+PASS_MUTANTS = tuple(
+    Mutant(name, 13, file, old, new, killer)
+    for name, file, old, new, killer in (
+        (
+            "the windows of a text are those of the first rows of the pass",
+            _FUSED_PASS,
+            "rows.keep_windows(window.state, first, window.wanted)",
+            "rows.keep_windows(window.state, 0, window.wanted)",
+            "kernels_running",
+        ),
+        (
+            "the matrices of a text are those of the first rows of the pass",
+            _FUSED_PASS,
+            "rows.keep_states(matrix.state, first, matrix.wanted)",
+            "rows.keep_states(matrix.state, 0, matrix.wanted)",
+            "kernels_running",
+        ),
+        (
+            "a tape holds the first rows of the pass",
+            _FUSED_PASS,
+            "each[first : first + part.segment.num_rows]",
+            "each[: part.segment.num_rows]",
+            "kernels_running",
+        ),
+        (
+            "a matrix is left out of what a pass leaves",
+            _FUSED_PASS,
+            "            if matrix is not None:\n",
+            "            if False:\n",
+            "kernels_running",
+        ),
+        (
+            "a kept state is that of the chunk's end",
+            "model/running/running_pass.py",
+            "states[position - start - 1]) for position in self._passed",
+            "states[self.wanted[-1]]) for position in self._passed",
+            "kernels_running",
+        ),
+        (
+            "the kernels write the states that they read",
+            _MIXER_ROWS,
+            "{row: torch.empty_like(like) for row in rows}",
+            "{row: like for row in rows}",
+            "kernels_running_failure",
+        ),
+    )
+)
 NATIVE_MUTANTS = (
     _mutant(
         "a row sees the rows after it",
@@ -575,4 +624,5 @@ NATIVE_MUTANTS = (
     ),
     *DESCRIPTION_MUTANTS,
     *EXPERT_MUTANTS,
+    *PASS_MUTANTS,
 )

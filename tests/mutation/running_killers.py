@@ -6,6 +6,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from outrider import LLM, SamplingParams
 from outrider.prove.cache_truth import CacheAudit
 from outrider.prove.engine_distribution import BOUND, EngineProof
@@ -39,6 +41,31 @@ def running_prefixes() -> None:
         assert request.error is None
     assert llm.stats.finished.num_cached_tokens == 3 * 8
     assert audit.worst <= 1e-9
+
+
+def kernels_running() -> None:
+    """Texts that are read together in passes of the kernels, drafts for them, and what they leave to others."""
+    from outrider.model import memory
+    from tests.model import test_kept_states, test_running_states
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "STATE_SPACING", 8)
+        path = test_running_states.saved("qwen3_next", Path(tempfile.mkdtemp()))
+        llm = test_running_states.load(path, draft_model=path, kv_cache_tokens=80, state_cache_mib=1)
+    test_kept_states.test_texts_that_are_read_together_leave_states_of_their_own(llm)
+    audit, errors = test_running_states.audited(llm, 3)
+    assert not errors
+    assert audit.worst == 0
+
+
+def kernels_running_failure() -> None:
+    """A pass of the kernels that fails when all is computed."""
+    from tests.model import test_running_states
+
+    with pytest.MonkeyPatch.context() as patch:
+        test_running_states.test_a_pass_that_fails_leaves_the_states_as_they_were(
+            "qwen3_next", Path(tempfile.mkdtemp()), patch
+        )
 
 
 def _proven(name: str) -> None:
