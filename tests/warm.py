@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -24,11 +25,12 @@ from typing import IO, Any
 ROOT = Path(__file__).parents[1]
 #: How the command imports what it needs, and no more of it.
 STARTUP = ROOT / "src" / "outrider" / "cli" / "startup.py"
-#: What a server imports before the package's own modules.
+#: What servers, commands and checks of mutants import before the package's own modules.
 _BELOW = (
     *("torch", "pydantic", "safetensors.torch", "tokenizers", "llguidance", "typer", "rich.console"),
     *("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"),
-    *("starlette.applications", "uvicorn", "prometheus_client"),
+    *("transformers.models.mistral.modeling_mistral", "transformers.integrations.sdpa_attention"),
+    *("starlette.applications", "uvicorn", "prometheus_client", "hypothesis", "pytest"),
 )
 
 
@@ -38,11 +40,15 @@ class Forked:
     Args:
         command: Its module and arguments.
         ends: Where its number comes, and how it has ended.
-        stderr: What it writes there, line by line.
+
+    Attributes:
+        stderr: What it writes there, line by line; None where that goes to a file.
     """
 
-    def __init__(self, command: Sequence[str], ends: IO[bytes], stderr: IO[str]) -> None:
-        self.args, self.stderr = list(command), stderr
+    stderr: IO[str] | None = None
+
+    def __init__(self, command: Sequence[str], ends: IO[bytes]) -> None:
+        self.args = list(command)
         self.returncode: int | None = None
         self._ends = ends
         self.pid = int(ends.readline())
@@ -85,6 +91,39 @@ class WarmPython:
 
     def start(self, module: str, *arguments: str, folder: Path = ROOT, **environment: str) -> Forked:
         """Run a module as `python -m` does, in a folder. What it writes to standard output is thrown away."""
+        read, written = os.pipe()
+        with open(os.devnull, "r+b") as nothing, os.fdopen(written, "wb") as errors:
+            found = self._order((module, *arguments), folder, environment, (nothing, nothing, errors))
+        found.stderr = os.fdopen(read, "r", 1, "utf-8")
+        return found
+
+    def run(
+        self,
+        module: str,
+        *arguments: str,
+        stdin: str = "",
+        folder: Path = ROOT,
+        timeout: float = 120,
+        **environment: str,
+    ) -> subprocess.CompletedProcess[str]:
+        """The same to its end, with what it writes. Raises TimeoutExpired, and then it no longer runs."""
+        with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
+            asked.write(stdin.encode())
+            asked.seek(0)
+            found = self._order((module, *arguments), folder, environment, (asked, said, errors))
+            try:
+                status = found.wait(timeout)
+            except subprocess.TimeoutExpired:
+                found.kill()
+                raise
+            texts = (os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode() for file in (said, errors))
+            return subprocess.CompletedProcess(found.args, status, *texts)
+
+    def _order(
+        self, command: Sequence[str], folder: Path, environment: Mapping[str, str], streams: Sequence[IO[bytes]]
+    ) -> Forked:
+        """Have a fork run a command, with its input, output and errors."""
+        module, *arguments = command
         order = {
             "module": module,
             "arguments": arguments,
@@ -92,13 +131,12 @@ class WarmPython:
             "environment": {**os.environ, **environment},
         }
         ended, ends = os.pipe()
-        read, written = os.pipe()
         content = json.dumps(order).encode()
-        socket.send_fds(self._socket, [len(content).to_bytes(8)], [ends, written])
+        files = [ends, *(stream.fileno() for stream in streams)]
+        socket.send_fds(self._socket, [len(content).to_bytes(8)], files)
         self._socket.sendall(content)
         os.close(ends)
-        os.close(written)
-        return Forked((module, *arguments), os.fdopen(ended, "rb", 0), os.fdopen(read, "r", 1, "utf-8"))
+        return Forked(command, os.fdopen(ended, "rb", 0))
 
     def close(self) -> None:
         """Processes that still run go on."""
@@ -118,33 +156,35 @@ def _orders(number: int) -> dict[str, Any] | None:
     """In a fork its order; None when there will be no more."""
     with socket.socket(fileno=number) as orders:
         while size := _received(orders):
-            length, (ends, errors) = size
+            length, (ends, *streams) = size
             content = b""
             while len(content) < length:
                 content += orders.recv(length - len(content))
             if not os.fork():
                 break
-            os.close(ends)
-            os.close(errors)
+            for file in (ends, *streams):
+                os.close(file)
             _reap()
         else:
             return None
     child = os.fork()
     if child:
         os.write(ends, b"%d\n" % child)
-        os.close(errors)
+        for file in streams:
+            os.close(file)
         os.write(ends, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         os._exit(0)
     os.close(ends)
-    os.dup2(errors, 2)
-    os.close(errors)
+    for place, file in enumerate(streams):  # these are farther than 2, where the process has its own streams
+        os.dup2(file, place)
+        os.close(file)
     order: dict[str, Any] = json.loads(content)
     return order
 
 
 def _received(orders: socket.socket) -> tuple[int, list[int]] | None:
-    """The length of the next order, and the ends of its two pipes."""
-    content, files, _, _ = socket.recv_fds(orders, 8, 2)
+    """The length of the next order, where its end is told, and its three streams."""
+    content, files, _, _ = socket.recv_fds(orders, 8, 4)
     return (int.from_bytes(content), files) if content else None
 
 
@@ -166,10 +206,6 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
     sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path += installed
     sys.argv = [module, *arguments]

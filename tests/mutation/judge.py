@@ -1,10 +1,18 @@
-"""Runs one check and says what stopped it."""
+"""Runs one check and says what stopped it: of this package, or of a copy with a bug in it.
+
+`python -m tests.mutation.judge CHECK` runs a check, and writes what stopped it as the last line of its errors.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
+from hypothesis import Phase, settings
 
 from tests.chance import begin_chance
 from tests.mutation import (
@@ -16,9 +24,12 @@ from tests.mutation import (
     running_killers,
     triton_killers,
 )
+from tests.warm import warm_python
 
 CLAIM = "the claim does not hold"
 TESTS = Path(__file__).resolve().parents[1]
+#: Seconds that a check may take.
+_LIMIT = 300
 
 #: By name.
 CHECKS: dict[str, Callable[[], None]] = {
@@ -52,3 +63,24 @@ def judge(check: Callable[[], None]) -> str | None:
             return CLAIM
         return " ".join(f"{type(error).__name__}: {error}".split())
     return None
+
+
+def judge_planted(check: str, source: Path, kernels: str) -> subprocess.CompletedProcess[str]:
+    """Run a check on the package below `source`, with stock operators or given kernels, in a process of its own."""
+    where = {"PYTHONPATH": str(source), "OUTRIDER_KERNELS": kernels}
+    return warm_python().run("tests.mutation.judge", check, timeout=_LIMIT, **where)
+
+
+def main(name: str) -> int:
+    """The exit status: 1 where something stopped the check."""
+    torch.set_num_threads(1)
+    settings.register_profile("found", phases=(Phase.explicit, Phase.generate))  # what shows a bug need not be small
+    settings.load_profile("found")
+    stopped = judge(CHECKS[name])
+    if stopped is not None:
+        sys.stderr.write(f"\n{stopped}\n")
+    return int(stopped is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -17,12 +17,11 @@ from tests.mutation.boundary_mutants import BOUNDARY_MUTANTS
 from tests.mutation.deep_mutants import DEEP_MUTANTS
 from tests.mutation.encoder_mutants import ENCODER_MUTANTS
 from tests.mutation.feature_mutants import FEATURE_MUTANTS
-from tests.mutation.judge import CHECKS, CLAIM, judge
+from tests.mutation.judge import CHECKS, CLAIM, judge, judge_planted
 from tests.mutation.mutants import MUTANTS, PROBE_DIFFERS, Mutant
 from tests.mutation.native_mutants import NATIVE_MUTANTS
 from tests.mutation.running_mutants import RUNNING_MUTANTS
 from tests.mutation.triton_mutants import TRITON_MUTANTS
-from tests.mutation.warm import WarmProcess
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "outrider"
@@ -99,8 +98,8 @@ def test_the_real_engine_passes(check: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("mutant", one_of_each_kind(KILLED))
-def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path, warm: WarmProcess) -> None:
-    assert_caught(mutant, warm.run(mutant.killer, plant(mutant, tmp_path), "off"))
+def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path) -> None:
+    assert_caught(mutant, judge_planted(mutant.killer, plant(mutant, tmp_path), "off"))
 
 
 @pytest.mark.parametrize("mutant", [*PLANTED, *NATIVE_MUTANTS, *TRITON_MUTANTS], ids=lambda m: m.name)
@@ -119,19 +118,19 @@ def test_every_bug_still_has_its_place(mutant: Mutant) -> None:
         pytest.param("return owed /", marks=pytest.mark.slow),
     ],
 )
-def test_a_crash_is_no_catch(crash: str, tmp_path: Path, warm: WarmProcess) -> None:
+def test_a_crash_is_no_catch(crash: str, tmp_path: Path) -> None:
     broken = Mutant("a patch that does not fit", 8, "verify/rules.py", _FALLBACK, crash, "empty_residual")
-    result = warm.run(broken.killer, plant(broken, tmp_path), "off")
+    result = judge_planted(broken.killer, plant(broken, tmp_path), "off")
     with pytest.raises(AssertionError, match="crashed on a patch that does not fit"):
         assert_caught(broken, result)
     with pytest.raises(AssertionError):
         assert_caught(replace(broken, refused=PROBE_DIFFERS), result)
 
 
-def test_a_bug_that_makes_no_difference_is_no_catch(tmp_path: Path, warm: WarmProcess) -> None:
+def test_a_bug_that_makes_no_difference_is_no_catch(tmp_path: Path) -> None:
     harmless = Mutant("nothing", 8, "verify/rules.py", _FALLBACK, f"{_FALLBACK}  # harmless", "empty_residual")
     with pytest.raises(AssertionError, match="nothing survives empty_residual"):
-        assert_caught(harmless, warm.run(harmless.killer, plant(harmless, tmp_path), "off"))
+        assert_caught(harmless, judge_planted(harmless.killer, plant(harmless, tmp_path), "off"))
 
 
 def test_the_page_lists_every_pitfall_and_says_why_some_are_not_planted() -> None:

@@ -11,11 +11,10 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from outrider.kernels.library import available_sets
-from tests.mutation.judge import CHECKS, judge
+from tests.mutation.judge import CHECKS, judge, judge_planted
 from tests.mutation.mutants import Mutant
 from tests.mutation.native_mutants import NATIVE_MUTANTS
 from tests.mutation.test_mutants import PACKAGE, assert_caught, one_of_each_kind, plant
-from tests.mutation.warm import WarmProcess
 
 NATIVE = "kernels/native/"
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
@@ -45,11 +44,11 @@ def test_the_real_kernels_pass(check: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("mutant", one_of_each_kind(NATIVE_MUTANTS))
-def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path, warm: WarmProcess) -> None:
+def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     source = plant(mutant, tmp_path)
     if mutant.path.startswith(NATIVE):  # the others have the library as it was built
         build_script().compile_kernels(source / "outrider" / NATIVE, ("generic",))
-    assert_caught(mutant, warm.run(mutant.killer, source, "generic"))
+    assert_caught(mutant, judge_planted(mutant.killer, source, "generic"))
 
 
 def test_a_source_that_does_not_compile_is_an_error(tmp_path: Path) -> None:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.judge import CHECKS, judge
+from tests.mutation.judge import CHECKS, judge, judge_planted
 from tests.mutation.mutants import Mutant
 from tests.mutation.test_mutants import assert_caught, one_of_each_kind, plant
 from tests.mutation.triton_mutants import TRITON_MUTANTS
-from tests.mutation.warm import WarmProcess
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -22,5 +21,5 @@ def test_the_real_kernels_pass(check: str) -> None:
 
 
 @pytest.mark.parametrize("mutant", one_of_each_kind(TRITON_MUTANTS))
-def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path, warm: WarmProcess) -> None:
-    assert_caught(mutant, warm.run(mutant.killer, plant(mutant, tmp_path), "off"))
+def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path) -> None:
+    assert_caught(mutant, judge_planted(mutant.killer, plant(mutant, tmp_path), "off"))
