@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from outrider.errors import UnsupportedModelError
 from outrider.model.loading.gguf.tokenizer import SPLITTINGS
 from tests.model import checkpoints
 from tests.model.test_gguf_tokenizers import CORPUS, SPECIAL, TEMPLATE, byte_level, metadata_only, read
+from tests.warm import warm_python
 
 pytest.importorskip("gguf")
 SPACE = "\u2581"
@@ -186,8 +186,7 @@ def test_the_command_writes_a_file_that_is_a_model(tmp_path: Path) -> None:
     out = str(tmp_path / "m.gguf")
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "outrider.cli.main", "convert", checkpoint, "--to", "gguf", "--out", out]
-        return subprocess.run([*command, *options], capture_output=True, text=True)
+        return warm_python().run("outrider.cli.main", "convert", checkpoint, "--to", "gguf", "--out", out, *options)
 
     written = run("--type", "f16")
     assert written.returncode == 0, written.stderr

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from outrider.cli.options import method_settings
 from outrider.errors import InvalidParameterError
 from outrider.measure.decoding_config import parse_ways
 from outrider.propose import registry
+from tests.warm import warm_python
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write_a_proposer.md"
 SOURCES = Path(__file__).parents[2] / "src"
@@ -30,9 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def outrider(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "outrider", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return warm_python().run("outrider", *arguments, folder=folder, timeout=300, PYTHONPATH=str(SOURCES))
 
 
 def test_it_is_proved_and_the_verdict_is_stated(folder: Path) -> None:

@@ -34,6 +34,7 @@ from outrider.propose.speculation import SpeculationConfig
 from outrider.prove.tiny import save_tiny_llama
 from outrider.stats import RequestStats
 from tests.model.vocabularies import save_random, sentencepiece_like
+from tests.warm import warm_python
 
 COLOURS = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
 
@@ -54,14 +55,14 @@ BAD_NESTINGS: list[tuple[dict[str, Any], str]] = [
 
 
 def outrider(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "outrider.cli.main", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "100", **environment},
-        timeout=120,
-    )
+    """The command in a process of its own, which has imported torch before."""
+    return warm_python().run("outrider.cli.main", *arguments, stdin=stdin, **{"COLUMNS": "100", **environment})
+
+
+def from_nothing(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same as a shell starts it."""
+    command = [sys.executable, "-m", "outrider.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def invoked(*arguments: str, stdin: str = "", **environment: str) -> Result:
@@ -223,7 +224,7 @@ def test_prompts_from_files_and_standard_input(tmp_path: Path) -> None:
 
 def test_text_goes_to_standard_output_without_colours() -> None:
     given = ("-p", "def f(", "--max-tokens", "8", "--seed", "1", "--method", "draft_model")
-    result = outrider("generate", *given)
+    result = from_nothing("generate", *given)
     assert result.returncode == 0
     answer = sample_json(*given)
     assert result.stdout == f"def f({answer['text']}\n"

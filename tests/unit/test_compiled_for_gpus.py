@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm import warm_python
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -17,9 +16,8 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 def compiled(capability: int, folder: Path, *names: str) -> list[dict[str, object]]:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
-    command = [sys.executable, "-m", "tests.unit.compiled_for_gpus", str(capability), *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    how = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    done = warm_python().run("tests.unit.compiled_for_gpus", str(capability), *names, timeout=600, **how)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
