@@ -19,8 +19,8 @@ BIN    := $(VENV)/bin
 LIGHT  := $(VENV)/.installed-light
 STAMP  := $(VENV)/.installed
 LINT   := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-# Two workers, a thread each: more would spin.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# A thread each: more would spin. Three workers keep two cores busy while one of them waits for a server or a browser.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Installs a package of Debian; fails elsewhere, and for others than root.
 APT := test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq && apt-get install -qq -y --no-install-recommends
