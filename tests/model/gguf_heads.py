@@ -1,4 +1,4 @@
-"""Heads of EAGLE-3 as GGUF files, written with the gguf package as llama.cpp's converter writes them."""
+"""Heads of EAGLE-3 and DFlash as GGUF files, written with the gguf package as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _LAYER = {
     "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }  # fmt: skip
+_BLOCK_LAYER = {**_LAYER, "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _MODEL = {"fc": "fc", "output_norm": "norm", "output": "lm_head", "token_embd": "embed_tokens"}
 
 
@@ -67,6 +68,53 @@ def write_head(
     if "d2t" in tensors:
         tokens = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
         writer.add_tensor("d2t", tokens.numpy(), raw_dtype=gguf.GGMLQuantizationType.I64)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+def write_block_head(folder: str, path: Path, *, stored: str = "F32", architecture: str = "dflash", **more: Any) -> str:
+    """Write a head of DFlash as a GGUF file; returns its path.
+
+    Args:
+        folder: Of the head, in a layout that names inputs of layers or outputs of them.
+        path: The file.
+        stored: The type of its matrices.
+        architecture: What it says that it is.
+        more: Other values of the architecture; None leaves one out.
+    """
+    mapping = json.loads((Path(folder) / "config.json").read_text())
+    nested, sizes = mapping.get("dflash_config", {}), mapping.get("transformer_layer_config", mapping)
+    outputs = nested.get("target_layer_ids")
+    values: dict[str, Any] = {
+        "context_length": 128, "embedding_length": sizes["hidden_size"], "block_count": sizes["num_hidden_layers"],
+        "feed_forward_length": sizes["intermediate_size"], "attention.head_count": sizes["num_attention_heads"],
+        "attention.head_count_kv": sizes["num_key_value_heads"], "attention.key_length": sizes["head_dim"],
+        "attention.value_length": sizes["head_dim"], "rope.freq_base": sizes["rope_theta"],
+        "attention.layer_norm_rms_epsilon": sizes["rms_norm_eps"], "vocab_size": sizes["vocab_size"],
+        "block_size": nested.get("block_size", mapping.get("block_size")),
+        "target_layers": mapping["aux_hidden_state_layer_ids"] if outputs is None else [i + 1 for i in outputs],
+        "mask_token_id": nested.get("mask_token_id", mapping.get("mask_token_id")), **more,
+    }  # fmt: skip
+    writer = gguf.GGUFWriter(path, architecture)
+    adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    for name, value in values.items():
+        if value is not None:
+            key = "tokenizer.ggml.mask_token_id" if name == "mask_token_id" else f"dflash.{name}"
+            adds[type(value)](key, value)
+    theirs = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm", "lm_head": "output"}
+    own = {name: place for place, name in _BLOCK_LAYER.items()}
+    for name, weight in load_file(Path(folder) / "model.safetensors").items():
+        place = name.removesuffix(".weight")
+        if name == "d2t":
+            tokens = (weight + torch.arange(len(weight))).numpy()
+            writer.add_tensor(name, tokens, raw_dtype=gguf.GGMLQuantizationType.I64)
+        elif name != "t2d":
+            _, number, part = [*place.split(".", 2), "", ""][:3]
+            new = theirs.get(place) or f"blk.{number}.{own[part]}"
+            _add(writer, f"{new}.weight", weight, stored if weight.dim() > 1 else "F32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, NemotronHConfig
 
 from outrider import LLM, Mtp, SpeculationConfig
 from outrider.errors import InvalidParameterError, ModelError, ModelLoadError, UnsupportedModelError
+from outrider.heads.formats.mtp import read_mtp_config
 from outrider.heads.mtp_head import MtpHead, MtpLayer
 from outrider.propose.methods.feature_drafts import FeatureHeadProposer
 from outrider.prove.cache_truth import CacheAudit
@@ -173,6 +174,17 @@ def test_a_checkpoint_without_such_layers_is_refused(llama: str, tmp_path: Path)
     module = AutoModelForCausalLM.from_pretrained(llama)
     with pytest.raises(UnsupportedModelError, match="not in a folder"):
         LLM(module, speculation="none").generate([1, 2], GREEDY, speculation=way())
+
+
+def test_layers_that_are_not_computed_are_refused_by_name(llama: str, tmp_path: Path) -> None:
+    file = tmp_path / "mtp-model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(UnsupportedModelError, match="not read from GGUF files") as caught:
+        load(llama).generate([1, 2], GREEDY, speculation=SpeculationConfig(method=Mtp(model=str(file))))
+    assert caught.value.model == str(file)
+    save_file({"mtp.layers.0.eh_proj.weight": torch.zeros(4, 8)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="is two layers in a nemotron_h"):
+        read_mtp_config(str(tmp_path), NemotronHConfig())
 
 
 def _before_the_final_norm(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Heads of EAGLE-3 as GGUF files, in the layout of llama.cpp; `heads/formats/gguf.py` reads it."""
+"""Heads of EAGLE-3 as GGUF files, in the layout of llama.cpp; `heads/formats/gguf_eagle3.py` reads it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.convert.gguf_vocabulary import WriteVocabulary, own_vocabulary
 from outrider.convert.published_names import published
 from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.heads.feature_config import FeatureHeadConfig, FeatureNorm
-from outrider.heads.formats.gguf import ARCHITECTURE, LAYERS, PREFIXES
+from outrider.heads.formats.gguf_eagle3 import ARCHITECTURE, LAYERS, PREFIXES
 from outrider.heads.formats.published import PublishedHead, read_head
 from outrider.model.loading.attempts import attempt
 

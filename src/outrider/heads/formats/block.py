@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.heads.block_config import BlockReach
-from outrider.heads.formats.layer import SLIDING, refused
-
-_FULL = "full_attention"
+from outrider.heads.formats.layer import FULL, SLIDING, refused
 
 
 def read_reaches(folder: str, layers: Any, *, causal: bool, causal_in_windows: bool) -> tuple[BlockReach, ...]:
@@ -24,7 +22,7 @@ def read_reaches(folder: str, layers: Any, *, causal: bool, causal_in_windows: b
     """
     found = []
     for kind in layers.layer_types:
-        if kind not in (_FULL, SLIDING):
+        if kind not in (FULL, SLIDING):
             raise refused(folder, "layer_types", layers.layer_types, f"{kind} is not computed", "Use another head.")
         window = layers.sliding_window if kind == SLIDING else None
         if kind == SLIDING and (type(window) is not int or window < 1):

@@ -11,8 +11,8 @@ from outrider.model.lone_layer import knows_activation, layer_config
 
 #: Kinds of layers that heads are published with, by transformers' name.
 KINDS = ("llama", "qwen3")
-#: transformers' name for a layer with a window.
-SLIDING = "sliding_attention"
+#: transformers' names for layers with a window and without one.
+SLIDING, FULL = "sliding_attention", "full_attention"
 #: Rotary factors that do not change with the length of a text.
 _ROTARY = ("default", "linear", "llama3", "yarn")
 _SIZES = (

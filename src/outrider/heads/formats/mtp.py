@@ -29,9 +29,12 @@ from torch import Tensor
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.heads.formats.folder import HeadTensor, list_tensors, read_tensors
+from outrider.model.loading.gguf.header import is_gguf
 from outrider.model.lone_decoder import lone_config
 
 _DOWNLOAD = "Download or save the checkpoint again."
+#: Types of models in whose checkpoints such a layer is two: attention, and behind it experts.
+_OF_TWO_LAYERS = ("nemotron_h",)
 
 
 class _Layout(NamedTuple):
@@ -149,9 +152,10 @@ def read_mtp_config(folder: str, config: Any) -> MtpConfig:
 
     Raises:
         InvalidParameterError: No such folder.
-        UnsupportedModelError: It has no such layers.
+        UnsupportedModelError: It has no such layers, or such that are not computed.
         ModelLoadError: They are not complete, or the files cannot be read.
     """
+    _check_kind(folder, config)
     layout, names = _found(folder, config, list_tensors(folder))
     layers = sorted({int(match[1]) for each in names if (match := layout.layer.fullmatch(each))})
     first = _first(layout, config)
@@ -216,6 +220,16 @@ def name_mtp(layers: Sequence[MtpTensors], config: Any, folder: str | None) -> d
         found |= {(layout.shared or start) + theirs[name]: weight for name, weight in beside.items()}
         found |= {start + renamed.get(name, name): weight for name, weight in decoder.items()}
     return found
+
+
+def _check_kind(folder: str, config: Any) -> None:
+    """Raise UnsupportedModelError for layers that are not computed."""
+    if is_gguf(folder):
+        problem = "layers that predict several tokens are not read from GGUF files, since no architecture with them is"
+        raise UnsupportedModelError(folder, problem, "Give the folder of the original checkpoint in safetensors.")
+    if config.model_type in _OF_TWO_LAYERS:
+        problem = f"a layer that predicts several tokens is two layers in a {config.model_type}, which is not computed"
+        raise UnsupportedModelError(folder, problem, "Use another method.")
 
 
 def _found(folder: str, config: Any, names: list[str]) -> tuple[_Layout, list[str]]:

@@ -9,18 +9,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.errors import ModelLoadError
+from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.heads.block_config import BlockHeadConfig
 from outrider.heads.block_network import BlockHeadNetwork
 from outrider.heads.feature_config import FeatureHeadConfig
 from outrider.heads.feature_networks import Eagle1Network, Eagle3Network
-from outrider.heads.formats import gguf, safeailab, safeailab1, speculators, speculators_dflash, zlab
+from outrider.heads.formats import (
+    gguf_dflash,
+    gguf_eagle3,
+    gguf_tensors,
+    safeailab,
+    safeailab1,
+    speculators,
+    speculators_dflash,
+    zlab,
+)
 from outrider.heads.formats.folder import CONFIG, HeadTensor, list_tensors, read_config, read_tensors
 from outrider.heads.formats.layer import refused
 from outrider.heads.published_network import PublishedNetwork
-from outrider.model.loading.gguf.header import is_gguf
+from outrider.model.loading.gguf.header import is_gguf, read_gguf
+from outrider.model.loading.gguf.values import Values
 
 _FORMATS: tuple[Any, ...] = (speculators_dflash, zlab, safeailab, speculators, safeailab1)
+#: Those in GGUF files, by the architecture that such a file names.
+_GGUF_FORMATS: dict[str, Any] = {each.ARCHITECTURE: each for each in (gguf_eagle3, gguf_dflash)}
 _EMBEDDING, _OUTPUT, _FUSION = "embed_tokens.weight", "lm_head.weight", "fc.weight"
 #: Copies of the target's own weights, which a target lends anyway.
 _COPIES = ("verifier_norm.", "verifier_lm_head.")
@@ -78,13 +90,15 @@ def read_head(folder: str) -> PublishedHead:
             missing, corrupt, pickled or of another shape.
     """
     config, form = _read_config(folder)
-    read = gguf.read_tensors(folder) if form is gguf else read_tensors(folder)
+    in_gguf = form in _GGUF_FORMATS.values()
+    read = form.read_tensors(folder) if in_gguf else read_tensors(folder)
+    names = form.prefixes(config) if in_gguf else form.PREFIXES
     found = {name: tensor for name, tensor in read.items() if not name.startswith(_COPIES)}
-    used = [start for start in form.PREFIXES if any(name.startswith(start) for name in found)]
-    tensors = {_renamed(name, form.PREFIXES): tensor for name, tensor in found.items()}
+    used = [start for start in names if any(name.startswith(start) for name in found)]
+    tensors = {_renamed(name, names): tensor for name, tensor in found.items()}
     if len(tensors) < len(found):
         raise ModelLoadError(folder, f"{' and '.join(used)} name one part of it twice", _OTHER)
-    prefixes = {start: form.PREFIXES[start] for start in sorted(form.PREFIXES, key=used.__contains__)}
+    prefixes = {start: names[start] for start in sorted(names, key=used.__contains__)}
     tokens = _tokens(folder, config, tensors.pop("d2t", None), tensors.pop("t2d", None))
     with torch.device("meta"):
         network = _network(config, tensors)
@@ -95,9 +109,9 @@ def read_head(folder: str) -> PublishedHead:
 
 def _read_config(folder: str) -> tuple[FeatureHeadConfig, Any]:
     """The head's own configuration, and its format."""
-    form: Any = gguf
     if is_gguf(folder):
-        config = gguf.read(folder)
+        form = _gguf_format_of(folder)
+        config = form.read(folder)
     else:
         mapping = read_config(folder)
         form = _format_of(folder, mapping)
@@ -119,6 +133,14 @@ def _format_of(folder: str, mapping: Mapping[str, Any]) -> Any:
         problem = f"{CONFIG} describes no head of a known format ({known})"
         raise ModelLoadError(folder, problem, "Use method='draft_model' for a draft model, and a head's own folder here.")
     return found
+
+
+def _gguf_format_of(path: str) -> Any:
+    architecture = Values(read_gguf(path)).architecture
+    if architecture not in _GGUF_FORMATS:
+        problem = f"its architecture is {architecture}, and heads in GGUF files are of {' or '.join(_GGUF_FORMATS)}"
+        raise UnsupportedModelError(path, problem, gguf_tensors.ORIGINAL)
+    return _GGUF_FORMATS[architecture]
 
 
 def _network(config: FeatureHeadConfig, tensors: dict[str, HeadTensor]) -> PublishedNetwork:

@@ -17,7 +17,8 @@ class DFlash(FeatureMethod):
     """A published DFlash head drafts a whole block of tokens in one pass, from what several of the target's layers left.
 
     Attributes:
-        model: Local folder of the head, as z-lab or the speculators package publish it. A draft is shorter than its block.
+        model: Local folder of the head, as z-lab or the speculators package publish it; or a GGUF file. A
+            draft is shorter than its block.
     """
 
     name: ClassVar[str] = "dflash"
