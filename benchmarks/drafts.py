@@ -30,7 +30,7 @@ from outrider.measure.decoding_config import DecodingConfig, parse_ways
 from outrider.measure.machine import describe
 from outrider.measure.run import EncodedTask, Run, write
 from outrider.measure.widen import wide_target
-from outrider.propose.methods.head_method import HeadMethod
+from outrider.propose.methods.head_method import FolderMethod
 from outrider.stats import RequestStats
 
 
@@ -60,7 +60,7 @@ def parse(text: str, *, wide: bool, replay: bool) -> tuple[str, DecodingConfig]:
     name, _, form = text.partition("=")
     way = parse_ways([form], default_model("draft"))[-1]
     method = way.config.method
-    if wide and isinstance(method, HeadMethod) and method.model is not None:
+    if wide and isinstance(method, FolderMethod) and method.model is not None:
         method = method.replace(model=wide_heads(method.model))
     if replay and method is not None:
         method = Blind(of=method)
@@ -78,17 +78,19 @@ def encoded(llm: LLM, lines: list[dict[str, str]], num_tokens: int, *, replay: b
     return found
 
 
-def measure(llm: LLM, ways: dict[str, DecodingConfig], tasks: list[EncodedTask], rounds: int) -> dict[str, Measured]:
+def measure(
+    llm: LLM, ways: dict[str, DecodingConfig], tasks: list[EncodedTask], rounds: int, temperature: float
+) -> dict[str, Measured]:
     """Every way on every prompt in every round."""
     found = {name: Measured() for name in ways}
     for way in ways.values():
-        write(llm, [tasks[0]], way, 1.0)  # warms up, and does not count
+        write(llm, [tasks[0]], way, temperature)  # warms up, and does not count
     names = list(ways)
     for turn in range(rounds):
         for place, task in enumerate(tasks):
             shift = (turn + place) % len(names)
             for name in names[shift:] + names[:shift]:
-                found[name].runs.append(write(llm, [task], ways[name], 1.0))
+                found[name].runs.append(write(llm, [task], ways[name], temperature))
     for name, way in ways.items():
         found[name].drafting_seconds = drafting(llm, way, tasks[0]) if way.config.enabled else 0.0
     return found
@@ -141,6 +143,7 @@ def main() -> None:
     parser.add_argument("--wide", action="store_true", help="the wide copy of the embedded target")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
     parser.add_argument("--limit", type=int, default=32, help="prompts")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--replay", action="store_true")
@@ -159,8 +162,9 @@ def main() -> None:
         "replay": asked.replay,
         "prompts": len(tasks),
         "tokens": asked.tokens,
+        "temperature": asked.temperature,
         "rounds": asked.rounds,
-        "ways": summary(measure(llm, ways, tasks, asked.rounds), len(tasks)),
+        "ways": summary(measure(llm, ways, tasks, asked.rounds, asked.temperature), len(tasks)),
     }
     text = json.dumps(found, indent=1)
     print(text)

@@ -10,15 +10,21 @@ import torch
 
 from outrider import LLM, SamplingParams
 from outrider.bench import widen_heads as module
-from outrider.bench.widen_heads import wide_heads, widen_heads
+from outrider.bench.widen_heads import wide_heads, widen_heads, widen_published
 from outrider.embedded import default_model
 from outrider.engine import engine
+from outrider.errors import UnsupportedModelError
 from outrider.heads.checkpoint import load_heads, save_heads
+from outrider.heads.formats.published import read_head
 from outrider.measure.widen import widen
+from outrider.prove.published_blocks import save_random_dflash
+from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.tiny_heads import save_random_heads
 
 PROMPTS = ["def main(", "The little dog"]
 FACTOR = 2
+#: Tokens that a head drafts: some of each kind.
+DRAFTED = tuple(range(0, 4096, 3))
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {}),
     "medusa, reduced": ("medusa", {"width": 100, "blocks": 2}),
@@ -56,6 +62,35 @@ def drafts(llm: LLM, method: str, folder: str, patch: pytest.MonkeyPatch) -> lis
     return [*found, *(output.token_ids for output in outputs)]
 
 
+PUBLISHED: dict[str, tuple[str, Any]] = {
+    "eagle3": ("eagle3", lambda folder, target: save_random_eagle(folder, target, "speculators", draft_tokens=DRAFTED)),
+    "eagle3, target's output": (
+        "eagle3",
+        lambda folder, target: save_random_eagle(folder, target, "speculators", own_output=False, fc_norm=True),
+    ),
+    "dflash": ("dflash", save_random_dflash),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_heads_draft_alike(
+    pair: tuple[LLM, LLM], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, save = PUBLISHED[name]
+    source = default_model("target")
+    narrow = save(tmp_path / "narrow", source)
+    widen_published(source, narrow, str(tmp_path / "wide"), FACTOR)
+    want = drafts(pair[0], method, narrow, monkeypatch)
+    assert len({draft for draft in want if draft}) > 5, "otherwise the comparison would say nothing"
+    assert drafts(pair[1], method, str(tmp_path / "wide"), monkeypatch) == want
+
+
+def test_a_first_eagle_is_not_carried_over(tmp_path: Path) -> None:
+    head = save_random_eagle(tmp_path / "head", default_model("target"), "safeailab1")
+    with pytest.raises(UnsupportedModelError, match="heads of eagle1 continue the final states"):
+        wide_heads(head)
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_both_draft_alike(pair: tuple[LLM, LLM], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     method, changes = HEADS[name]
@@ -87,5 +122,9 @@ def test_they_are_carried_over_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = wide_heads(narrow)
     config = load_heads(folder).config
     assert config.target.hidden_size == 4 * load_heads(narrow).config.target.hidden_size
-    monkeypatch.setattr(module, "widen_heads", None)
-    assert wide_heads(narrow) == folder
+    head = save_random_eagle(tmp_path / "head", default_model("target"), "speculators", draft_tokens=DRAFTED)
+    wide = wide_heads(head)
+    assert read_head(wide).config.target_hidden_size == 4 * read_head(head).config.target_hidden_size
+    for name in ("widen_heads", "widen_published"):
+        monkeypatch.setattr(module, name, None)
+    assert (wide_heads(narrow), wide_heads(head)) == (folder, wide)

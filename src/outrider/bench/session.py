@@ -37,7 +37,7 @@ from outrider.measure.widen import cache_folder, stretched, wide_target
 from outrider.model.loading.configuration import read_context
 from outrider.model.loading.devices import usable_device
 from outrider.model.loading.sources import check_sources
-from outrider.propose.methods.head_method import HeadMethod
+from outrider.propose.methods.head_method import FolderMethod
 
 _WARM_UP_TOKENS = 4
 #: KV memory, in tokens, for the draft behind a text.
@@ -220,7 +220,7 @@ class Session:
     def _carried(self, way: DecodingConfig) -> DecodingConfig:
         """The way on the target at hand: heads of the embedded target are carried over to its wide copy."""
         method = way.config.method
-        if not self._settings.wide or not isinstance(method, HeadMethod) or method.model is None:
+        if not self._settings.wide or not isinstance(method, FolderMethod) or method.model is None:
             return way
         return replace(way, config=way.config.replace(method=method.replace(model=wide_heads(method.model))))
 

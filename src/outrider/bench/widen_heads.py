@@ -2,24 +2,35 @@
 
 The hidden state of the wide copy is that of its source, repeated. Medusa's heads and heads to exit with get a projection
 that takes the mean of the copies, and keep everything behind it; where they use the target's output layer, they take along
-that of the source. The hidden layer of blockwise heads reads the copies in the same way, and what it adds is repeated.
+that of the source. The hidden layer of blockwise heads reads the copies in the same way, and what it adds is repeated. The
+projection of heads of EAGLE-3 and DFlash takes the mean of the copies; they take along the embeddings and the output layer
+of the source, and keep their layers.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from outrider.convert.head_files import write_head
 from outrider.embedded import default_model
+from outrider.errors import UnsupportedModelError
+from outrider.heads.block_network import BlockHeadNetwork
 from outrider.heads.checkpoint import FILE, Witness, load_heads, save_heads
 from outrider.heads.config import BlockwiseConfig, ExitConfig, HeadsConfig, MedusaConfig
+from outrider.heads.feature_networks import Eagle3Network
+from outrider.heads.formats.folder import CONFIG
+from outrider.heads.formats.published import PublishedHead, is_head, read_head
 from outrider.heads.networks import build_network
 from outrider.measure.widen import HIDDEN, cache_folder
 from outrider.model.loading.exclusive import exclusive_transformers
+from outrider.model.loading.files import WHOLE
 
 
 def wide_heads(heads: str) -> str:
@@ -31,12 +42,40 @@ def wide_heads(heads: str) -> str:
     Raises:
         InvalidParameterError: No such folder.
         ModelLoadError: It holds no heads that can be read.
+        UnsupportedModelError: Such heads are not carried over.
     """
-    load_heads(heads)
-    folder = cache_folder() / f"heads-{hashlib.sha256((Path(heads) / FILE).read_bytes()).hexdigest()[:8]}-{HIDDEN}"
-    if not (folder / FILE).exists():
-        widen_heads(default_model("target"), heads, str(folder), HIDDEN)
+    published = is_head(heads)
+    weights, last, widened = (WHOLE, CONFIG, widen_published) if published else (FILE, FILE, widen_heads)
+    if not published:
+        load_heads(heads)
+    folder = cache_folder() / f"heads-{hashlib.sha256((Path(heads) / weights).read_bytes()).hexdigest()[:8]}-{HIDDEN}"
+    if not (folder / last).exists():
+        widened(default_model("target"), heads, str(folder), HIDDEN)
     return str(folder)
+
+
+def widen_published(source: str, heads: str, folder: str, hidden: int) -> None:
+    """Write a head of EAGLE-3 or DFlash; the arguments are those of `widen_heads`.
+
+    Raises:
+        UnsupportedModelError: It is another head, or computes what the format of speculators cannot say.
+    """
+    narrow = read_head(heads)
+    if not isinstance(narrow.network, Eagle3Network | BlockHeadNetwork):
+        problem = f"heads of {narrow.config.method} continue the final states, and are not carried over to a wide copy"
+        raise UnsupportedModelError(heads, problem, "Measure it on the target that it was made for.")
+    count, size = narrow.config.num_features, narrow.config.target_hidden_size
+    config = replace(narrow.config, target_hidden_size=hidden * size, verifier=f"{source}, {hidden} times as wide")
+    table, output = _embeddings(source), _output_layer(source)
+    weights = {"embed_tokens.weight": table, "lm_head.weight": output} | dict(narrow.network.state_dict())
+    weights["fc.weight"] = weights["fc.weight"].unflatten(1, (count, -1)).repeat(1, 1, hidden).flatten(1) / hidden
+    for name in weights:
+        if name.startswith(("fc_norm.", "input_norm.")):  # the mean square of the copies is that of one
+            weights[name] = weights[name].unflatten(0, (-1, size)).repeat(1, hidden).flatten()
+    build: Any = type(narrow.network)
+    network = build(config, own_embedding=True, own_output=True)
+    network.load_state_dict(weights)
+    write_head(Path(folder), PublishedHead(folder, config, network, narrow.tokens), "speculators")
 
 
 def widen_heads(source: str, heads: str, folder: str, hidden: int) -> None:
@@ -94,9 +133,18 @@ def _averaged(
 
 def _output_layer(source: str) -> Tensor:
     """The weight [vocab_size, hidden_size] of a checkpoint's output layer."""
+    weight: Tensor = _stock(source).get_output_embeddings().weight.detach()
+    return weight
+
+
+def _embeddings(source: str) -> Tensor:
+    """The embeddings [vocab_size, hidden_size] of a checkpoint."""
+    weight: Tensor = _stock(source).get_input_embeddings().weight.detach()
+    return weight
+
+
+def _stock(source: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     with exclusive_transformers():
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    weight: Tensor = model.get_output_embeddings().weight.detach()
-    return weight
+        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
