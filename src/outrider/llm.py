@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from os import PathLike
@@ -225,7 +226,7 @@ class LLM:
     @property
     def identity(self) -> Identity:
         """What a profile of this LLM holds for: its model, its weights' type and its machine."""
-        return Identity.of(self.engine.runner, self._plan.model.rounding)
+        return self.between_steps(lambda engine: Identity.of(engine.runner, self._plan.model.rounding))
 
     @property
     def proposers(self) -> ProposerSet:
@@ -490,3 +491,22 @@ class LLM:
         """
         config = self.resolve(speculation)
         self.between_steps(lambda engine: engine.load_method(config))
+
+    def change_speculation(self, speculation: Speculation) -> None:
+        """Draft otherwise from now on, in calls that bring no settings. Texts under way finish with what drafts for them
+        now, which is let go when the last of them has ended.
+
+        Args:
+            speculation: As `LLM` takes it. What it drafts with is loaded beside what drafts now, while texts wait.
+
+        Raises:
+            InputError, ModelError, ProposerError: It cannot be had, and nothing has changed.
+        """
+        defaults = replace(self._defaults, config=self.resolve(speculation))
+
+        def change(engine: Engine) -> None:
+            engine.load_method(defaults.config)
+            engine.proposers.change(defaults.config, defaults.kept)
+
+        self.between_steps(change)
+        self._defaults = defaults

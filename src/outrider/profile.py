@@ -20,6 +20,7 @@ from outrider.model.loading.sources import check_sources
 from outrider.model.processor import processor_name
 from outrider.model.runner import ModelRunner
 from outrider.propose.compositions import parts_of
+from outrider.propose.methods.draft_model import DraftModel
 from outrider.propose.speculation import SpeculationConfig
 
 #: The form of profiles that this version writes and reads.
@@ -132,7 +133,8 @@ def read_profile(path: str | PathLike[str]) -> tuple[Profile, SpeculationConfig]
         config = SpeculationConfig.of(profile.speculation)
         for each in config.candidates:
             for part in parts_of(each):
-                check_sources(model=getattr(part.method, "model", None))
+                if isinstance(part.method, DraftModel):
+                    check_sources(model=part.method.model)
     except InputError as error:
         made = f"Outrider {profile.outrider} made it"
         raise InvalidParameterError("profile", name, f"its settings cannot be used ({error}); {made}", _AGAIN) from error

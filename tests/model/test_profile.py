@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from outrider import LLM, SpeculationConfig
+from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.cli.app import app
 from outrider.cli.options import load
-from outrider.errors import ContradictionError, InvalidParameterError, ProfileMismatchError
+from outrider.errors import ContradictionError, InputError, InvalidParameterError, ProfileMismatchError
 from outrider.profile import FORMAT, Profile, read_profile
 from outrider.propose.auto import Auto
 from outrider.propose.methods.draft_model import DraftModel
@@ -51,6 +51,30 @@ def test_its_settings_are_used(pair: tuple[str, str], made: dict[str, Any], tmp_
         assert llm.speculation.num_draft_tokens == 3
         llm.generate([0, 1, 0])
         assert llm.stats.finished.num_drafts > 0
+
+
+def test_other_settings_draft_later_texts_and_what_drafted_before_is_let_go(pair: tuple[str, str], tmp_path: Path) -> None:
+    def settings(folder: str, length: int) -> dict[str, Any]:
+        return {"method": "draft_model", "model": folder, "num_draft_tokens": length}
+
+    other = save_tiny_llama(tmp_path / "other", 3, speaks=True)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, seed=3)
+    with LLM(pair[0], dtype="float64", speculation=settings(pair[1], 3)) as llm:
+        plain = llm.generate([0, 1, 0], params, speculation="none")[0].token_ids
+        stream = llm.stream([0, 1, 0], params)
+        pieces = [next(stream)]
+        llm.change_speculation(settings(other, 2))
+        assert [(found.method.model, found.num_users) for found in llm.proposers._alive] == [(pair[1], 1), (other, 0)]
+        pieces += stream
+        output = pieces[-1].output
+        assert output is not None
+        assert len(output.stats.drafted_per_position) == 3
+        assert output.token_ids == plain
+        assert llm.between_steps(lambda engine: [found.method.model for found in engine.proposers._alive]) == [other]
+        for wrong in (settings(str(tmp_path / "nowhere"), 1), {"method": "medusa"}):
+            with pytest.raises(InputError):
+                llm.change_speculation(wrong)
+        assert len(llm.generate([0, 1, 0], params)[0].stats.drafted_per_position) == 2
 
 
 def test_plain_decoding_can_be_recommended(pair: tuple[str, str], made: dict[str, Any], tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 SIGUSR1 lets the next verification raise, in the middle of a step. SIGUSR2 does the same and loses a block from the books,
 so that the engine must begin anew. With OUTRIDER_HANGS in the environment the verification hangs for ever instead. With
 OUTRIDER_PLANTED a defect is there from the beginning. If it is "a tenant's requests take long to prepare", those of the
-tenant `flood` take until SIGHUP comes.
+tenant `flood` take until SIGUSR1 comes.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def plant_defect(name: str) -> None:
         DraftModelProposer.finish = lambda self, sequence: None  # type: ignore[method-assign]
     elif name == "a tenant's requests take long to prepare":
         make, over = JobMaker.make, threading.Event()
-        signal.signal(signal.SIGHUP, lambda number, frame: over.set())
+        signal.signal(signal.SIGUSR1, lambda number, frame: over.set())
 
         def wait(maker: JobMaker, asked: CommonRequest, namespace: str | None) -> Job:
             if namespace == "flood":

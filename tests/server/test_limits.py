@@ -238,7 +238,7 @@ def test_a_flood_in_preparing_does_not_starve_another_tenant() -> None:
                 found = await client.post(f"{server.url}{path}", json=asked, headers=quiet)
                 assert found.status_code == 200, found.text
             assert not any(task.done() for task in tasks), "none of the flood is prepared yet"
-            server.process.send_signal(signal.SIGHUP)
+            server.process.send_signal(signal.SIGUSR1)
             return [(await task).status_code for task in tasks]
 
     keys = {"OUTRIDER_API_KEYS": "flood:first,quiet:second", "OUTRIDER_PLANTED": "a tenant's requests take long to prepare"}

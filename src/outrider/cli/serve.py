@@ -188,7 +188,7 @@ def serve(
     from outrider.server.run import serve as run
 
     log("loading", {"model": limits.model_name, "from": model or "the embedded pair"})
-    run(make(records=records, **loading), place, drain_seconds=drain_seconds, **tls)
+    run(make(records=records, **loading), place, drain_seconds=drain_seconds, profile=profile, **tls)
 
 
 def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, RecordFolder | None, socket]:

@@ -64,6 +64,8 @@ class ServerMetrics:
         self._requests = self._counter("outrider:http_requests", "Requests by `path` and `status`.", "path", "status")
         text = "Requests that brought an API key, by `tenant` and `status`, 429 among them."
         self._tenant_requests = self._counter("outrider:tenant_requests", text, "tenant", "status")
+        text = "How often SIGHUP had the profile read again, by `outcome`: used or refused."
+        self._profiles = self._counter("outrider:profile_reads", text, "outcome")
         text = "Texts that were kept as records, by `tenant`."
         self._recorded = self._counter("outrider:recorded_texts", text, "tenant")
         text = "Texts that could not be kept as records, as on a full disk, by `tenant`."
@@ -86,6 +88,10 @@ class ServerMetrics:
         self._prompt_tokens.labels(self._model).inc(num_prompt_tokens)
         for output in outputs:
             self._ended.labels(self._model, output.finish_reason).inc()
+
+    def read_profile(self, outcome: str) -> None:
+        """The profile was read again."""
+        self._profiles.labels(self._model, outcome).inc()
 
     def recorded(self, tenant: str, num_texts: int) -> None:
         """Texts were kept."""

@@ -23,6 +23,7 @@ from outrider.server.app import make_app
 from outrider.server.deadlines import PARTING_SECONDS
 from outrider.server.logs import log
 from outrider.server.protocol import Protocol
+from outrider.server.renewal import Renewal
 from outrider.server.service import Service
 
 #: How long the engine may take to end its step and to free its memory, once everybody was told that the server ends.
@@ -77,8 +78,10 @@ def check_tls(certificate: Path | None, key: Path | None) -> None:
             raise InvalidParameterError("ssl_certfile", str(certificate), problem, remedy) from None
 
 
-def serve(service: Service, place: socket.socket, *, drain_seconds: int, **tls: Any) -> None:
+def serve(service: Service, place: socket.socket, *, drain_seconds: int, profile: Path | None = None, **tls: Any) -> None:
     """Serve until SIGTERM or Ctrl-C, then refuse what is new and let those who are being served finish.
+
+    SIGHUP has the profile read again; see `Renewal`.
 
     Where the engine hangs in a step, the process ends with exit code 1 some 25 seconds after the time to finish.
 
@@ -86,6 +89,7 @@ def serve(service: Service, place: socket.socket, *, drain_seconds: int, **tls: 
         service: What to serve.
         place: Where.
         drain_seconds: How long requests may take to finish at the end; then they are ended with an error.
+        profile: Who drafts, as `outrider tune` says; None where the command says it.
         tls: Options of uvicorn that begin with ssl_.
     """
     config = uvicorn.Config(
@@ -99,7 +103,7 @@ def serve(service: Service, place: socket.socket, *, drain_seconds: int, **tls: 
         **tls,
     )
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends itself what it was sent once it has ended
-    server = _Server(config, service, drain_seconds)
+    server = _Server(config, service, drain_seconds, Renewal(service, profile))
     try:
         server.run(sockets=[place])
     finally:
@@ -113,17 +117,20 @@ class _Server(uvicorn.Server):
         config: Of uvicorn.
         service: What it serves.
         drain_seconds: How long requests may take to finish.
+        renewal: What SIGHUP asks for.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: int) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: int, renewal: Renewal) -> None:
         super().__init__(config)
-        self._service, self._drain_seconds = service, drain_seconds
+        self._service, self._drain_seconds, self._renewal = service, drain_seconds, renewal
+        self._renewing: set[asyncio.Task[None]] = set()
         self._end: float | None = None
         self._has_cut_off = self._hangs = False
         self._last_resort: Timer | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._renew)
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
             scheme = "https" if self.config.is_ssl else "http"
@@ -143,6 +150,11 @@ class _Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             parting.cancel()
+
+    def _renew(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._renewal.run())
+        self._renewing.add(task)  # the loop itself holds no task
+        task.add_done_callback(self._renewing.discard)
 
     def has_ended(self) -> None:
         """Nothing hangs any more."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.hosting.thread import Health
 from outrider.errors import InvalidParameterError
 from outrider.params import RequestOutput
+from outrider.propose.speculation import SpeculationConfig
 from outrider.server.api.allowed import AllowedMethods
 from outrider.server.api.conversation import blamed_tool, forces_calls
 from outrider.server.api.jobs import Job, JobMaker
@@ -166,6 +167,17 @@ class Service:
             return await self.engine.prepared(tenant, partial(self.jobs.make, asked, tenant))
         except Exception as error:
             raise api_error(error, field_names(asked)) from error
+
+    def draft_with(self, asked: SpeculationConfig) -> None:
+        """Let these settings draft for later requests that do not say; those that are prepared already keep theirs.
+
+        Raises:
+            InputError, ModelError, ProposerError: They cannot be used, and nothing has changed.
+        """
+        llm = self.engine.llm
+        allowed = self.allowed.with_usual(llm.resolve(asked))
+        llm.change_speculation(allowed.usual)
+        self.allowed, self.jobs = allowed, replace(self.jobs, allowed=allowed)
 
     async def write(self, job: Job) -> list[RequestOutput]:
         """All texts of a job, together. Whoever cancels this ends them."""

@@ -10,7 +10,7 @@ from outrider.engine.proposing.breaker import ProposerBreaker
 from outrider.errors import InputError, ModelError
 from outrider.model.target import Target
 from outrider.propose.base import Proposer
-from outrider.propose.compositions import named, placed_parts_of
+from outrider.propose.compositions import named, parts_of, placed_parts_of
 from outrider.propose.method import LoadRunner, Method, ProposerContext, same_method
 from outrider.propose.speculation import SpeculationConfig
 from outrider.propose.trees.tree import TreeBuilder
@@ -21,13 +21,15 @@ MAX_IDLE = 4
 
 @dataclass
 class _Alive:
-    """A proposer, how many sequences use it, and what the trees of its drafts have learnt, by shape."""
+    """A proposer, how many sequences use it, what the trees of its drafts have learnt, by shape, and whether it goes when
+    nobody uses it any more."""
 
     method: Method
     proposer: Proposer
     breaker: ProposerBreaker
     num_users: int = 0
     trees: dict[str, TreeBuilder] = field(default_factory=dict)
+    leaves: bool = False
 
 
 class ProposerSet:
@@ -75,6 +77,19 @@ class ProposerSet:
                     raise
                 raise named(place, error) from None
         return found
+
+    def change(self, config: SpeculationConfig, kept: Method | None) -> None:
+        """Other settings are the usual ones from now on: proposers of others go as soon as no sequence uses them.
+
+        Args:
+            config: The settings, whose proposers are alive.
+            kept: The method of these whose proposer is never let go.
+        """
+        self._kept = kept
+        stay = [part.method for each in config.candidates for part in parts_of(each)]
+        for found in self._alive:
+            found.leaves = not any(same_method(found.method, method) for method in stay)
+        self._let_go(self._alive)
 
     def acquire(self, method: Method) -> Proposer:
         """The same, in use until `release`."""
@@ -148,6 +163,7 @@ class ProposerSet:
         for place, found in enumerate(self._alive):
             if same_method(found.method, method):
                 self._alive.append(self._alive.pop(place))
+                found.leaves = False
                 return found
         breaker = next((breaker for known, breaker in self._off if same_method(known, method)), ProposerBreaker())
         built = _Alive(method, self._context.build(method), breaker)
@@ -157,5 +173,7 @@ class ProposerSet:
 
     def _let_go(self, candidates: list[_Alive]) -> None:
         idle = [found for found in candidates if not found.num_users and not same_method(found.method, self._kept)]
-        for found in idle[: max(0, len(idle) - MAX_IDLE)]:
+        staying = [found for found in idle if not found.leaves]
+        over = staying[: max(0, len(staying) - MAX_IDLE)]
+        for found in [*over, *(found for found in idle if found.leaves)]:
             self._alive.remove(found)

@@ -33,7 +33,7 @@ class AllowedMethods:
     """
 
     def __init__(self, usual: SpeculationConfig, others: Sequence[SpeculationConfig] = ()) -> None:
-        self.usual = usual
+        self.usual, self._others = usual, tuple(others)
         self._by_name = {config.name: config for config in (usual,) if config.enabled}
         for config in others:
             if config.name in self._by_name:
@@ -44,6 +44,10 @@ class AllowedMethods:
             for member in usual.candidates:
                 self._by_name.setdefault(member.name, member)
         self._by_name.setdefault(Prediction.name, SpeculationConfig(method=Prediction()))
+
+    def with_usual(self, usual: SpeculationConfig) -> AllowedMethods:
+        """The same with other settings for requests that do not say. Raises ContradictionError as above."""
+        return AllowedMethods(usual, self._others)
 
     @property
     def names(self) -> tuple[str, ...]:
