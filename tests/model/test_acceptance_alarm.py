@@ -67,3 +67,4 @@ def test_a_head_that_reads_another_layer_is_told_of_in_the_log(
     told = [record.getMessage() for record in caplog.records if "near nothing" in record.getMessage()]
     assert len(told) == (layer != LAYER)
     assert all("method eagle3: at " in text and "layers or norms are probably read wrongly" in text for text in told)
+    assert all("it has no witness of the target's hidden states" in text for text in told)

@@ -119,6 +119,7 @@ def test_layers_of_a_checkpoint_that_know_nothing_are_wrong(tmp_path: Path) -> N
     said = topics(method)["acceptance"]
     assert (code, method["name"], said["level"]) == (1, "mtp", "wrong")
     assert "Layers or norms are probably read wrongly" in said["remedy"]
+    assert "has no witness of the target's hidden states" in said["remedy"]
 
 
 def test_a_draft_model_that_is_no_checkpoint_is_a_finding(tmp_path: Path) -> None:

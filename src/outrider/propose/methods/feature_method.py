@@ -21,7 +21,8 @@ class FeatureMethod(FolderMethod):
     """A published head drafts from the target's features."""
 
     if_nothing_stands: ClassVar[str] = (
-        "layers or norms are probably read wrongly, or the head was trained for another model (outrider doctor says more)"
+        "layers or norms are probably read wrongly, or the head was trained for another model; it has no witness of the "
+        "target's hidden states, so that shapes, names and embeddings alone were compared (outrider doctor says more)"
     )
 
     def added_token_bytes(self, target: LoadedModel) -> int:
