@@ -1,6 +1,6 @@
 """Heads that read the target's features: what a level of a draft costs, and what they take from reading prompts.
 
-    python -m benchmarks.heads      about 3 minutes on two cores
+    python -m benchmarks.heads      about 5 minutes on two cores
     python -m benchmarks.heads --layers 2 --tokens 200 --rounds 1 --hidden 256      a small trial
 
 Targets and heads are random, in bfloat16: Llama layers, and heads of EAGLE-3 and DFlash with layers of the same shape. What
@@ -12,6 +12,9 @@ everything takes turns:
   `level` is the whole block.
 - draft over pass: a draft of five tokens over a plain pass of the target, by the target's depth. A deeper target pays for a
   draft more easily.
+- deepened: a target to which layers were added that change nothing, so that its texts and the head's guesses stay the same.
+  Its head is computed, and not trained: a draft of one token says what two steps of the target hold likeliest. The figures
+  are how many tokens a pass yields, and the time of a plain token over that of one with the head, by depth.
 - prompts: the time of a prompt without a head over that with one, for new prompts and for those whose first half is known.
 """
 
@@ -42,16 +45,18 @@ _SHORT, _LONG = 1, 9
 _USUAL = 5
 _VOCAB_SIZE, _DRAFTED = 32_000, 8_000
 _CONTEXT = 64
+#: Of a deepened target. It is no more than the hidden size, so that a head of one matrix can know all that follows.
+_DEEPENED_VOCAB_SIZE = 256
 _METHODS = {"eagle3": Eagle3, "dflash": DFlash}
 
 
-def save_target(folder: Path, layers: int, hidden: int) -> str:
+def save_target(folder: Path, layers: int, hidden: int, vocab_size: int = _VOCAB_SIZE) -> str:
     """A random Llama; returns its folder."""
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=_VOCAB_SIZE, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        vocab_size=vocab_size, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=hidden // 64, num_key_value_heads=hidden // 128, head_dim=64, max_position_embeddings=8192,
         bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype="bfloat16",
     )  # fmt: skip
@@ -61,12 +66,17 @@ def save_target(folder: Path, layers: int, hidden: int) -> str:
     return str(folder)
 
 
-def save_heads(folder: Path, target: str, layers: int, hidden: int) -> dict[str, str]:
-    """A head of each method, by its name."""
-    shape = {
+def _head_shape(hidden: int) -> dict[str, int]:
+    """The sizes of a head's layers, which are those of the target's."""
+    return {
         "intermediate_size": 3 * hidden, "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128,
         "head_dim": 64,
     }  # fmt: skip
+
+
+def save_heads(folder: Path, target: str, layers: int, hidden: int) -> dict[str, str]:
+    """A head of each method, by its name."""
+    shape = _head_shape(hidden)
     drafted, read = tuple(range(0, _VOCAB_SIZE, _VOCAB_SIZE // _DRAFTED)), [0, layers // 2, layers - 1]
     small: dict[str, Any] = {"scale": 0.02, "sizes": shape, "draft_tokens": drafted}
     named = {"eagle_aux_hidden_state_layer_ids": sorted(set(read))}
@@ -173,9 +183,9 @@ def prompts(llm: LLM, heads: dict[str, str], length: int, rounds: int) -> dict[s
     }
 
 
-def _text(length: int, number: int) -> list[int]:
+def _text(length: int, number: int, vocab_size: int = _VOCAB_SIZE) -> list[int]:
     """Tokens of a text that begins as no other one."""
-    return [(7919 * place + 104_729 * number) % _VOCAB_SIZE for place in range(length)]
+    return [(7919 * place + 104_729 * number) % vocab_size for place in range(length)]
 
 
 def _way(method: str, folder: str, length: int) -> SpeculationConfig:
@@ -192,6 +202,62 @@ def measure(layers: int, hidden: int, tokens: int, rounds: int, *, with_prompts:
             if with_prompts:
                 found["prompts"] = prompts(llm, heads, tokens, rounds)
             return found
+
+
+def save_deepened(folder: Path, layers: int, hidden: int) -> tuple[str, str]:
+    """A target whose layers change nothing, and a head that knows what comes two tokens later; returns both."""
+    from safetensors.torch import load_file, save_file
+
+    target = Path(save_target(folder / "target", layers, hidden, _DEEPENED_VOCAB_SIZE))
+    tensors = load_file(target / "model.safetensors")
+    for name, weight in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    torch.manual_seed(1)  # so that all depths have the same texts
+    tensors["lm_head.weight"] = (torch.randn(_DEEPENED_VOCAB_SIZE, hidden) * 8 / hidden**0.5).to(torch.bfloat16)
+    tensors["model.embed_tokens.weight"] = torch.randn(_DEEPENED_VOCAB_SIZE, hidden).to(torch.bfloat16)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    rows = tensors["model.embed_tokens.weight"].double()
+    normed = rows * (rows.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+    probs = (normed @ tensors["lm_head.weight"].double().T).softmax(-1)
+    shape = _head_shape(hidden)
+    head = save_random_eagle(
+        folder / "head", str(target), "speculators", sizes=shape, eagle_aux_hidden_state_layer_ids=[1], scale=0.0
+    )
+    weights = load_file(Path(head) / "model.safetensors")
+    weights["fc.weight"] = torch.eye(hidden)
+    weights["lm_head.weight"] = (torch.linalg.pinv(normed) @ (probs @ probs).clamp_min(1e-9).log()).T.float().contiguous()
+    weights |= {name: torch.ones_like(weight) for name, weight in weights.items() if "norm" in name}
+    save_file(weights, Path(head) / "model.safetensors")
+    return str(target), head
+
+
+def deepened(layers: int, hidden: int, rounds: int) -> dict[str, float]:
+    """Tokens that a pass yields with the head, and the time of a plain token over that of one with it."""
+    params = SamplingParams(temperature=0, max_tokens=64)
+    with tempfile.TemporaryDirectory() as place:
+        target, head = save_deepened(Path(place), layers, hidden)
+        with LLM(target, dtype="bfloat16", speculation="none", kv_cache_tokens=1024, max_num_seqs=2) as llm:
+            passes: list[float] = []
+            gains: list[float] = []
+            for turn in range(rounds + 1):
+                prompt, seconds = _text(_CONTEXT, turn, _DEEPENED_VOCAB_SIZE), []
+                for way in ("none", _way("eagle3", head, 1)):
+                    began = perf_counter()
+                    (output,) = llm.generate(prompt, params, speculation=way)
+                    seconds.append((perf_counter() - began) / len(output.token_ids))
+                if turn:  # the first round warms up
+                    passes.append(len(output.token_ids) / output.stats.num_target_passes)
+                    gains.append(seconds[0] / seconds[1])
+            return {"tokens_per_pass": median(passes), "gain": median(gains)}
+
+
+def shown_by_depth(found: dict[int, dict[str, float]]) -> Table:
+    """The figures of a deepened target as a table of Markdown."""
+    table = Table("layers, which change nothing", "tokens a pass", "plain time over that with eagle3", box=MARKDOWN)
+    for layers, entry in found.items():
+        table.add_row(str(layers), f"{entry['tokens_per_pass']:.2f}", f"{entry['gain']:.2f}")
+    return table
 
 
 def shown(found: dict[int, dict[str, Any]]) -> Table:
@@ -226,9 +292,11 @@ def main() -> None:
         middle = layers == sorted(arguments.layers)[len(arguments.layers) // 2]
         found[layers] = measure(layers, arguments.hidden, arguments.tokens, arguments.rounds, with_prompts=middle)
         Console(width=140).print(shown({layers: found[layers]}))
+    by_depth = {layers: deepened(layers, arguments.hidden, arguments.rounds) for layers in arguments.layers}
+    Console(width=140).print(shown_by_depth(by_depth))
     if arguments.out is not None:
         facts = {"environment": describe(torch.device("cpu")), "rounds": arguments.rounds}
-        arguments.out.write_text(json.dumps({**facts, "targets": found}, indent=1) + "\n", "utf-8")
+        arguments.out.write_text(json.dumps({**facts, "targets": found, "deepened": by_depth}, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

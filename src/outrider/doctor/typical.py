@@ -48,8 +48,8 @@ _CHECK_HEADS = (
 )
 _CHECK_FEATURES = (
     "Layers or norms are probably read wrongly. Check in the head's config.json which layers it was trained with, whether "
-    "they count from 0, which flags of norms its training set, and whether it was trained for this very target: such a head "
-    "has no witness of the target's hidden states, so that shapes, names and embeddings alone were compared."
+    "they count from 0, which flags of norms its training set, and whether it was trained for this very target. Such a "
+    "head has no witness of the target's hidden states, so that shapes, names and embeddings alone were compared."
 )
 _CHECK_MODEL = (
     "Check that the draft model writes sensible text by itself (outrider generate DRAFT), that it was trained on the same "
