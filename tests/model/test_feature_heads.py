@@ -13,7 +13,8 @@ from outrider import LLM, Eagle1, Eagle3, Ngram, SamplingParams, SpeculationConf
 from outrider.engine.scheduling.scheduler import as_requested
 from outrider.params import RequestOutput
 from outrider.propose.methods import feature_drafts
-from outrider.propose.methods.feature_drafts import FeatureHeadProposer
+from outrider.propose.methods.feature_drafts import FeatureHeadProposer, LayerHeadProposer
+from outrider.propose.methods.fused_drafts import FusedHeadProposer
 from outrider.prove.cache_truth import CacheAudit
 from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.tiny import raise_engine_norms
@@ -29,6 +30,7 @@ LAYERS = 7  # as many as a head with implicit layers needs
 #: Of the largest logit, in float32 over ten levels.
 BOUND = 1e-5
 
+UNKNOWN = "an activation that the kernels do not know"
 HEADS: dict[str, dict[str, Any]] = {
     "safeailab": {"layout": "safeailab", "draft_tokens": (1, 2, 3, 5, 7, 9, 11, 20, 30, 31)},
     "safeailab, own embedding": {"layout": "safeailab", "own_embedding": True, "sizes": {"rope_theta": 500.0}},
@@ -52,6 +54,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "nvidia, without an output layer": {
         "layout": "nvidia", "own_output": False, "eagle_config": {"eagle_aux_hidden_state_layer_ids": []},
     },
+    UNKNOWN: {"layout": "safeailab", "sizes": {"hidden_act": "mish"}},
     "specforge": {"layout": "safeailab", "fc_norm": True, "norm_output": True, "architectures": ["LlamaForCausalLMEagle3"]},
 }  # fmt: skip
 
@@ -89,7 +92,7 @@ def load(made: Made, backend: str = "auto", **how: Any) -> LLM:
     return llm
 
 
-def proposer_of(llm: LLM, config: SpeculationConfig) -> FeatureHeadProposer:
+def proposer_of(llm: LLM, config: SpeculationConfig) -> FeatureHeadProposer[Any]:
     found = llm.engine.proposers.get(config.method)
     assert isinstance(found, FeatureHeadProposer)
     return found
@@ -158,7 +161,7 @@ def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 #: Every layout in float32, whose bound is for it, and one in float64.
-LAYOUTS = [*((name, "float32") for name in HEADS), ("safeailab", "float64")]
+LAYOUTS = [*((name, "float32") for name in HEADS if name != UNKNOWN), ("safeailab", "float64")]
 
 
 @pytest.mark.parametrize(("name", "dtype"), LAYOUTS)
@@ -255,16 +258,39 @@ def _slot_zero_is_seen(stock: Callable[..., Any]) -> Callable[..., Any]:
     return begin
 
 
+def _slot_zero_is_seen_by_kernels(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def begin(self: Any, request: Any) -> Any:
+        self._head.kernel._layers[0].unseen = 0
+        return stock(self, request)
+
+    return begin
+
+
+def test_our_kernels_compute_a_head_where_they_compute_the_target(made: Made) -> None:
+    for backend, name, kind in (
+        ("fused", "safeailab", FusedHeadProposer),
+        ("paged", "safeailab", LayerHeadProposer),
+        ("fused", UNKNOWN, LayerHeadProposer),
+    ):
+        llm, way = load(made, backend, dtype="bfloat16"), made.way(name)
+        assert faults(llm.generate(PROMPTS, GREEDY, speculation=way)) == 0
+        assert type(proposer_of(llm, way)) is kind
+
+
 @pytest.mark.parametrize(
-    ("name", "plant"),
-    [("_features_before", _a_row_off), ("_begin", _slot_zero_is_seen)],
-    ids=["a row off", "slot 0 is seen"],
+    ("proposer", "name", "plant", "backend"),
+    [
+        (FeatureHeadProposer, "_features_before", _a_row_off, "fused"),
+        (FusedHeadProposer, "_begin", _slot_zero_is_seen_by_kernels, "fused"),
+        (LayerHeadProposer, "_begin", _slot_zero_is_seen, "paged"),
+    ],
+    ids=["a row off", "slot 0 is seen, fused", "slot 0 is seen"],
 )
 def test_control_a_head_that_reads_something_else_is_seen(
-    made: Made, name: str, plant: Any, monkeypatch: pytest.MonkeyPatch
+    made: Made, proposer: Any, name: str, plant: Any, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FeatureHeadProposer, name, plant(getattr(FeatureHeadProposer, name)))
+    monkeypatch.setattr(proposer, name, plant(getattr(proposer, name)))
     watch = Watch(made.reference("safeailab"), monkeypatch)
-    outputs = load(made).generate(PROMPTS, GREEDY, speculation=made.way("safeailab"))
+    outputs = load(made, backend).generate(PROMPTS, GREEDY, speculation=made.way("safeailab"))
     assert faults(outputs) == 0
     assert watch.worst > 100 * BOUND

@@ -20,17 +20,19 @@ _NVIDIA = "nvidia"
 
 
 def features_make_the_drafts() -> None:
-    """Every row of every draft, in chains and trees, of several samples and behind a prefix, is what the reference says."""
+    """Every row of every draft, in chains and trees, of several samples and behind a prefix, is what the reference says: by
+    the head's own modules, and by our kernels."""
     params = SamplingParams(temperature=0, max_tokens=12)
-    for name in _NAMES:
-        for shape in ({}, {"tree": (3, 2)}):
-            _compared(name, shape, [params, params.replace(n=2), params])
-    _compared(_NVIDIA, {}, [params])
+    for backend in ("paged", "fused"):
+        for name in _NAMES:
+            for shape in ({}, {"tree": (3, 2)}):
+                _compared(name, shape, [params, params.replace(n=2), params], backend)
+        _compared(_NVIDIA, {}, [params], backend)
 
 
 def features_of_samples() -> None:
     """Samples part inside a block, and go on with the feature that their prompt ends with."""
-    _compared("safeailab", {}, [SamplingParams(temperature=0, max_tokens=6, n=3)])
+    _compared("safeailab", {}, [SamplingParams(temperature=0, max_tokens=6, n=3)], "fused")
 
 
 def mtp_makes_the_drafts() -> None:
@@ -81,16 +83,16 @@ def _made() -> test_feature_heads.Made:
 
 
 @cache
-def _llm() -> LLM:
-    return test_feature_heads.load(_made())
+def _llm(backend: str) -> LLM:
+    return test_feature_heads.load(_made(), backend)
 
 
-def _compared(name: str, shape: dict[str, Any], params: list[SamplingParams]) -> None:
+def _compared(name: str, shape: dict[str, Any], params: list[SamplingParams], backend: str) -> None:
     made = _made()
     with pytest.MonkeyPatch.context() as patch:
         watch = test_feature_heads.Watch(made.reference(name), patch)
         prompts = test_feature_heads.PROMPTS[: len(params)]
-        outputs = _llm().generate(prompts, params, speculation=made.way(name, **shape))
+        outputs = _llm(backend).generate(prompts, params, speculation=made.way(name, **shape))
     assert test_feature_heads.faults(outputs) == 0
     assert watch.num_rows > 5
     assert watch.worst <= test_feature_heads.BOUND

@@ -27,6 +27,8 @@ class AddedShape:
         head_dim: Width of a head's keys, and of its values where nothing else is said.
         feature_size: Width of what is kept beside each full block, for whoever goes on behind it; 0 for nothing.
         value_dim: Width of a head's values; None for that of its keys.
+        draft_blocks: Whether there are blocks for rows of drafts, too, behind those of the texts and as many. They count as
+            nothing, since memory is taken as it is used and few drafts grow at a time.
     """
 
     num_layers: int
@@ -34,6 +36,7 @@ class AddedShape:
     head_dim: int
     feature_size: int = 0
     value_dim: int | None = None
+    draft_blocks: bool = False
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -70,6 +73,11 @@ class AddedLayers:
         device: Where it lies.
         recompute: How it can be computed anew.
         aux_layers: The hidden states that `recompute` reads.
+
+    Attributes:
+        block_size: Tokens a block.
+        memory: Keys and values [num_slots, num_heads, dim] of each layer.
+        draft_blocks: Blocks behind those of the texts, for rows of drafts while these grow.
     """
 
     def __init__(
@@ -87,11 +95,11 @@ class AddedLayers:
         self.shape = shape
         self.recompute = recompute
         self.aux_layers = tuple(aux_layers)
-        self._block_size = block_size
-        self._pool = KVPool(num_blocks * block_size)
+        self.block_size = block_size
+        self.draft_blocks = range(num_blocks, 2 * num_blocks if shape.draft_blocks else num_blocks)
+        self._pool = KVPool((num_blocks + len(self.draft_blocks)) * block_size)
         keys, values = (torch.empty(0, shape.num_heads, dim, dtype=dtype, device=device) for dim in shape.widths)
-        for layer in range(shape.num_layers):
-            self._pool.memory(layer, keys, values)
+        self.memory = [self._pool.memory(layer, keys, values) for layer in range(shape.num_layers)]
         self._features = torch.empty(num_blocks, shape.feature_size, dtype=dtype, device=device)
 
     def num_filled(self, kv: KVView) -> int:
@@ -117,12 +125,30 @@ class AddedLayers:
             wanted = (len(keys), self.shape.num_heads, dim)
             if tuple(rows.shape) != wanted:
                 raise InvalidParameterError(name, list(rows.shape), "rows of another shape", f"Use {list(wanted)}.")
-        first, end = kv.writable
-        if not first <= start <= start + len(keys) <= end:
-            problem = f"{len(keys)} rows there are outside the slots from {first} to {end} that may be written now"
-            raise ContradictionError("start", start, problem, "Write the rows of the last pass, and those of a draft.")
-        slots = torch.tensor(kv.slots(start, start + len(keys)), dtype=torch.long, device=keys.device)
+        slots = torch.tensor(self.writable_slots(kv, start, len(keys)), dtype=torch.long, device=keys.device)
         self._pool.write(layer, keys, values, slots)
+
+    def writable_slots(self, kv: KVView, start: int, count: int) -> list[int]:
+        """Where so many rows of a text lie from position `start` on, for whoever writes them there.
+
+        Raises:
+            ContradictionError: The rows lie further back than the last pass, or behind the blocks of the text.
+        """
+        first, end = kv.writable
+        if not first <= start <= start + count <= end:
+            problem = f"{count} rows there are outside the slots from {first} to {end} that may be written now"
+            raise ContradictionError("start", start, problem, "Write the rows of the last pass, and those of a draft.")
+        return kv.slots(start, start + count)
+
+    def begin_block(self, block: int, kv: KVView, stop: int) -> None:
+        """Begin a block of a draft with the rows of a text that share its last block before `stop`."""
+        count, size = stop % self.block_size, self.block_size
+        if not count:
+            return
+        source, target = kv.block_table[stop // size] * size, block * size
+        for pair in self.memory:
+            for store in pair:
+                store[target : target + count] = store[source : source + count]
 
     def read(self, kv: KVView, layer: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys [stop, num_heads, head_dim] and values [stop, num_heads, value_dim] of the first slots of a text.
@@ -152,22 +178,22 @@ class AddedLayers:
         if not filled <= stop <= kv.end:
             problem = f"{filled} tokens were held, and the target has computed {kv.end}"
             raise ContradictionError("stop", stop, problem, f"Use {filled} to {kv.end}.")
-        ends = range((filled // self._block_size + 1) * self._block_size, stop + 1, self._block_size)
+        ends = range((filled // self.block_size + 1) * self.block_size, stop + 1, self.block_size)
         if self.shape.feature_size and ends:
             count = 0 if features is None else len(features)
             if features is None or count < stop - filled or features.shape[1] != self.shape.feature_size:
                 remedy = f"Give [{stop - filled}, {self.shape.feature_size}] at least."
                 raise ContradictionError("features", count, "the features of new tokens are missing", remedy)
-            blocks = [kv.block_table[end // self._block_size - 1] for end in ends]
+            blocks = [kv.block_table[end // self.block_size - 1] for end in ends]
             self._features[blocks] = features[[end - stop - 1 for end in ends]].to(self._features)
         kv.fill(self.number, stop)
 
     def feature_of_last(self, kv: KVView) -> Tensor | None:
         """The feature [feature_size] of the last token that the layers hold, where a block ends with it; None elsewhere."""
         filled = self.num_filled(kv)
-        if not self.shape.feature_size or not filled or filled % self._block_size:
+        if not self.shape.feature_size or not filled or filled % self.block_size:
             return None
-        return self._features[kv.block_table[filled // self._block_size - 1]].clone()
+        return self._features[kv.block_table[filled // self.block_size - 1]].clone()
 
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy slots onto others in every layer; the memory calls this whenever it does so."""

@@ -110,7 +110,7 @@ class BlockHead:
             block = slice(i * size, (i + 1) * size)
             keys, values = (torch.cat([old.to(new.dtype), new[block]]) for old, new in zip(context, own, strict=True))
             seen.append(SeenRows(block, keys, values, _mask(reach, position, queries[block])))
-        return layer.leave(rows, attend_alone(queries, seen, Scores(queries.shape[-1] ** -0.5)))
+        return layer.leave(rows, attend_alone(queries, seen, Scores(layer.self_attn.scaling)))
 
 
 def _mask(reach: BlockReach, position: int, rows: Tensor) -> Tensor | None:

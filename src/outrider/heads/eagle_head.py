@@ -54,7 +54,7 @@ class EagleHead(FeatureHead):
         attention = self._network.layer.self_attn
         queries = attention.queries(read.rows, tables)
         seen = look(*attention.keys_and_values(read.rows, tables))
-        found = attend_alone(queries, seen, Scores(queries.shape[-1] ** -0.5))
+        found = attend_alone(queries, seen, Scores(attention.scaling))
         return self._network.layer.leave(read.residual, found)
 
     @torch.inference_mode()

@@ -109,8 +109,7 @@ class FeatureHead(ABC):
         features = [self.fuse(hidden)]
         for layer in range(self.num_layers):
             first = before[:, layer * self.width : (layer + 1) * self.width]
-            own = torch.split(features[-1], [len(text) for text in texts])
-            read = torch.cat([part for i, rows in enumerate(own) for part in (first[i : i + 1], rows[:-1])])
+            read = features_before(first, features[-1], [len(text) for text in texts])
             if layer == self.num_layers - 1:
                 keep(layer, *self.keys_and_values(layer, tokens, read, places))
                 break
@@ -152,3 +151,15 @@ class FeatureHead(ABC):
     def _embed(self, token_ids: Sequence[int]) -> Tensor:
         """The target's embeddings."""
         return self._target.embed(token_ids).to(self.dtype)
+
+
+def features_before(first: Tensor, features: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The features [n, width] of the tokens before those of texts.
+
+    Args:
+        first: [num_texts, width] of the token before each text.
+        features: [n, width] of the tokens.
+        lengths: Of the texts.
+    """
+    own = torch.split(features, list(lengths))
+    return torch.cat([part for i, rows in enumerate(own) for part in (first[i : i + 1], rows[:-1])])

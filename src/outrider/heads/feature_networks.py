@@ -154,7 +154,7 @@ class HeadAttention(nn.Module):
         heads, kv_heads = layer.num_attention_heads, layer.num_key_value_heads
         dim, out_bias = layer.head_dim, layer.attention_bias
         bias = getattr(layer, "qkv_bias", out_bias)
-        self.head_dim = dim
+        self.head_dim, self.scaling = dim, dim**-0.5
         self.q_proj = nn.Linear(width, heads * dim, bias=bias)
         self.k_proj = nn.Linear(width, kv_heads * dim, bias=bias)
         self.v_proj = nn.Linear(width, kv_heads * dim, bias=bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ class PlacedNetwork(Generic[NetworkT]):
         config: Its shape.
         network: Its layers; taken over.
         target: The target.
+        pack: Lets our kernels compute what they can of the network, and says in which dtype rows are given.
 
     Attributes:
         network: Its layers.
@@ -37,13 +38,20 @@ class PlacedNetwork(Generic[NetworkT]):
         HeadMismatchError: It was made for another target.
     """
 
-    def __init__(self, folder: str, config: FeatureHeadConfig, network: NetworkT, target: Target) -> None:
+    def __init__(
+        self,
+        folder: str,
+        config: FeatureHeadConfig,
+        network: NetworkT,
+        target: Target,
+        pack: Callable[[NetworkT, Target], torch.dtype] = use_kernels,
+    ) -> None:
         self.aux_layers = paired_layers(folder, config, target)
         check_embedding(folder, config, network.embed_tokens, target)
         check_output(folder, config, network.lm_head, target)
         self._target = target
         self.network: NetworkT = network.to(target.device, target.dtype)
-        self.dtype = use_kernels(self.network, target)
+        self.dtype = pack(self.network, target)
         self._rotary = RotaryFactors(config.layer, target.device)
 
     def fuse(self, hidden: Mapping[int, Tensor]) -> Tensor:

@@ -11,7 +11,8 @@ is computed in.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -109,6 +110,9 @@ class DecoderLayer:
         softcap: A score s of attention becomes softcap * tanh(s / softcap). 0 leaves scores as they are.
         residual_scale: The factor of what attention and the feed-forward add to the hidden state.
         window, chunk: How far rows look back. 0 means that they see everything.
+        unseen: How many tokens at the beginning of a text no later row sees.
+        beside_norm: The norm of what attention reads before the hidden state, where passes bring such rows, or None.
+        normed_residual: Whether attention then adds to what `attention_norm` leaves, and not to what that reads.
         mixer: What the layer has instead of attention where it keeps a running state, or None.
         gated_heads: Whether what heads attend to is multiplied by the sigmoids of gates.
         beside_gate: [hidden_size] what a feed-forward beside experts is scaled by: the sigmoid of the product with a row.
@@ -135,6 +139,9 @@ class DecoderLayer:
     window: int
     chunk: int
     sinks: Tensor | None = None
+    unseen: int = 0
+    beside_norm: Norm | None = None
+    normed_residual: bool = False
     mixer: Mixer | None = None
     gated_heads: bool = False
     beside_gate: Tensor | None = None
@@ -170,6 +177,11 @@ class PassRows:
         block_size: The number of tokens in a block.
         parents: [num_rows], the row before each one, counted within its sequence, -1 for the text before the pass. Layers
             with a running state read them, and without such layers there may be none.
+        known: [num_segments + 1], how many rows of trees earlier passes have computed before each segment's. They lie in
+            the slots before its own rows, `start` is where its tree begins, and the tree's matrix holds them, too. Empty
+            where there are none.
+        tree_positions: The positions of all rows, in each segment those of the known rows first. Empty where there are
+            none.
     """
 
     tokens: list[int]
@@ -185,6 +197,8 @@ class PassRows:
     ancestry: np.ndarray
     block_size: int
     parents: Sequence[int] = ()
+    known: Sequence[int] = ()
+    tree_positions: Sequence[int] = ()
 
 
 class DecoderKernel:
@@ -198,7 +212,7 @@ class DecoderKernel:
             weights).
         positions: [num_positions, hidden_size] learned embeddings of positions, or None.
         final_norm: The norm behind the last layer, or None.
-        head: The weights from the hidden state to the logits.
+        head: The weights from the hidden state to the logits; None for layers without logits of their own.
         kv_dtype: The dtype of the KV memory.
     """
 
@@ -210,14 +224,15 @@ class DecoderKernel:
         embedding: Tensor | PackedWeights | None,
         positions: Tensor | None,
         final_norm: Norm | None,
-        head: PackedWeights,
+        head: PackedWeights | None,
         kv_dtype: torch.dtype,
     ) -> None:
         self._library = library
-        self.real = head.real
+        self.real = layers[0].qkv.real
         self.shape, self.head = shape, head
         self._packed, self._embedding = list(layers), embedding
         self._mixers: list[MixerWeights] = []
+        self._memory: list[tuple[Tensor, Tensor] | None] = [None] * len(layers)
         self._vectors: list[Tensor] = []  # the structures point into these tensors too, so they must stay alive
         table = embedding if isinstance(embedding, Tensor) else None
         packed = head if embedding is None else embedding
@@ -244,7 +259,7 @@ class DecoderKernel:
             embedding=None if table is None else table.data_ptr(),
             packed_embedding=ctypes.addressof(packed.struct) if isinstance(packed, PackedWeights) else None,
             position_table=self._vector(positions),
-            head=head.struct,
+            head=LinearStruct() if head is None else head.struct,
             final_norm=self._norm(final_norm),
         )
         readable = (
@@ -256,9 +271,14 @@ class DecoderKernel:
         self._scratch_size = library.function("scratch_size", self.real, _I64)
 
     @property
+    def kernels(self) -> str:
+        """The instruction set for which its weights are packed."""
+        return self._packed[0].qkv.kernels
+
+    @property
     def nbytes(self) -> int:
         """The bytes of weights that a pass of one row reads."""
-        return self.head.nbytes + sum(layer.nbytes for layer in self._packed)
+        return sum(each.nbytes for each in (self.head, *self._packed) if each is not None)
 
     def use_rotary(self, tables: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
         """Take rotary tables.
@@ -284,9 +304,20 @@ class DecoderKernel:
 
     def use_memory(self, pools: Sequence[tuple[Tensor, Tensor] | None]) -> None:
         """Use the keys and values [num_slots, num_kv_heads, head_dim] of every layer that attends as KV memory."""
+        self._memory = list(pools)
         for layer, pool in zip(self._layers, pools, strict=True):
             if pool is not None:
                 layer.keys, layer.values = (each.data_ptr() for each in pool)
+
+    @contextmanager
+    def other_memory(self, pools: Sequence[tuple[Tensor, Tensor] | None]) -> Iterator[None]:
+        """Use another KV memory for a while."""
+        before = self._memory
+        self.use_memory(pools)
+        try:
+            yield
+        finally:
+            self.use_memory(before)
 
     def forward(
         self, rows: PassRows, aux_layers: Sequence[int] = (), mixed: Sequence[MixerRows | None] = ()
@@ -317,6 +348,7 @@ class DecoderKernel:
         layers: Sequence[int],
         hidden: Tensor | None,
         mixed: Sequence[MixerRows | None] = (),
+        beside: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor], Tensor]:
         """Compute the rows through some of the layers, and then through the final norm and the head.
 
@@ -326,38 +358,57 @@ class DecoderKernel:
             layers: The layers that run, in ascending order.
             hidden: [num_rows, hidden_size] the input of the first of them. None begins with the embeddings.
             mixed: As for `forward`, for the layers that run.
+            beside: [num_rows, hidden_size] what attention reads before the hidden state, for layers that read such rows.
 
         Returns:
             Logits [num_logits, vocab_size], hidden states by index, and the output of the last layer
             [num_rows, hidden_size].
         """
-        decoder = DecoderStruct.from_buffer_copy(self._decoder)
-        chosen = (LayerStruct * len(layers))(*(self._layers[i] for i in layers))  # the same weights over the same memory
-        decoder.layers, decoder.num_layers = ctypes.addressof(chosen), len(layers)
+        decoder, _chosen = self._part(layers)
         num_rows, last = len(rows.tokens), len(self._layers)
         places = {layer: place for place, layer in enumerate((*layers, last))}
         aux = {layer: self._states_like(num_rows) for layer in aux_layers if layer in places}
         states = [aux.get(layer) for layer in (*layers, last)] if aux else []
         left = self._states_like(num_rows)
-        logits = self._pass(decoder, rows, states, hidden, left, mixed)
+        logits = self._pass(decoder, rows, states, hidden, left, mixed, beside)
         return logits, aux, left
+
+    def keep(self, rows: PassRows, layer: int, hidden: Tensor, beside: Tensor | None = None) -> None:
+        """Write the keys and values of rows to the memory in use, and compute nothing else.
+
+        Args:
+            rows: The rows.
+            layer: Whose keys and values.
+            hidden: [num_rows, hidden_size] the input of the layer.
+            beside: As for `forward_part`.
+        """
+        decoder, _chosen = self._part([layer])
+        self._pass(decoder, rows, [], hidden, beside=beside, keeps_only=True)
+
+    def _part(self, layers: Sequence[int]) -> tuple[DecoderStruct, ctypes.Array[LayerStruct]]:
+        """A decoder of some of the layers, over the same memory, and the list of them that it points to."""
+        decoder = DecoderStruct.from_buffer_copy(self._decoder)
+        chosen = (LayerStruct * len(layers))(*(self._layers[i] for i in layers))
+        decoder.layers, decoder.num_layers = ctypes.addressof(chosen), len(layers)
+        return decoder, chosen
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The rows [n, hidden_size] of the embedding table, without what positions add to them."""
         decoder = DecoderStruct.from_buffer_copy(self._decoder)
         decoder.num_layers, decoder.embed_scale, decoder.position_table = 0, self.shape.embedding_scale, None
-        rows = _rows_without_context(token_ids.tolist())
+        rows = rows_without_context(token_ids.tolist())
         found = self._states_like(len(token_ids))
         self._pass(decoder, rows, [], None, found)
         return found
 
     def norm(self, hidden: Tensor) -> Tensor:
         """The final norm of hidden states [n, hidden_size]."""
-        rows, last = _rows_without_context([0] * len(hidden)), len(self._layers)
+        rows, last = rows_without_context([0] * len(hidden)), len(self._layers)
         return self.forward_part(rows, (last,), (), hidden)[1][last]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [n, vocab_size] of normed hidden states [n, hidden_size], scaled and capped."""
+        assert self.head is not None, "these layers have no logits of their own"
         rows = hidden.to(self.real).contiguous()
         out = product(self._library, self.head.struct, rows)
         scale = self._library.function("scale_logits", self.real)
@@ -375,6 +426,9 @@ class DecoderKernel:
         hidden: Tensor | None = None,
         left: Tensor | None = None,
         mixed: Sequence[MixerRows | None] = (),
+        beside: Tensor | None = None,
+        *,
+        keeps_only: bool = False,
     ) -> Tensor:
         """Call the kernels once. Returns logits [num_logits, vocab_size].
 
@@ -385,17 +439,22 @@ class DecoderKernel:
             hidden: The input of the first layer instead of the embeddings.
             left: Where to write the output of the last layer.
             mixed: What rows read and leave in each layer.
+            beside: What attention reads before the hidden state.
+            keeps_only: Whether the last layer ends with its keys and values.
         """
         num_rows, num_logits = len(rows.tokens), len(rows.logit_rows)
-        out = torch.empty(num_logits, self.head.width, dtype=self.real)
+        assert self.head is not None or not num_logits, "these layers have no logits of their own"
+        width, vocab_size = (0, 0) if self.head is None else (self.head.width, self.head.out_features)
+        out = torch.empty(num_logits, width, dtype=self.real)
         lists = [getattr(rows, name) for name in PASS_LISTS]
         numbers = np.array(list(chain.from_iterable(lists)), np.int64)  # one array holds all lists
         begins = accumulate((len(values) for values in lists[:-1]), initial=0)
         base = numbers.ctypes.data
         addresses = (base + 8 * begin for begin in begins)
         pointers = (_POINTER * len(states))(*(None if s is None else s.data_ptr() for s in states)) if states else None
-        given = None if hidden is None else hidden.to(self.real).contiguous()
+        given, before = (None if each is None else each.to(self.real).contiguous() for each in (hidden, beside))
         parents, running = np.array(rows.parents, np.int64), mixer_structs(mixed)
+        known, places = np.array(rows.known, np.int64), np.array(rows.tree_positions, np.int64)
         call = PassStruct(
             num_rows,
             len(rows.start),
@@ -405,9 +464,13 @@ class DecoderKernel:
             rows.ancestry.ctypes.data,
             parents.ctypes.data if mixed else None,
             ctypes.addressof(running) if mixed else None,
+            known.ctypes.data if rows.known else None,
+            places.ctypes.data if rows.known else None,
+            keeps_only,
             out.data_ptr(),
             None if pointers is None else ctypes.addressof(pointers),
             None if given is None else given.data_ptr(),
+            None if before is None else before.data_ptr(),
             None if left is None else left.data_ptr(),
         )
         threads = _I64(self._library.num_threads)
@@ -417,7 +480,7 @@ class DecoderKernel:
             self._scratch = torch.empty(needed, dtype=self.real)
         call.scratch = self._scratch.data_ptr()
         self._decode(ctypes.byref(decoder), passed, threads)
-        return out[:, : self.head.out_features]
+        return out[:, :vocab_size]
 
     def _layer(self, layer: DecoderLayer) -> LayerStruct:
         matrices = {name: getattr(layer, name) for name in LAYER_MATRICES}
@@ -436,6 +499,8 @@ class DecoderKernel:
             sinks=self._vector(layer.sinks),
             window=layer.window,
             chunk=layer.chunk,
+            unseen=layer.unseen,
+            normed_residual=layer.normed_residual,
             gated_heads=layer.gated_heads,
             whole_norms=layer.whole_norms,
             feed_forward=layer.feed_forward,
@@ -456,14 +521,14 @@ class DecoderKernel:
         return self._vectors[-1].data_ptr()
 
 
-def _rows_without_context(tokens: list[int]) -> PassRows:
-    """The rows of a pass without layers, which reads no KV memory."""
+def rows_without_context(tokens: list[int], positions: list[int] | None = None, slots: list[int] | None = None) -> PassRows:
+    """The rows of a pass that reads no KV memory; positions and slots are 0 where none are given."""
     count = len(tokens)
     nothing = [0] * count
     return PassRows(
         tokens=tokens,
-        positions=nothing,
-        slots=nothing,
+        positions=nothing if positions is None else positions,
+        slots=nothing if slots is None else slots,
         long_rows=nothing,
         first=[0, count],
         start=[0],

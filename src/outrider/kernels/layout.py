@@ -148,7 +148,9 @@ class RotaryStruct(ctypes.Structure):
 
 
 #: The norms and the matrices of a layer.
-LAYER_NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "query_norm", "key_norm")
+LAYER_NORMS = (
+    "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "query_norm", "key_norm", "beside_norm",
+)  # fmt: skip
 LAYER_MATRICES = ("qkv", "out", "gate", "up", "down")
 
 
@@ -198,7 +200,8 @@ class LayerStruct(ctypes.Structure):
         ("values", _POINTER),
         ("rotary", _POINTER),
         ("sinks", _POINTER),
-        *((name, _I64) for name in ("window", "chunk", "gated_heads", "whole_norms", "feed_forward")),
+        *((name, _I64) for name in ("window", "chunk", "unseen", "normed_residual")),
+        *((name, _I64) for name in ("gated_heads", "whole_norms", "feed_forward")),
         ("scale", _F64),
         ("softcap", _F64),
         ("residual_scale", _F64),
@@ -236,9 +239,13 @@ class PassStruct(ctypes.Structure):
         ("ancestry", _POINTER),
         ("parents", _POINTER),
         ("mixed", _POINTER),
+        ("known", _POINTER),
+        ("tree_positions", _POINTER),
+        ("keeps_only", _I64),
         ("out", _POINTER),
         ("states", _POINTER),
         ("hidden_in", _POINTER),
+        ("beside_in", _POINTER),
         ("hidden_out", _POINTER),
         ("scratch", _POINTER),
     ]

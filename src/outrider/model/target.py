@@ -14,6 +14,7 @@ from outrider.cache.state import KVView
 from outrider.errors import ContradictionError, InvalidParameterError, ModelTooLargeError, UnsupportedModelError
 from outrider.model import hf
 from outrider.model.backends.base import PartialPass
+from outrider.model.backends.fused import FusedDecoder
 from outrider.model.batch import Segment
 from outrider.model.loading.available import available_bytes
 from outrider.model.runner import ForwardOutput, ModelRunner, upcast_logits
@@ -83,6 +84,11 @@ class Target:
     def config(self) -> Any:
         """transformers' configuration of its decoder, to read."""
         return hf.decoder_config(self._runner.loaded.model.config)
+
+    @property
+    def fused(self) -> bool:
+        """Whether our kernels compute its passes as a whole."""
+        return self._runner.backend.name == FusedDecoder.name
 
     def folder(self) -> str:
         """The folder of its checkpoint, which may hold more than the model; for errors see `LoadedModel.folder`."""

@@ -11,14 +11,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.cache.pool import KVPool
 from outrider.kernels.decoder import DecoderKernel
-from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.library import KernelLibrary, kernel_library
-from outrider.kernels.packed import PackedWeights
-from outrider.kernels.weights import QuantisedEmbedding, empty_weight
 from outrider.model import hf
 from outrider.model.backends.base import AttentionBackend, PartialPass, PassOutput
 from outrider.model.backends.pass_rows import pass_rows
@@ -26,9 +23,9 @@ from outrider.model.batch import RaggedBatch
 from outrider.model.context import ForwardContext
 from outrider.model.fused.family import Family
 from outrider.model.fused.layer_builder import decoder_layer, decoder_shape, described, norm_of
+from outrider.model.fused.matrices import Matrices
 from outrider.model.fused.rotary import RotaryTables
-from outrider.model.fused.taken_experts import TakenExperts
-from outrider.model.fused.weight_slice import WeightSlice, restore, stored, whole
+from outrider.model.fused.weight_slice import whole
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.running.fused_pass import FusedPass
 
@@ -42,7 +39,7 @@ class FusedDecoder(AttentionBackend):
     invariant = True  # whatever the model: every sum of the kernels has one order
 
     def __init__(self) -> None:
-        self._matrices: _Matrices | None = None
+        self._matrices: Matrices | None = None
         self._memory: KVPool | None = None
         self._positions = 0
 
@@ -54,7 +51,7 @@ class FusedDecoder(AttentionBackend):
         config, family = described(model)
         self._memory, self._positions = None, 0
         self._rotary = RotaryTables(model, family)
-        self._matrices = _Matrices(library)
+        self._matrices = Matrices(library)
         self._kernel = _kernel(model, config, family, self._rotary, self._matrices, library)
 
     def uninstall(self) -> None:
@@ -66,7 +63,7 @@ class FusedDecoder(AttentionBackend):
         return self._kernel.nbytes
 
     def instruction_set(self, model: Any) -> str | None:
-        return self._kernel.head.kernels
+        return self._kernel.kernels
 
     def forward(
         self, loaded: LoadedModel, context: ForwardContext, aux_layers: Sequence[int], part: PartialPass | None = None
@@ -124,73 +121,8 @@ class FusedDecoder(AttentionBackend):
                 self._kernel.use_rotary(tables)
 
 
-class _Matrices:
-    """The weight matrices of a decoder, taken out of its modules and, if need be, given back."""
-
-    def __init__(self, library: KernelLibrary) -> None:
-        self._library = library
-        self._taken: list[tuple[list[WeightSlice], PackedWeights]] = []
-        self._experts: list[TakenExperts] = []
-        self._num_emptied = self._num_emptied_experts = 0
-        self._tied: tuple[nn.Embedding, nn.Linear] | None = None
-
-    def tie(self, embeddings: nn.Embedding, head: nn.Linear) -> None:
-        """Embeddings share the head's weight, gone or given back."""
-        embeddings.weight = head.weight
-        if hasattr(embeddings, "quantised_weight"):
-            del embeddings.quantised_weight
-        if hasattr(head, "quantised_weight") and isinstance(embeddings, QuantisedEmbedding):
-            embeddings.quantised_weight = stored(head)
-        self._tied = embeddings, head
-
-    def take(self, *parts: WeightSlice) -> PackedWeights:
-        """Pack parts of linear layers as one matrix, stacked."""
-        pieces = [stored(part.module).rows(part.begin, part.end) for part in parts]
-        biases = [b.detach()[p.begin : p.end] for p in parts if (b := getattr(p.module, "bias", None)) is not None]
-        own = all(piece.quantised for piece in pieces)  # then they lie in memory that is nobody else's
-        packed = PackedWeights(self._library, pieces, torch.cat(biases) if biases else None, consume=own)
-        self._taken.append((list(parts), packed))
-        return packed
-
-    def take_experts(self, module: Any) -> tuple[list[PackedWeights], list[PackedWeights]]:
-        """Pack the experts of a layer: gates and values, and the projections back."""
-        taken = TakenExperts(module, self._library)
-        self._experts.append(taken)
-        return taken.gate_up, taken.down
-
-    def empty(self) -> None:
-        """Free the weights taken since the last time, where they came from."""
-        for module in {part.module for parts, _ in self._taken[self._num_emptied :] for part in parts}:
-            empty_weight(module)
-        for experts in self._experts[self._num_emptied_experts :]:
-            experts.empty()
-        self._num_emptied, self._num_emptied_experts = len(self._taken), len(self._experts)
-
-    def give_back(self) -> None:
-        """Every weight to its module."""
-        found: dict[Any, dict[int, StoredWeight]] = {}
-        for parts, packed in self._taken:
-            rest = iter(parts)
-            piece: PackedWeights | None = packed
-            while piece is not None:
-                both, end = piece.unpacked(), 0
-                while end < piece.own_outputs:
-                    part = next(rest)
-                    start, end = end, end + part.end - part.begin
-                    found.setdefault(part.module, {})[part.begin] = both.rows(start, end)
-                piece = piece.tail
-        for module, by_begin in found.items():
-            restore(module, StoredWeight.of([by_begin[begin] for begin in sorted(by_begin)]))
-        self._taken.clear()
-        for experts in self._experts:
-            experts.give_back()
-        self._experts.clear()
-        if self._tied:
-            self.tie(*self._tied)
-
-
 def _kernel(
-    model: Any, config: Any, family: Family, rotary: RotaryTables, matrices: _Matrices, library: KernelLibrary
+    model: Any, config: Any, family: Family, rotary: RotaryTables, matrices: Matrices, library: KernelLibrary
 ) -> DecoderKernel:
     """Pack the model layer by layer, freeing what is packed: both forms of all weights might not fit in memory."""
     stack, embeddings, lm_head = hf.decoder_stack(model), model.get_input_embeddings(), model.get_output_embeddings()

@@ -50,7 +50,7 @@ def described(model: Any) -> tuple[Any, Family]:
         raise ValueError(f"the kernels do not know {config.model_type}")
     if model.device.type != "cpu" or model.dtype not in _DTYPES:
         raise ValueError(f"the kernels do not compute {model.dtype} on {model.device.type}")
-    _activation(config, family)
+    activation_of(config, family)
     for name, value in family.only.items():
         if getattr(config, name, value) != value:
             raise ValueError(f"the kernels do not know {name}={getattr(config, name)}")
@@ -59,17 +59,19 @@ def described(model: Any) -> tuple[Any, Family]:
     return config, family
 
 
-def decoder_shape(config: Any, family: Family, embeddings: nn.Embedding, layers: Sequence[DecoderLayer]) -> DecoderShape:
-    """The sizes of a decoder whose layers are packed already."""
+def decoder_shape(
+    config: Any, family: Family, embeddings: nn.Embedding | None, layers: Sequence[DecoderLayer]
+) -> DecoderShape:
+    """The sizes of a decoder whose layers are packed already; layers that read given rows have no embeddings."""
     scale = getattr(embeddings, "embed_scale", None)
     return DecoderShape(
         hidden_size=config.hidden_size,
         intermediate_size=max((layer.down.in_features for layer in layers if layer.down is not None), default=0),
         **_heads(config, family, layers),
-        activation=_activation(config, family),
+        activation=activation_of(config, family),
         parallel=_switch(config, family.parallel),
         interleaved=family.interleaved,
-        embedding_scale=1.0 if scale is None else float(scale.to(embeddings.weight.dtype)),
+        embedding_scale=1.0 if embeddings is None or scale is None else float(scale.to(embeddings.weight.dtype)),
         input_scale=_number(config, family.input_scale, 1.0),
         logit_scale=_number(config, family.logit_scale, 1.0) / _number(config, family.logit_divisor, 1.0),
         logit_cap=_number(config, family.logit_cap, 0.0),
@@ -194,7 +196,7 @@ def _experts(layer: Any, config: Any, family: Family, packer: Packer) -> PackedE
     shape = ExpertsShape(
         num_chosen=getattr(config, described.num_chosen),
         normalised=_switch(config, described.normalised),
-        activation=_activation(config, family),
+        activation=activation_of(config, family),
         slope=slope,
         limit=limit,
     )
@@ -208,7 +210,7 @@ def _layer_norm(layer: Any, name: str | None, family: Family) -> Norm | None:
 
 def _head_norm(module: Any | None, num_heads: int, family: Family) -> Norm | None:
     """The norm of queries or keys, with weights for every head."""
-    if module is None:
+    if module is None or isinstance(module, nn.Identity):
         return None
     if family.whole_norms:
         return norm_of(module, family)
@@ -233,8 +235,12 @@ def norm_of(module: Any, family: Family) -> Norm:
     return Norm(family.norm, epsilon, wide, None if bias is None else bias.detach())
 
 
-def _activation(config: Any, family: Family) -> str:
-    """The kernels' name of the activation."""
+def activation_of(config: Any, family: Family) -> str:
+    """The kernels' name of the activation.
+
+    Raises:
+        ValueError: They do not know it.
+    """
     name = getattr(config, family.activation, "silu")
     if name not in _ACTIVATIONS:
         raise ValueError(f"the kernels do not know the activation {name}")

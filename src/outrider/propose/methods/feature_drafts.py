@@ -11,25 +11,31 @@ and so on; the last layer guesses all tokens that are left.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from outrider.draft import Draft
 from outrider.heads.feature_head import FeatureHead
+from outrider.heads.fused_head import FusedHead
 from outrider.model.lone_layer import SeenRows
 from outrider.model.target import Target
 from outrider.propose.base import DraftNoise, ProposeRequest, ProposerSequence
 from outrider.propose.bridge import Bridge
 from outrider.propose.methods.beside_target import ProposerBesideTarget
-from outrider.propose.methods.feature_rows import DraftRows, LastFeatures, TextRows, unread_tokens
+from outrider.propose.methods.feature_rows import DraftRows, GrowingRows, LastFeatures, TextRows, unread_tokens
 from outrider.propose.trees.growth import add_level
 
+RowsT = TypeVar("RowsT", bound=GrowingRows)
 
-class FeatureHeadProposer(ProposerBesideTarget):
-    """Greedy, drawn or coupled chains and trees from a head that reads features, batched over sequences.
+
+class FeatureHeadProposer(ProposerBesideTarget, Generic[RowsT]):
+    """Greedy, drawn or coupled chains and trees from a head that reads features, batched over sequences. Subclasses compute
+    its rows.
 
     Args:
         head: The head.
@@ -38,16 +44,39 @@ class FeatureHeadProposer(ProposerBesideTarget):
         min_confidence: Nothing is drafted behind a token whose own draft probability is smaller.
     """
 
-    def __init__(self, head: FeatureHead, target: Target, bridge: Bridge, min_confidence: float = 0.0) -> None:
+    def __init__(self, head: FeatureHead | FusedHead, target: Target, bridge: Bridge, min_confidence: float = 0.0) -> None:
         super().__init__(head.shape, head.recompute, head.aux_layers, target, bridge, min_confidence)
-        self._head = head
         self._features: dict[int, LastFeatures] = {}  # by sequence
 
+    @abstractmethod
+    def _compute(self, read: Sequence[TextRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
+        """Keep what the head makes of rows of texts.
+
+        Args:
+            read: The rows of each text.
+            before: [num_texts, feature_size] the features of the tokens before them.
+            states: As for `_read`.
+
+        Returns:
+            The features [n, feature_size] of the rows in turn.
+        """
+
+    @abstractmethod
+    def _begin(self, request: ProposeRequest) -> RowsT:
+        """An empty draft, and the head's rows for it."""
+
+    @abstractmethod
+    def _run(self, work: Sequence[tuple[RowsT, list[int]]]) -> None:
+        """Compute rows of drafts that no guess is wanted of."""
+
+    @abstractmethod
+    def _guess(self, work: Sequence[tuple[RowsT, list[int]]]) -> Tensor:
+        """Logits [n, draft_vocab_size] of the tokens behind rows of drafts."""
+
     def _read(self, read: Sequence[TextRows], states: Mapping[int, Tensor]) -> None:
-        like = states[self._head.aux_layers[0]]
+        like = states[self.added.aux_layers[0]]
         before = torch.stack([self._features_before(text, like) for text in read])
-        tokens, positions = [text.token_ids for text in read], [text.positions for text in read]
-        features = self._head.read(tokens, positions, before, states, partial(self._keep, read))
+        features = self._compute(read, before, states)
         for text, own in zip(read, torch.split(features, [len(text) for text in read]), strict=True):
             self.added.fill(text.kv, text.stop, own)
             seq_id = text.sequence.seq_id
@@ -60,8 +89,8 @@ class FeatureHeadProposer(ProposerBesideTarget):
         for row in range(max((len(each.unread) - 1 for each in begun), default=0)):
             self._run([(each, [row]) for each in begun if row < len(each.unread) - 1])
         while alive := [each for each in begun if each.growth.growing]:
-            left = self._run([(each, [each.row(node) for node in each.growth.level]) for each in alive])
-            add_level([each.growth for each in alive], self._bridge.logits(self._head.logits(left)), noise)
+            logits = self._guess([(each, [each.row(node) for node in each.growth.level]) for each in alive])
+            add_level([each.growth for each in alive], self._bridge.logits(logits), noise)
         return [each.growth.draft() for each in drafting]
 
     def fork(self, parent: ProposerSequence, child: ProposerSequence) -> None:
@@ -76,12 +105,24 @@ class FeatureHeadProposer(ProposerBesideTarget):
 
     def _features_before(self, text: TextRows, like: Tensor) -> Tensor:
         """The features [feature_size] before the first row; zeros before the first token, whose slot nobody sees."""
-        return self._last_features(text.sequence) if text.start else like.new_zeros(self._head.shape.feature_size)
+        return self._last_features(text.sequence) if text.start else like.new_zeros(self.added.shape.feature_size)
 
     def _last_features(self, sequence: ProposerSequence) -> Tensor:
         """Of the last token that is held: with the block that it ends, or kept from the pass that computed it."""
         found = self.added.feature_of_last(sequence.kv)
         return self._features[sequence.seq_id].at(self.added.num_filled(sequence.kv) - 1) if found is None else found
+
+
+class LayerHeadProposer(FeatureHeadProposer[DraftRows]):
+    """The same from a head whose layers are modules; the arguments are those of `FeatureHeadProposer`."""
+
+    def __init__(self, head: FeatureHead, target: Target, bridge: Bridge, min_confidence: float = 0.0) -> None:
+        super().__init__(head, target, bridge, min_confidence)
+        self._head = head
+
+    def _compute(self, read: Sequence[TextRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
+        tokens, positions = [text.token_ids for text in read], [text.positions for text in read]
+        return self._head.read(tokens, positions, before, states, partial(self._keep, read))
 
     def _keep(self, read: Sequence[TextRows], layer: int, keys: Tensor, values: Tensor) -> list[SeenRows]:
         """Write rows of texts; returns what they see, but for the last layer, where nobody looks."""
@@ -96,7 +137,6 @@ class FeatureHeadProposer(ProposerBesideTarget):
         return seen
 
     def _begin(self, request: ProposeRequest) -> DraftRows:
-        """An empty draft, and the head's rows for it."""
         growth = self._growth(request, request.max_depth, self._head.num_layers)
         held = self.added.num_filled(request.sequence.kv)
         drafting = DraftRows(growth, held, unread_tokens(request, held), self._head.window)
@@ -106,7 +146,13 @@ class FeatureHeadProposer(ProposerBesideTarget):
             drafting.begin(text, features.reshape(self._head.num_layers, -1), self._head.dtype)
         return drafting
 
-    def _run(self, work: Sequence[tuple[DraftRows, list[int]]]) -> Tensor:
+    def _run(self, work: Sequence[tuple[DraftRows, list[int]]]) -> None:
+        self._leave(work)
+
+    def _guess(self, work: Sequence[tuple[DraftRows, list[int]]]) -> Tensor:
+        return self._head.logits(self._leave(work))
+
+    def _leave(self, work: Sequence[tuple[DraftRows, list[int]]]) -> Tensor:
         """What the head leaves [n, width] at rows of drafts, in the layer that guesses the token behind each."""
         rows = [(each, row) for each, own in work for row in own]
         last = self._head.num_layers - 1

@@ -8,12 +8,14 @@ from outrider.errors import HeadMismatchError
 from outrider.heads.eagle_head import EagleHead
 from outrider.heads.feature_config import FeatureHeadConfig
 from outrider.heads.formats.published import PublishedHead, read_head, read_head_config
+from outrider.heads.fused_head import open_fused
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.target import Target
 from outrider.propose.base import Proposer
 from outrider.propose.bridge import Bridge, ChosenTokens, SameVocabulary
 from outrider.propose.method import ProposerContext
-from outrider.propose.methods.feature_drafts import FeatureHeadProposer
+from outrider.propose.methods.feature_drafts import LayerHeadProposer
+from outrider.propose.methods.fused_drafts import FusedHeadProposer
 from outrider.propose.methods.head_method import FolderMethod
 
 
@@ -47,7 +49,10 @@ class FeatureMethod(FolderMethod):
         Raises:
             HeadMismatchError: The head was made for another target.
         """
-        return FeatureHeadProposer(EagleHead(head, target), target, bridge, self.min_confidence)
+        fused = open_fused(head, target)
+        if fused is not None:
+            return FusedHeadProposer(fused, target, bridge, self.min_confidence)
+        return LayerHeadProposer(EagleHead(head, target), target, bridge, self.min_confidence)
 
     def _check_method(self, config: FeatureHeadConfig) -> None:
         if config.method != self.name:

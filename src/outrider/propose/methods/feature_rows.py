@@ -107,34 +107,20 @@ def unread_tokens(request: ProposeRequest, held: int) -> list[int]:
 
 
 @dataclass
-class DraftRows:
+class GrowingRows:
     """A draft in the making and the head's rows for it: tokens of the text that it has not read, then the nodes.
 
     Attributes:
         growth: The draft.
         held: Tokens of the text that the head holds.
         unread: Those behind them that the draft follows.
-        window: How many tokens back rows look; None for all.
-        keys, values: By layer: [slots, num_kv_heads, dim] of the text but for tokens that no row sees, then of the rows.
-        features: By row: [num_layers, width] what the token behind it reads; -1 stands for the text.
-        num_rows: Rows that have been written.
+        features: By row: what the token behind it reads; -1 stands for the text.
     """
 
     growth: Growth
     held: int
     unread: list[int]
-    window: int | None = None
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-    features: dict[int, Tensor] = field(default_factory=dict)
-    num_rows: int = 0
-
-    def begin(self, text: Sequence[tuple[Tensor, Tensor]], features: Tensor, dtype: torch.dtype) -> None:
-        """Take what each layer holds of the text, and what the token behind it reads."""
-        room = self._root + 1 + self.growth.budget
-        self.keys = [_with_room(keys[layer + 1 :], room, dtype) for layer, (keys, _) in enumerate(text)]
-        self.values = [_with_room(values[layer + 1 :], room, dtype) for layer, (_, values) in enumerate(text)]
-        self.features = {-1: features}
+    features: dict[int, Tensor] = field(default_factory=dict, kw_only=True)
 
     @property
     def _root(self) -> int:
@@ -160,6 +146,29 @@ class DraftRows:
     def position(self, row: int) -> int:
         """Where its token stands in the text."""
         return self.held + self.depth(row)
+
+
+@dataclass
+class DraftRows(GrowingRows):
+    """The same for a head whose layers are modules. Features are [num_layers, width].
+
+    Attributes:
+        window: How many tokens back rows look; None for all.
+        keys, values: By layer: [slots, num_kv_heads, dim] of the text but for tokens that no row sees, then of the rows.
+        num_rows: Rows that have been written.
+    """
+
+    window: int | None = None
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    num_rows: int = 0
+
+    def begin(self, text: Sequence[tuple[Tensor, Tensor]], features: Tensor, dtype: torch.dtype) -> None:
+        """Take what each layer holds of the text, and what the token behind it reads."""
+        room = self._root + 1 + self.growth.budget
+        self.keys = [_with_room(keys[layer + 1 :], room, dtype) for layer, (keys, _) in enumerate(text)]
+        self.values = [_with_room(values[layer + 1 :], room, dtype) for layer, (_, values) in enumerate(text)]
+        self.features = {-1: features}
 
     def write(self, layer: int, rows: list[int], taken: slice, keys: Tensor, values: Tensor) -> SeenRows:
         """Keep rows of a layer; returns what they see.

@@ -10,7 +10,7 @@ from outrider.model.loading.loaded_model import LoadedModel
 from outrider.propose.base import Proposer
 from outrider.propose.bridge import SameVocabulary
 from outrider.propose.method import ProposerContext
-from outrider.propose.methods.feature_drafts import FeatureHeadProposer
+from outrider.propose.methods.feature_drafts import LayerHeadProposer
 from outrider.propose.methods.head_method import FolderMethod
 
 
@@ -43,4 +43,4 @@ class Mtp(FolderMethod):
         """
         target = context.target
         bridge = SameVocabulary(context.vocab_size)
-        return FeatureHeadProposer(MtpHead(target, self.model), target, bridge, self.min_confidence)
+        return LayerHeadProposer(MtpHead(target, self.model), target, bridge, self.min_confidence)
