@@ -156,10 +156,14 @@ def choices(llm: LLM, rows: int, rounds: int, num_prompts: int) -> dict[str, Any
             written = _in_turns(llm, asked, ways, turn)
             for way, texts in written.items() if turn else ():
                 runs[workload][way] += texts
-            figures = _chosen(written)["with a merge"]
-            merges, decisions = figures["chosen"].get("merge", 0), sum(figures["chosen"].values())
-            speed, passes = figures["speedup"]["median"], figures["tokens_a_pass_over"][0]
-            result = f"with a merge {speed:.3f} in speed, {passes:.3f} in tokens a pass, merge in {merges} of {decisions}"
+            figures = _chosen(written)
+            chosen = figures["with a merge"]["chosen"]
+            result = "; ".join(
+                f"{way} {found['speedup']['median']:.3f} in speed, {found['tokens_a_pass_over'][0]:.3f} in tokens a pass"
+                for way, found in figures.items()
+                if way != "without"
+            )
+            result += f"; merge in {chosen.get('merge', 0)} of {sum(chosen.values())}"
             _tell("choices", workload, turn, rounds, result)
     return {workload: _chosen(texts) for workload, texts in runs.items()}
 
