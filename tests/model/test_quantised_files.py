@@ -21,6 +21,7 @@ from outrider.errors import ContradictionError, ModelLoadError, UnsupportedModel
 from outrider.kernels.formats.registry import FORMATS
 from outrider.kernels.linear import use_stock_linear
 from outrider.kernels.weights import stored_weight
+from outrider.model import keeping
 from outrider.model.loading.configuration import read_context, read_needs
 from outrider.model.loading.loader import load_model
 from tests.model import checkpoints, quantised_files
@@ -223,6 +224,15 @@ def test_blocks_of_fp8_that_do_not_belong_together_are_named(tmp_path: Path, par
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match=problem):
         read(folder)
+
+
+def test_what_passes_cost_is_kept_apart_where_rows_are_rounded(folder: Path) -> None:
+    """Products of rounded rows take another time, and the texts are those of another model."""
+    runners = [
+        LLM(str(folder), dtype="float32", activations=how, speculation="none").engine.runner for how in (None, "int8")
+    ]
+    assert keeping.identity(runners[0]) == keeping.identity(runners[0])
+    assert keeping.identity(runners[0]) != keeping.identity(runners[1])
 
 
 def test_order_of_inputs_reaches_the_kernels(tmp_path: Path) -> None:

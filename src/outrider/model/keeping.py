@@ -65,9 +65,11 @@ def number(value: Any) -> float:
 
 
 def identity(runner: ModelRunner) -> dict[str, Any]:
-    """Which model it is."""
-    config = runner.loaded.model.config.to_json_string(use_diff=True)
-    return {"model": runner.loaded.name, "config": hashlib.sha256(config.encode()).hexdigest()}
+    """Which model it is, and whether its rows are rounded: its products then take another time, and its texts differ."""
+    loaded = runner.loaded
+    config = loaded.model.config.to_json_string(use_diff=True)
+    digest = hashlib.sha256(config.encode()).hexdigest()
+    return {"model": loaded.name, "config": digest, "rounds_rows": loaded.rounds_rows}
 
 
 def _cache() -> Path:
