@@ -66,18 +66,30 @@ def checks() -> list[ParameterSet]:
 
 
 def plant(mutant: Mutant, folder: Path) -> Path:
-    """A copy of the package, weights linked, with the bug in it; returns what goes on PYTHONPATH.
+    """The package with the bug in it; returns what goes on PYTHONPATH.
 
-    What Python has compiled comes along, as it is of no use for a file of another time or size.
+    The folders above the file are copies, without what Python has compiled of it, and all others are links.
     """
-    copy = folder / "outrider"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("assets", f"{Path(mutant.path).stem}.*.pyc"))
-    (copy / "assets").symlink_to(PACKAGE / "assets")
-    file = copy / mutant.path
-    text = file.read_text("utf-8")
+    here, source = folder / "outrider", PACKAGE
+    for name in Path(mutant.path).parts:
+        _copy_files(source, here, beside=name)
+        here, source = here / name, source / name
+    text = here.read_text("utf-8")
     assert text.count(mutant.old) == 1, f"{mutant.name}: its place in {mutant.path} is gone or doubled"
-    file.write_text(text.replace(mutant.old, mutant.new), "utf-8")
+    here.write_text(text.replace(mutant.old, mutant.new), "utf-8")
     return folder
+
+
+def _copy_files(source: Path, copy: Path, *, beside: str) -> None:
+    """Copy the files of a folder, and link the folders in it but for one."""
+    copy.mkdir()
+    for entry in source.iterdir():
+        if entry.is_file():
+            shutil.copy2(entry, copy)
+        elif entry.name == "__pycache__":
+            shutil.copytree(entry, copy / entry.name, ignore=shutil.ignore_patterns(f"{Path(beside).stem}.*.pyc"))
+        elif entry.name != beside:
+            (copy / entry.name).symlink_to(entry)
 
 
 def assert_caught(mutant: Mutant, result: subprocess.CompletedProcess[str]) -> None:
