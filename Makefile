@@ -22,6 +22,9 @@ LINT   := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 # A thread each: more would spin. Three workers keep two cores busy while one of them waits for a server or a browser.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
+# Compiles what was installed on all cores, where pip would take one. Some files of packages are no Python, and stay as they are.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+
 # Installs a package of Debian; fails elsewhere, and for others than root.
 APT := test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq && apt-get install -qq -y --no-install-recommends
 
@@ -74,13 +77,15 @@ BUILT  := pyproject.toml constraints.txt hatch_build.py $(wildcard $(NATIVE)/*.[
 $(LIGHT): $(BUILT)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt --no-compile -e .
+	$(COMPILE)
 	touch $@
 
 $(STAMP): $(BUILT)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt --no-compile -e '.[dev]'
+	$(COMPILE)
 	touch $(LIGHT) $@
 
 # The source distribution and the wheels of a release, in dist/; docs/how-to/release.md says the rest.
