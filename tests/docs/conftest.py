@@ -102,7 +102,7 @@ def server(folder: Path) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def server_with_keys(folder: Path) -> Iterator[Server]:
     """The same with the keys of the pages."""
-    with running("--api-key-file", str(folder / "keys.txt"), "--record", str(folder / "traffic")) as server:
+    with running("--api-key-file", str(folder / "keys.txt"), "--record", str(folder / "kept")) as server:
         yield server
 
 

@@ -29,6 +29,8 @@ NOT_RUN = {
     "docker ": "Docker is not there",
     "OPENAI_API_BASE_URL=": "Open WebUI is not installed",
     "OTEL_SERVICE_NAME=": "its launcher is not installed; tests/server/test_spans.py starts a server with the SDK",
+    "cp -r traffic/web": "the server before has kept nothing yet; tests/train/test_command.py trains on what one keeps",
+    "kill -HUP": "tests/server/test_renewal.py sends the signal",
     "lm_eval ": "its tasks come from a hub; tests/server/test_harness.py runs a task of its own",
     "RAY_ADDRESS=": "there is no cluster; tests/server/test_replicas.py starts one",
     "outrider serve MODEL --draft-model DRAFT --replicas": "tests/server/test_replicas.py runs it",

@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams, SpeculationConfig
@@ -19,11 +20,15 @@ from outrider.cli.app import app
 from outrider.doctor.measure import PassTimes
 from outrider.embedded import default_model
 from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.heads.checkpoint import load_heads, save_heads
 from outrider.measure import contestants, plausible
 from outrider.measure.decoding_config import DecodingConfig, parse_ways
 from outrider.measure.run import EncodedTask, Run, write
 from outrider.propose.speculation import PLAIN
 from outrider.prove.tiny import save_tiny_hybrid, save_tiny_llama
+from outrider.prove.tiny_heads import save_random_heads
+from outrider.train.manifest import DataSettings, Manifest, TargetFacts
+from outrider.train.records import Record, write_shard
 from outrider.tuning.shadow import Shadow, ShadowScorer, score_text
 from outrider.tuning.tuner import Tuner
 
@@ -197,6 +202,26 @@ class TestCommand:
         kept = json.loads((tmp_path / "out" / "results.json").read_text("utf-8"))
         assert kept["rows"] == found["rows"]
 
+    def test_an_old_head_and_a_new_one_are_compared_on_what_was_kept(self, pair: tuple[str, str], tmp_path: Path) -> None:
+        old, new = (save_random_heads(tmp_path / name, pair[0], "medusa", 1) for name in ("old", "new"))
+        config, network, witness = load_heads(old)
+        for weight in network.parameters():
+            weight.data.zero_()
+        save_heads(old, network, witness)
+        facts = TargetFacts(name=pair[0], vocab_size=3, hidden_size=config.target.hidden_size, num_layers=1)
+        records = [Record(bytes([i] * 16), 0, True, 2, torch.tensor([0, 1] * 9)) for i in range(2)]
+        shard = write_shard(tmp_path / "data", "shard-00000.safetensors", records)
+        Manifest(target=facts, settings=DataSettings()).with_shard(shard).save(tmp_path / "data")
+        ways = ("--way", f"medusa={old}:2", "--way", f"medusa={new}:2")
+        words = ("tune", pair[0], "--dtype", "float64", "--out", str(tmp_path / "out"), "--data", str(tmp_path / "data"))
+        result = CliRunner().invoke(app, [*words, *ways, "--json"])
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        assert [row["name"] for row in found["rows"]] == ["plain", "medusa old k=2", "medusa new k=2"]
+        assert all(row["measured_tokens"] >= 1 for row in found["rows"])
+        assert found["recommendation"]["name"] in ("plain", "medusa old k=2", "medusa new k=2")
+        assert (tmp_path / "out" / "profile.json").exists()
+
     def test_a_log_is_scored_and_nothing_is_generated(
         self, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -277,6 +302,8 @@ class TestCommand:
             (("--temperature", "-1"), InvalidParameterError),
             (("--traffic", "/no/such/file"), InvalidParameterError),
             (("--traffic", "a", "--log", "b"), ContradictionError),
+            (("--traffic", "a", "--data", "b"), ContradictionError),
+            (("--data", "/no/such/folder"), InvalidParameterError),
             (("--way", "no_such_way"), InvalidParameterError),
             (("--out", "/dev/null/out"), InvalidParameterError),
         ],

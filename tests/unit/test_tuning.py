@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from outrider.cli.tune import _show
@@ -18,10 +19,12 @@ from outrider.errors import InvalidParameterError
 from outrider.govern.costs import CostTable
 from outrider.measure.figures import Spread
 from outrider.prompts import PromptEncoder
+from outrider.train.manifest import DataSettings, Manifest, TargetFacts
+from outrider.train.records import Record, write_shard
 from outrider.tuning.prediction import predict
 from outrider.tuning.results import Row, TuningResults, best, recommend
 from outrider.tuning.shadow import Shadow, expected_passes
-from outrider.tuning.traffic import read_traffic
+from outrider.tuning.traffic import read_traffic, recorded_traffic
 
 LIMIT, MAX_TOKENS = 64, 16
 FLAT = CostTable(dict.fromkeys((1, 2, 4, 8, 16, 32, 64), 0.1), 0.0, {"draft": {1: 0.005, 64: 0.005}})
@@ -155,6 +158,20 @@ def test_a_log_needs_answers(tmp_path: Path, field: str) -> None:
 def test_a_file_of_nothing_usable_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(InvalidParameterError, match=r"no lines|none of its lines"):
         read(tmp_path / "mine.jsonl", content)
+
+
+def test_the_held_out_prompts_of_data_are_traffic(tmp_path: Path) -> None:
+    lengths = [(4, 20, True), (4, 30, False), (2, 7, True), (4, 9, True), (40, 60, True), (3, 99, True)]
+    records = [
+        Record(bytes(16), 0, held_out, prompt, torch.arange(prompt + written)) for prompt, written, held_out in lengths
+    ]
+    facts = TargetFacts(name="t", vocab_size=9, hidden_size=2, num_layers=1)
+    manifest = Manifest(target=facts, settings=DataSettings())
+    manifest.with_shard(write_shard(tmp_path, "shard-00000.safetensors", records)).save(tmp_path)
+    found = [(text.prompt_ids, text.max_tokens) for text in recorded_traffic(tmp_path, 50, 12).texts]
+    assert found == [((0, 1, 2, 3), 12), ((0, 1, 2, 3), 9), ((0, 1, 2), 12)]
+    with pytest.raises(InvalidParameterError, match=r"data=.*no held-out text of it has 8 written tokens"):
+        recorded_traffic(tmp_path, 8, 12)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

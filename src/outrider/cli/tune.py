@@ -32,6 +32,10 @@ def tune(
         Path | None,
         typer.Option(help='What was served: JSONL of {"prompt": ..., "answer": ...}. Nothing is generated.'),
     ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Held-out prompts of a folder that a server has recorded, or that train data has made."),
+    ] = None,
     way: Annotated[
         list[str] | None, typer.Option(help="draft_model:3, suffix-tree:16, auto, ..., as in the benchmark; repeated.")
     ] = None,
@@ -49,19 +53,19 @@ def tune(
 ) -> None:
     """Try methods, lengths and trees on your traffic, say which to use, and write a profile that loads it.
 
-    Without --traffic and --log the prompts of the benchmark stand for your traffic. Where other work disturbed the
+    Without --traffic, --log and --data the prompts of the benchmark stand for your traffic. Where other work disturbed the
     figures so that they cannot be true, nothing is recommended and no profile is written.
 
     Exit code: 0 all right; 1 other work disturbed the measurement; 2 bad input.
     """
     from rich.console import Console
 
-    _check(concurrency, num_texts, max_tokens, temperature, traffic, log)
+    _check(concurrency, num_texts, max_tokens, temperature, {"traffic": traffic, "log": log, "data": data})
     _open(out)
     if wide:
         model, draft_model = options.wide_pair(model, None, draft_model, dtype)
     notes = Console(stderr=True, no_color=no_color or None, highlight=False, soft_wrap=True)
-    found = _traffic(model, traffic, log, max_tokens)
+    found = _traffic(model, traffic, log, data, max_tokens)
     for line in found.bad:
         notes.print(f"{found.source}, {line}", style="yellow", markup=False)
     how = {"dtype": dtype, "device": device, "quantization": quantization, "activations": activations}
@@ -77,12 +81,12 @@ def tune(
         raise typer.Exit(1)
 
 
-def _check(
-    concurrency: int, num_texts: int, max_tokens: int, temperature: float, traffic: Path | None, log: Path | None
-) -> None:
-    if traffic is not None and log is not None:
-        problem = "a log is scored as it was served, and traffic is written anew"
-        raise ContradictionError("log", str(log), problem, "Leave --traffic or --log out.")
+def _check(concurrency: int, num_texts: int, max_tokens: int, temperature: float, sources: dict[str, Path | None]) -> None:
+    given = [(name, path) for name, path in sources.items() if path is not None]
+    if len(given) > 1:
+        name, path = given[1]
+        problem = f"--{given[0][0]} says already where the texts come from"
+        raise ContradictionError(name, str(path), problem, "Leave one of them out.")
     for name, value, least, most in (
         ("concurrency", concurrency, 1, 64),
         ("num_texts", num_texts, 1, 100_000),
@@ -103,7 +107,7 @@ def _open(out: Path) -> None:
         raise InvalidParameterError("out", str(out), problem, "Give a folder that can be written.") from None
 
 
-def _traffic(model: str | None, traffic: Path | None, log: Path | None, max_tokens: int) -> Traffic:
+def _traffic(model: str | None, traffic: Path | None, log: Path | None, data: Path | None, max_tokens: int) -> Traffic:
     """The texts, before a model is loaded: its tokenizer and its configuration are enough."""
     from outrider.cli.startup import light_imports
 
@@ -114,11 +118,13 @@ def _traffic(model: str | None, traffic: Path | None, log: Path | None, max_toke
         from outrider.model.loading.sources import check_sources
         from outrider.model.loading.tokenizers import read_tokenizer
         from outrider.prompts import PromptEncoder
-        from outrider.tuning.traffic import read_traffic, sample_traffic
+        from outrider.tuning.traffic import read_traffic, recorded_traffic, sample_traffic
 
         check_sources(model=model)
         config = ModelConfig(model=model or default_model("target"))
         encoder, limit = PromptEncoder(read_tokenizer(config), model), read_context(config)
+    if data is not None:
+        return recorded_traffic(data, limit, max_tokens)
     if traffic is None and log is None:
         return sample_traffic(encoder, limit, max_tokens)
     path = log or traffic

@@ -20,7 +20,7 @@ from outrider.propose import registry
 from outrider.propose.auto import Auto
 from outrider.propose.defaults import SpeculationDefaults
 from outrider.propose.methods.draft_model import DraftModel
-from outrider.propose.methods.head_method import HeadMethod
+from outrider.propose.methods.head_method import FolderMethod, HeadMethod
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 
 #: The ways of a usual run, unless others are asked for, and those of a full run.
@@ -195,7 +195,9 @@ def _parse(text: str, draft_model: str | None) -> DecodingConfig:
         given["num_draft_tokens"] = int(length)
     if name == "draft_model" and model is None and draft_model is None:
         raise InvalidParameterError("way", text, "there is no draft model", "Add --draft-model, or leave it out.")
-    check_sources(way=model)
+    kind = registry.find("suffix" if name == "suffix-tree" else name)
+    if model is None or not (issubclass(kind, FolderMethod) and Path(model).is_dir()):  # heads may have no config.json
+        check_sources(way=model)
     if name == Auto.name:
         config = SpeculationDefaults.of(given, model or draft_model, None).config  # as LLM(draft_model=...) has it
         return DecodingConfig(name if model is None else f"{name} {Path(model).name}", config)

@@ -12,6 +12,8 @@ from outrider.errors import InputError, InvalidParameterError
 from outrider.measure.run import EncodedTask
 from outrider.measure.tasks import built_in
 from outrider.prompts import PromptEncoder
+from outrider.train.manifest import read_manifest
+from outrider.train.records import read_records
 
 #: Workloads whose prompts stand for traffic where none is given.
 _WORKLOADS = ("code_completion", "json", "free_text", "copy_editing", "summarisation")
@@ -66,6 +68,29 @@ def sample_traffic(encoder: PromptEncoder, limit: int, max_tokens: int) -> Traff
         remedy = "Lower --max-tokens, or give texts of your own."
         raise InvalidParameterError("max_tokens", max_tokens, f"no sample fits into the context of {limit} tokens", remedy)
     return Traffic("prompts of the benchmark", tuple(fitting))
+
+
+def recorded_traffic(folder: Path, limit: int, max_tokens: int) -> Traffic:
+    """The held-out prompts of a folder of data, which no training has learnt from.
+
+    Args:
+        folder: Made by `outrider train data`, or by a server that records.
+        limit: The most tokens of a text, with its prompt.
+        max_tokens: The output tokens of a text; fewer where the one that was kept had fewer.
+
+    Raises:
+        InvalidParameterError: It holds no data, or no held-out text that fits.
+    """
+    texts = []
+    for place, record in enumerate(read_records(folder, read_manifest(folder))):
+        count = record.num_prompt_tokens
+        length = min(max_tokens, len(record.token_ids) - count)
+        if record.held_out and length >= _LEAST_ANSWER and count + length <= limit:
+            texts.append(EncodedTask(f"text {place}", tuple(record.token_ids[:count].tolist()), length))
+    if not texts:
+        problem = f"no held-out text of it has {_LEAST_ANSWER} written tokens and fits into the context of {limit}"
+        raise InvalidParameterError("data", str(folder), problem, "Record more texts.")
+    return Traffic(f"held-out prompts of {folder.name}", tuple(texts))
 
 
 def read_traffic(path: Path, encoder: PromptEncoder, limit: int, max_tokens: int, *, recorded: bool) -> Traffic:
