@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig, Suffix
 from outrider.embedded import default_model
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError
+from outrider.kernels.library import available_sets
 from outrider.model import hf
 from outrider.model.batch import Segment
 from tests.model import checkpoints
@@ -46,6 +47,33 @@ def test_kernels_compute_the_rounded_model(grouped: str, quantization: str, monk
     torch.testing.assert_close(fast, logits(LLM(grouped, **settings)), rtol=1e-4, atol=1e-4)
     whole = logits(LLM(grouped, dtype="float32"))
     assert 1e-4 < _distance(fast, whole) < (0.1 if "int8" in quantization else 0.5), "rounded, and not by much"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4-g32-asym"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "granitemoehybrid", "lfm2"])
+def test_whole_passes_over_running_states_compute_the_rounded_model(
+    name: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoints.save(name, tmp_path / name, seed=2, intermediate_size=64, shared_intermediate_size=64)
+    settings: dict[str, Any] = {"dtype": "float32", "quantization": quantization}
+    for kernels in available_sets()[:2]:
+        monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
+        llm = LLM(path, **settings)
+        assert llm.engine.runner.backend.name == "fused"
+        fast = logits(llm)
+        monkeypatch.setenv("OUTRIDER_KERNELS", "off")
+        torch.testing.assert_close(fast, logits(LLM(path, **settings)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_rounded_gate_beside_experts_is_left_to_transformers(tmp_path: Path) -> None:
+    """Under its modules, and with the same states."""
+    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    path = checkpoints.save("qwen3_next", tmp_path / "qwen3_next", seed=2, **sizes)
+    llm = LLM(path, dtype="float32", quantization="int8", draft_model=path)
+    assert llm.engine.runner.backend.name == "paged"
+    want = llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=16), speculation="none")[0].token_ids
+    way = SpeculationConfig(method=DraftModel(), tree=(2, 1))
+    assert llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=16), speculation=way)[0].token_ids == want
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float64", 1e-4), ("bfloat16", 0.1)])  # rounded once, or twice
