@@ -61,6 +61,7 @@ def train(method: str, target: str, data: Path, out: Path, *words: Any) -> Resul
         ("blockwise", ("--heads", "2", "--inner", "16")),
         ("exit", ("--layer", "2")),
         ("eagle3", ("--draft-vocab", "20", "--unroll", "2", "--layers", "1,3", "--loss", "accepted_length")),
+        ("mtp", ("--unroll", "2")),
         ("dflash", ("--block-size", "3", "--own-layers", "1", "--layers", "2,3", "--mask-token", "7")),
     ],
 )

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
+from outrider.convert import head_files
 from outrider.convert.compressed_tensors import write_compressed
-from outrider.errors import ContradictionError, InputError, InvalidParameterError
+from outrider.errors import ContradictionError, InputError, InvalidParameterError, ModelLoadError, StorageError
 from outrider.heads.formats.published import read_head
 from outrider.kernels.formats.registry import FORMATS
 from outrider.train.batches import Batch, in_turn, load_data
@@ -135,6 +136,23 @@ def test_a_training_goes_on_to_the_bit(job: Job, kind: Any) -> None:
     one, other = weights(whole.out), weights(broken.out)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("last", ["write_tensors", "write_text"])
+def test_a_full_disk_at_the_end_leaves_nothing_that_loads(job: Job, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = replace(job, settings=SETTINGS.replace(steps=1, engine_prompts=0))
+
+    def full(path: Path, *_: Any) -> None:
+        raise StorageError(str(path), "No space left on device", "Free some space.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(head_files, last, full)
+        with pytest.raises(StorageError, match="No space left"):
+            train_heads(here, HEAD)
+    with pytest.raises(ModelLoadError, match=r"it has no config\.json"):
+        read_head(str(here.out))
+    train_heads(here, HEAD)
+    assert read_head(str(here.out)).config.method == "eagle3"
 
 
 def test_hidden_states_that_were_kept_teach_as_a_pass_does(target: str, tmp_path: Path) -> None:
