@@ -86,7 +86,7 @@ def test_every_matrix_has_blocks_of_256(tmp_path: Path, kind: str) -> None:
     assert set(types.values()) == {kind}
 
 
-@pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("qwen3_moe", EXPERTS)], ids=str)
+@pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("qwen3_moe", EXPERTS), ("gpt_oss", {})], ids=str)
 def test_the_mixture_of_q4_k_m_writes_texts(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     """The projections back of some layers are Q6_K, those of experts too, beside gates and values that are Q4_K."""
     path, config = source(tmp_path, family, **changes)
