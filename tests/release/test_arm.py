@@ -11,7 +11,10 @@ import pytest
 from outrider.kernels.library import available_sets
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("packed_linear", "formats", "rounded_rows", "blocks_of_files", "attention_kernel", "experts", "sampling_kernels")
+TESTS = (
+    *("packed_linear", "formats", "rounded_rows", "blocks_of_files", "attention_kernel", "experts", "sampling_kernels"),
+    "recurrence_kernel",
+)
 #: The tests take some minutes where QEMU interprets them.
 pytestmark = pytest.mark.slow
 
