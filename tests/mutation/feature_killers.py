@@ -20,19 +20,13 @@ _NVIDIA = "nvidia"
 
 
 def features_make_the_drafts() -> None:
-    """Every row of every draft, in chains and trees, of several samples and behind a prefix, is what the reference says: by
-    the head's own modules, and by our kernels."""
-    params = SamplingParams(temperature=0, max_tokens=12)
-    for backend in ("paged", "fused"):
-        for name in _NAMES:
-            for shape in ({}, {"tree": (3, 2)}):
-                _compared(name, shape, [params, params.replace(n=2), params], backend)
-        _compared(_NVIDIA, {}, [params], backend)
+    """Every row of every draft, in chains and trees, of several samples and behind a prefix, is what the reference says."""
+    _all_compared("paged")
 
 
 def features_of_samples() -> None:
     """Samples part inside a block, and go on with the feature that their prompt ends with."""
-    _compared("safeailab", {}, [SamplingParams(temperature=0, max_tokens=6, n=3)], "fused")
+    _compared("safeailab", {}, [SamplingParams(temperature=0, max_tokens=6, n=3)], "paged")
 
 
 def mtp_makes_the_drafts() -> None:
@@ -85,6 +79,14 @@ def _made() -> test_feature_heads.Made:
 @cache
 def _llm(backend: str) -> LLM:
     return test_feature_heads.load(_made(), backend)
+
+
+def _all_compared(backend: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12)
+    for name in _NAMES:
+        for shape in ({}, {"tree": (3, 2)}):
+            _compared(name, shape, [params, params.replace(n=2), params], backend)
+    _compared(_NVIDIA, {}, [params], backend)
 
 
 def _compared(name: str, shape: dict[str, Any], params: list[SamplingParams], backend: str) -> None:

@@ -11,53 +11,9 @@ def _mutant(name: str, path: str, old: str, new: str, killer: str = "features_ma
 
 _DRAFTS, _ROWS = "propose/methods/feature_drafts.py", "propose/methods/feature_rows.py"
 _HEAD, _NETWORKS = "heads/feature_head.py", "heads/feature_networks.py"
-_FUSED, _FUSED_ROWS, _DECODER = "heads/fused_head.py", "propose/methods/fused_rows.py", "kernels/native/decoder.inc"
 FEATURE_MUTANTS = (
     _mutant(
         "a token is read beside its own feature", _HEAD, "(first[i : i + 1], rows[:-1])", "(first[i : i + 1], rows[1:])"
-    ),
-    _mutant(
-        "the kernels see rows of a tree behind no other row",
-        _FUSED_ROWS,
-        "self.seen[place] = self.seen[self.places[parent]]",
-        "self.seen[place] = 0",
-    ),
-    _mutant(
-        "a tree in the kernels begins as a chain",
-        _FUSED_ROWS,
-        "(self.places.start if self.matrix is None else 0)",
-        "self.places.start",
-    ),
-    _mutant(
-        "blocks of a draft begin without the text that shares one",
-        "cache/added_layers.py",
-        "store[target : target + count] = store[source : source + count]",
-        "store[target : target + count] = 0",
-    ),
-    _mutant("the kernels see the first token", _FUSED, "unseen=1)", "unseen=0)"),
-    _mutant(
-        "the kernels never norm the residual",
-        _FUSED,
-        "normed_residual=config.norm_before_residual",
-        "normed_residual=False",
-    ),
-    _mutant(
-        "behind the kernels, the next token reads what lies before the norm",
-        _FUSED,
-        "states if self._network.config.norm_output else left",
-        "left",
-    ),
-    _mutant(
-        "keys and values that are kept alone begin a panel later",
-        _DECODER,
-        "buffers->qkv + queries * PANEL, buffers->qkv_stride, 0);",
-        "buffers->qkv + (queries + 1) * PANEL, buffers->qkv_stride, 0);",
-    ),
-    _mutant(
-        "known rows of a tree stand where the new ones do",
-        _DECODER,
-        "known ? pass->tree_positions + pass->first[segment] + pass->known[segment]",
-        "known ? pass->tree_positions + pass->first[segment] + pass->known[segment] + known",
     ),
     _mutant(
         "the first feature that is kept is read", _ROWS, "return self.rows[position - self.start]", "return self.rows[0]"
