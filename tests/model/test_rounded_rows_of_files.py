@@ -51,11 +51,12 @@ def ordered_gptq(folder: Path) -> str:
     ("make", "backend"),
     [
         (partial(write, family="qwen3", kinds=("Q4_K", "Q6_K", "Q8_0")), "fused"),
+        (partial(write, family="qwen3", kinds=("Q6_K",), tie_word_embeddings=True), "fused"),
         (partial(write, family="qwen3_moe", kinds=blocks_of_experts, **EXPERTS), "fused"),
         (partial(write, family="llama", kinds=halves_among_blocks), "paged"),
         (ordered_gptq, "fused"),
     ],
-    ids=["mixed", "experts", "halves", "gptq"],
+    ids=["mixed", "tied", "experts", "halves", "gptq"],
 )
 def test_rounded_rows_are_those_of_the_stock_model(
     tmp_path: Path, make: Callable[[Path], str], backend: str, monkeypatch: pytest.MonkeyPatch

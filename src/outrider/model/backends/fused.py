@@ -25,7 +25,7 @@ from outrider.model.fused.family import Family
 from outrider.model.fused.layer_builder import decoder_layer, decoder_shape, described, norm_of
 from outrider.model.fused.matrices import Matrices
 from outrider.model.fused.rotary import RotaryTables
-from outrider.model.fused.weight_slice import whole
+from outrider.model.fused.weight_slice import stored, whole
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.running.fused_pass import FusedPass
 
@@ -127,7 +127,7 @@ def _kernel(
     """Pack the model layer by layer, freeing what is packed: both forms of all weights might not fit in memory."""
     stack, embeddings, lm_head = hf.decoder_stack(model), model.get_input_embeddings(), model.get_output_embeddings()
     shared = getattr(embeddings, "quantised_weight", None)
-    tied = embeddings.weight is lm_head.weight if shared is None else shared is getattr(lm_head, "quantised_weight", None)
+    tied = embeddings.weight is lm_head.weight if shared is None else shared.data is stored(lm_head).data
     head = matrices.take(whole(lm_head))
     matrices.empty()
     if tied:  # the kernels read embeddings from the head
