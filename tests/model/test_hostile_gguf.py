@@ -154,7 +154,7 @@ WHOLE = 4  # the type of whole numbers in metadata
         (value(b"llama.block_count", WHOLE, struct.pack("<I", 10**6)), "it says 1,000,000 layers, and holds"),
         (value(b"llama.attention.head_count", WHOLE, struct.pack("<I", 10**9)), "m.gguf"),
         (replaced(b"general.architecture", b"general.architecturX"), "general.architecture is None"),
-        (replaced(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"), "its architecture is mamba, and llama, qwen2"),
+        (replaced(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"), "architecture is mamba, and llama, mistral3"),
         (value(b"tokenizer.ggml.eos_token_id", WHOLE, struct.pack("<I", 10**6)), "is 1000000, and no token"),
     ],
 )  # fmt: skip

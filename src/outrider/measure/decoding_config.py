@@ -195,7 +195,7 @@ def _parse(text: str, draft_model: str | None) -> DecodingConfig:
         given["num_draft_tokens"] = int(length)
     if name == "draft_model" and model is None and draft_model is None:
         raise InvalidParameterError("way", text, "there is no draft model", "Add --draft-model, or leave it out.")
-    kind = registry.find("suffix" if name == "suffix-tree" else name)
+    kind = registry.find(given["method"])
     if model is None or not (issubclass(kind, FolderMethod) and Path(model).is_dir()):  # heads may have no config.json
         check_sources(way=model)
     if name == Auto.name:
