@@ -128,7 +128,7 @@ class Watch:
         drafted = want > float("-inf")
         assert (row[~drafted] < -1e29).all()
         difference = (row[drafted].double() - want[drafted]).abs().max() / want[drafted].abs().max()
-        self.worst = max(self.worst, float(difference))
+        self.worst = max(self.worst, float(difference.nan_to_num(torch.inf)))
         self.num_rows += 1
         self.deepest = max(self.deepest, len(path))
 

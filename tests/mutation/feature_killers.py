@@ -17,11 +17,23 @@ from tests.model.mtp_reference import MtpReference
 _NAMES = ("safeailab", "speculators, normed residual", "eagle1")
 #: One that only names its layers otherwise.
 _NVIDIA = "nvidia"
+#: One whose queries, keys and values have biases.
+_BIASED = "eagle1, without a bias"
+#: Of texts that are drafted for in one step.
+_TREES: list[dict[str, Any]] = [{"tree": (3, 2, 1)}, {"tree": (2, 3, 1)}, {"tree": (1, 2, 2)}]
 
 
 def features_make_the_drafts() -> None:
     """Every row of every draft, in chains and trees, of several samples and behind a prefix, is what the reference says."""
     _all_compared("paged")
+
+
+def kernels_features() -> None:
+    """The same where our kernels compute the head: several texts at a time, in chains and in trees that differ."""
+    params = SamplingParams(temperature=0, max_tokens=12)
+    for name in (*_NAMES, _BIASED):
+        _compared(name, {}, [params, params.replace(n=2), params], "fused")
+        _compared(name, _TREES, [params, params, params.replace(n=2)], "fused")
 
 
 def features_of_samples() -> None:
@@ -71,7 +83,7 @@ def _made() -> test_feature_heads.Made:
     path = checkpoints.save("llama", folder / "target", seed=3, layers=test_feature_heads.LAYERS)
     heads = {
         name: save_random_eagle(folder / name, path, scale=0.1, **test_feature_heads.HEADS[name])
-        for name in (*_NAMES, _NVIDIA)
+        for name in (*_NAMES, _NVIDIA, _BIASED)
     }
     return test_feature_heads.Made(path, test_feature_heads.Oracle(path), heads)
 
@@ -89,12 +101,14 @@ def _all_compared(backend: str) -> None:
     _compared(_NVIDIA, {}, [params], backend)
 
 
-def _compared(name: str, shape: dict[str, Any], params: list[SamplingParams], backend: str) -> None:
+def _compared(name: str, shapes: dict[str, Any] | list[dict[str, Any]], params: list[SamplingParams], backend: str) -> None:
+    """With one shape of drafts for all texts, or one for each."""
     made = _made()
+    ways = [made.way(name, **shape) for shape in ([shapes] * len(params) if isinstance(shapes, dict) else shapes)]
     with pytest.MonkeyPatch.context() as patch:
         watch = test_feature_heads.Watch(made.reference(name), patch)
         prompts = test_feature_heads.PROMPTS[: len(params)]
-        outputs = _llm(backend).generate(prompts, params, speculation=made.way(name, **shape))
+        outputs = _llm(backend).generate(prompts, params, speculation=ways)
     assert test_feature_heads.faults(outputs) == 0
     assert watch.num_rows > 5
     assert watch.worst <= test_feature_heads.BOUND

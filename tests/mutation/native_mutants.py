@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutation.head_mutants import HEAD_MUTANTS
 from tests.mutation.mutants import PROBE_DIFFERS, Mutant, Refusal
 
 
@@ -625,4 +626,5 @@ NATIVE_MUTANTS = (
     *DESCRIPTION_MUTANTS,
     *EXPERT_MUTANTS,
     *PASS_MUTANTS,
+    *HEAD_MUTANTS,
 )

@@ -1,0 +1,84 @@
+"""Bugs planted where our kernels compute the layer of a head: which rows, which norms, which blocks."""
+
+from __future__ import annotations
+
+from tests.mutation.mutants import Mutant
+
+
+def _mutant(name: str, path: str, old: str, new: str) -> Mutant:
+    return Mutant(name, 0, path, old, new, "kernels_features")
+
+
+_DECODER, _ATTENTION = "kernels/native/decoder.inc", "kernels/native/attention.inc"
+_HEAD, _DRAFTS, _ROWS = "heads/fused_head.py", "propose/methods/fused_drafts.py", "propose/methods/fused_rows.py"
+HEAD_MUTANTS = (
+    _mutant("all rows have the embedding of the first", _DECODER, "beside_in + r * hidden", "beside_in"),
+    _mutant(
+        "embeddings have the norm of features",
+        _DECODER,
+        "NAME(apply_norm)(&layer->beside_norm,",
+        "NAME(apply_norm)(&layer->attention_norm,",
+    ),
+    _mutant("what attention adds to is never normed", _DECODER, "if (layer->normed_residual)", "if (0)"),
+    _mutant("what is kept begins with queries", _DECODER, "NAME(panel_at)(&layer->qkv, queries)", "rest.data"),
+    _mutant("what is kept has the biases of queries", _DECODER, "rest.bias += queries * PANEL", "rest.bias += 0"),
+    _mutant("no token is unseen", _ATTENTION, "NAME(least)(shape->unseen, position)", "0"),
+    _mutant("the first token is seen", _HEAD, "unseen=1", "unseen=0"),
+    _mutant(
+        "the layer never norms what it adds to",
+        _HEAD,
+        "normed_residual=config.norm_before_residual",
+        "normed_residual=False",
+    ),
+    _mutant(
+        "the next token reads what was not normed", _HEAD, "states if self._network.config.norm_output else left", "left"
+    ),
+    _mutant(
+        "a text is read beside its own features",
+        _HEAD,
+        "features_before(before, features, [len(text) for text in texts])",
+        "features",
+    ),
+    _mutant(
+        "every row of a draft reads the target's feature",
+        _DRAFTS,
+        "drafting.features[row] = features",
+        "drafting.features[row] = drafting.features[-1]",
+    ),
+    _mutant(
+        "drafts of a step share their blocks",
+        _DRAFTS,
+        "drafting.begin(kv, self.added, self._free)",
+        "drafting.begin(kv, self.added, iter(self.added.draft_blocks))",
+    ),
+    _mutant(
+        "a row of a tree sees all rows before it",
+        _ROWS,
+        "self.seen[place] = self.seen[self.places[parent]]",
+        "self.seen[place, :place] = 1",
+    ),
+    _mutant(
+        "a tree is taken for a chain",
+        _ROWS,
+        "self.positions[-1] == self.held + len(self.positions) - 1",
+        "True",
+    ),
+    _mutant(
+        "the first block of a draft lacks what the text has in it",
+        _ROWS,
+        "added.begin_block(own[0], kv, self.held)",
+        "pass",
+    ),
+    _mutant(
+        "rows of a draft lie a slot too early",
+        _ROWS,
+        "divmod(self.held + place, self.block_size)",
+        "divmod(self.held + place - 1, self.block_size)",
+    ),
+    _mutant(
+        "all drafts of a step lie in the blocks of the first",
+        _ROWS,
+        "table_at=_begins(len(part.drafting.block_table) for part in parts)",
+        "table_at=[0] * len(parts)",
+    ),
+)
