@@ -288,7 +288,8 @@ class ObservedRows:
         positions: Position of each row.
         parents: Which of these rows each one follows; -1 where it follows what was computed in earlier passes.
         statuses: What became of each row.
-        aux_hidden_states: By layer index: [num_rows, hidden_size].
+        aux_hidden_states: By layer index: [num_rows, hidden_size]. They may be views of the whole pass: what is kept is
+            cloned.
         target_top_k: None unless asked for.
     """
 
@@ -306,6 +307,12 @@ class ObservedRows:
     def where(self, *statuses: RowStatus) -> list[int]:
         """Indices of the rows with one of these statuses, in order."""
         return [row for row, status in enumerate(self.statuses) if status in statuses]
+
+
+def rows_at(places: Sequence[int]) -> slice | list[int]:
+    """What selects rows of a tensor: a slice, which copies nothing, where they lie one behind another."""
+    together = bool(places) and list(places) == list(range(places[0], places[0] + len(places)))
+    return slice(places[0], places[-1] + 1) if together else list(places)
 
 
 class Proposer:

@@ -70,7 +70,9 @@ class Recorder(Proposer):
         return taken
 
     def _kept(self, seen: ObservedRows) -> dict[str, Tensor]:
-        found = {hidden_name(layer): states.to(self._dtype).cpu() for layer, states in seen.aux_hidden_states.items()}
+        found = {
+            hidden_name(layer): states.to(self._dtype, copy=True).cpu() for layer, states in seen.aux_hidden_states.items()
+        }
         if seen.target_top_k is not None:
             assert len(seen.target_top_k.rows) == len(seen), "every row of the text has logits"
             found[TOP_TOKENS] = seen.target_top_k.token_ids.to(torch.int32).cpu()

@@ -13,7 +13,7 @@ from outrider.engine.proposing.drafter import Drafter
 from outrider.engine.proposing.drafting import StepDraft
 from outrider.engine.scheduling.scheduler import ScheduledSequence
 from outrider.model.runner import ForwardOutput
-from outrider.propose.base import ObservedRows, Requirements, RowStatus, TopK
+from outrider.propose.base import ObservedRows, Requirements, RowStatus, TopK, rows_at
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def _hidden_states(needed: Requirements, shown: list[int], place: int, out: Forw
     if not needed.aux_layers:
         return {}
     first = out.row_spans[place][0]
-    index = torch.tensor(shown, device=out.logits.device) + first
-    return {layer: out.aux_hidden_states[layer][index] for layer in needed.aux_layers}
+    chosen = rows_at([first + row for row in shown])
+    return {layer: out.aux_hidden_states[layer][chosen] for layer in needed.aux_layers}
 
 
 def _top_k(needed: Requirements, shown: list[int], place: int, out: ForwardOutput) -> TopK | None:

@@ -50,7 +50,7 @@ class ProposerBesideTarget(Proposer):
     def observe(self, rows: Sequence[ObservedRows]) -> None:
         read = [text for seen in rows if (text := TextRows.of(seen, self.added.num_filled(seen.sequence.kv)))]
         if read:
-            self._read(read, {layer: torch.cat([text.hidden(layer) for text in read]) for layer in self.added.aux_layers})
+            self._read(read, {layer: _joined([text.hidden(layer) for text in read]) for layer in self.added.aux_layers})
 
     @abstractmethod
     def _read(self, read: Sequence[TextRows], states: Mapping[int, Tensor]) -> None:
@@ -72,3 +72,8 @@ class ProposerBesideTarget(Proposer):
         held = self.added.num_filled(request.sequence.kv)
         ready = held >= least and unread_tokens(request, held)
         return Growth.of(request, request.budget if ready else 0, depth, self._min_confidence)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of texts one behind another; those of a single text are not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

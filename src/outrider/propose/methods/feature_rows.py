@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.cache.state import KVView
 from outrider.model.lone_layer import SeenRows
-from outrider.propose.base import ObservedRows, ProposeRequest, ProposerSequence, RowStatus
+from outrider.propose.base import ObservedRows, ProposeRequest, ProposerSequence, RowStatus, rows_at
 from outrider.propose.trees.growth import Growth
 
 
@@ -67,7 +67,7 @@ class TextRows:
 
     def hidden(self, layer: int) -> Tensor:
         """The target's hidden states [n, hidden_size] of a layer."""
-        return self.seen.aux_hidden_states[layer][self.places]
+        return self.seen.aux_hidden_states[layer][rows_at(self.places)]
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ def _processed(growths: Sequence[Growth], logits: Tensor) -> Tensor:
     for growth in growths:
         start, end = end, end + len(growth.level)
         done.append(_along_paths(growth, logits[start:end]))
-    return torch.cat(done)
+    return done[0] if len(done) == 1 else torch.cat(done)
 
 
 def _along_paths(growth: Growth, rows: Tensor) -> Tensor:
@@ -315,7 +315,8 @@ def _choose_likeliest(families: list[_Family]) -> None:
     """The likeliest tokens that a node has no child of, best first, the lowest id among equals."""
     if not families:
         return
-    logits = torch.stack([family.growth.laws[family.parent].row for family in families])
+    rows = [family.growth.laws[family.parent].row for family in families]
+    logits = rows[0][None] if len(rows) == 1 else torch.stack(rows)
     ends = [family.first + family.count for family in families]
     if max(ends) <= 1:
         tokens = argmax(logits)[:, None]
