@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from outrider.propose.methods.medusa import Medusa
     from outrider.propose.methods.mtp import Mtp
     from outrider.propose.methods.ngram import Ngram
+    from outrider.propose.methods.peagle import PEagle
     from outrider.propose.methods.prediction import Prediction
     from outrider.propose.methods.staged import Staged
     from outrider.propose.methods.suffix import Suffix
@@ -65,6 +66,7 @@ _HOMES = {
     "Merge": "outrider.propose.compositions",
     "Mtp": "outrider.propose.methods.mtp",
     "Ngram": "outrider.propose.methods.ngram",
+    "PEagle": "outrider.propose.methods.peagle",
     "Prediction": "outrider.propose.methods.prediction",
     "Staged": "outrider.propose.methods.staged",
     "Suffix": "outrider.propose.methods.suffix",
@@ -111,6 +113,7 @@ __all__ = [
     "Mtp",
     "Ngram",
     "OutriderError",
+    "PEagle",
     "Prediction",
     "RequestOutput",
     "RequestStats",

@@ -13,31 +13,40 @@ from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.model import keeping
 from outrider.prove.published_blocks import save_random_dflash
 from outrider.prove.published_heads import save_random_eagle
+from outrider.prove.published_parallel import save_random_peagle
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model import checkpoints
 
 COPY = [1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 #: Methods whose drafts take one pass, however long they are. Each token of Medusa has an output layer of its own.
-AT_ONCE = {"dflash", "blockwise"}
+AT_ONCE = {"dflash", "peagle", "blockwise"}
 #: Rows cost nothing, so that whatever stands pays.
 FREE = CostTable(dict.fromkeys((1, 2, 4, 8, 16, 32, 64), 1.0))
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """A target with heads of DFlash, EAGLE-3, blockwise decoding and Medusa."""
+    """A target with heads of DFlash, EAGLE-3, P-EAGLE, blockwise decoding and Medusa."""
     folder = tmp_path_factory.mktemp("auto_heads")
     target = checkpoints.save("llama", folder / "target", seed=3)
     block = save_random_dflash(folder / "block", target, block_size=8, scale=0.1)
     eagle = save_random_eagle(folder / "eagle", target, "speculators", eagle_aux_hidden_state_layer_ids=[1, 2], scale=0.1)
-    return target, block, eagle, *(save_random_heads(folder / name, target, name) for name in ("blockwise", "medusa"))
+    parallel = save_random_peagle(folder / "parallel", target, eagle_aux_hidden_state_layer_ids=[1, 2], scale=0.1)
+    return (
+        target,
+        block,
+        eagle,
+        parallel,
+        *(save_random_heads(folder / name, target, name) for name in ("blockwise", "medusa")),
+    )
 
 
 def chosen_for(paths: tuple[str, ...]) -> LLM:
-    target, block, eagle, blockwise, medusa = paths
+    target, block, eagle, parallel, blockwise, medusa = paths
     methods: list[Any] = [
         {"method": "dflash", "model": block, "num_draft_tokens": 7},
         {"method": "eagle3", "model": eagle},
+        {"method": "peagle", "model": parallel},
         {"method": "blockwise", "model": blockwise},
         {"method": "medusa", "model": medusa},
         {"method": "ngram", "min_match": 1},

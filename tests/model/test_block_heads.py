@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from outrider import LLM, DFlash, Eagle3, Ngram, SpeculationConfig
+from outrider import DFlash, Eagle3, Ngram, SpeculationConfig
 from outrider.engine.scheduling.scheduler import as_requested
 from outrider.errors import HeadMismatchError, ModelLoadError
 from outrider.heads import block_head
@@ -18,10 +18,9 @@ from outrider.propose.trees import by_depth
 from outrider.prove.cache_truth import CacheAudit
 from outrider.prove.published_blocks import save_random_dflash
 from outrider.prove.published_heads import save_random_eagle
-from outrider.prove.tiny import raise_engine_norms
 from tests.model import checkpoints
 from tests.model.block_reference import BlockReference
-from tests.model.test_feature_heads import BOUND, GREEDY, LAYERS, PROMPTS, SEEDED, Watch, faults, texts
+from tests.model.test_feature_heads import BOUND, GREEDY, LAYERS, PROMPTS, SEEDED, Watch, faults, load, texts
 from tests.model.test_hostile_heads import change, exchange
 from tests.model.test_target import Oracle
 
@@ -60,15 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(path, Oracle(path), heads)
 
 
-def load(made: Made, backend: str = "auto", **how: Any) -> LLM:
-    how = {"dtype": "float64", "block_size": 4, "speculation": "none", **how}
-    llm = LLM(made.path, attention_backend=backend, **how)
-    if how["dtype"] == "float64":
-        raise_engine_norms(llm)
-    return llm
-
-
-def watched(made: Made, name: str, patch: pytest.MonkeyPatch) -> Watch:
+def watched(made: Any, name: str, patch: pytest.MonkeyPatch) -> Watch:
     """Compares the logits behind every node of every draft with the reference of a head."""
     return Watch(made.reference(name), patch, by_depth)
 
@@ -97,9 +88,13 @@ def test_logits_are_those_of_the_reference_over_the_whole_block(
 def test_every_draft_is_what_the_reference_says(
     made: Made, backend: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_crowded(made, "z-lab, windows", backend, shape, monkeypatch)
+
+
+def check_crowded(made: Any, name: str, backend: str, shape: dict[str, Any], patch: pytest.MonkeyPatch) -> None:
     """After rejected drafts, prefix hits, preemptions and forks, in too little memory for all texts."""
     crowded = load(made, backend, kv_cache_tokens=120, max_num_batched_tokens=48)
-    watch, way = watched(made, "z-lab, windows", monkeypatch), made.way("z-lab, windows", **shape)
+    watch, way = watched(made, name, patch), made.way(name, **shape)
     params = [GREEDY, SEEDED.replace(temperature=0, n=2), SEEDED] * 2
     outputs = crowded.generate([*PROMPTS, *PROMPTS], params, speculation=way)
     stats = crowded.stats.finished
@@ -116,9 +111,13 @@ def test_every_draft_is_what_the_reference_says(
 
 
 def test_the_added_layers_hold_what_a_fresh_prefill_gives(made: Made) -> None:
+    check_added_layers(made, "z-lab")
+
+
+def check_added_layers(made: Any, name: str) -> None:
     llm = load(made, kv_cache_tokens=120)
     for prompt in PROMPTS:
-        llm.engine.add_request(tuple(prompt), SEEDED.replace(n=3, max_tokens=8), made.way("z-lab"))
+        llm.engine.add_request(tuple(prompt), SEEDED.replace(n=3, max_tokens=8), made.way(name))
     audit = CacheAudit(llm.engine)
     audit.run()
     assert audit.num_checked
@@ -128,11 +127,15 @@ def test_the_added_layers_hold_what_a_fresh_prefill_gives(made: Made) -> None:
 def test_a_prefix_hit_costs_no_second_prefill_and_is_drafted_for_at_once(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm, way = load(made), made.way("z-lab")
+    check_prefix_hit(made, "z-lab", monkeypatch)
+
+
+def check_prefix_hit(made: Any, name: str, patch: pytest.MonkeyPatch) -> None:
+    llm, way = load(made), made.way(name)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
     first = llm.generate(prompt, GREEDY, speculation=way)
     llm.stats.reset()
-    watch = watched(made, "z-lab", monkeypatch)
+    watch = watched(made, name, patch)
     again = llm.generate(prompt, GREEDY, speculation=way)
     assert texts(again) == texts(first)
     assert llm.stats.finished.num_cached_tokens == 12
@@ -143,10 +146,15 @@ def test_a_prefix_hit_costs_no_second_prefill_and_is_drafted_for_at_once(
 def test_a_draft_behind_another_proposers_takes_the_places_that_come_after(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch, llm = watched(made, "z-lab", monkeypatch), load(made)
+    check_behind_another(made, "z-lab", 9, monkeypatch)
+
+
+def check_behind_another(made: Any, name: str, length: int, patch: pytest.MonkeyPatch) -> None:
+    """A lookup drafts two tokens; the head's own places reach to the fifth one behind the text at most."""
+    watch, llm = watched(made, name, patch), load(made)
     lookup = SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=2)
-    llm.engine.scheduler.planner = lambda seq: (lookup, made.way("z-lab", num_draft_tokens=9))
-    outputs = llm.generate(PROMPTS, GREEDY, speculation=made.way("z-lab"))
+    llm.engine.scheduler.planner = lambda seq: (lookup, made.way(name, num_draft_tokens=length))
+    outputs = llm.generate(PROMPTS, GREEDY, speculation=made.way(name))
     llm.engine.scheduler.planner = as_requested
     assert faults(outputs) == 0
     assert watch.worst <= BOUND

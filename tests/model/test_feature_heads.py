@@ -84,7 +84,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(path, Oracle(path), heads)
 
 
-def load(made: Made, backend: str = "auto", **how: Any) -> LLM:
+def load(made: Any, backend: str = "auto", **how: Any) -> LLM:
     how = {"dtype": "float64", "block_size": 4, "speculation": "none", **how}
     llm = LLM(made.path, attention_backend=backend, **how)
     if how["dtype"] == "float64":

@@ -18,6 +18,7 @@ from outrider.errors import ContradictionError, InvalidParameterError, OutriderE
 from outrider.heads.formats.published import PublishedHead, read_head
 from outrider.prove.published_blocks import save_random_dflash
 from outrider.prove.published_heads import save_random_eagle
+from outrider.prove.published_parallel import save_random_peagle
 from tests.model import checkpoints
 
 
@@ -90,6 +91,16 @@ def test_a_block_drafter_comes_back_to_the_bit(target: str, tmp_path: Path, how:
     if "draft_tokens" not in how:
         write_head(tmp_path / "two", read_head(str(tmp_path / "one")), "z-lab")
         assert_same(read_head(first), read_head(str(tmp_path / "two")))
+
+
+def test_a_head_that_drafts_in_one_pass_comes_back_to_the_bit(target: str, tmp_path: Path) -> None:
+    first = save_random_peagle(
+        tmp_path / "first", target, num_layers=3, norm_before_residual=True, draft_tokens=(3, 5, 8, 60)
+    )
+    convert_head(first, "speculators", tmp_path / "one", target)
+    assert_same(read_head(first), read_head(str(tmp_path / "one")))
+    with pytest.raises(UnsupportedModelError, match="safeailab has no heads of peagle"):
+        convert_head(first, "safeailab", tmp_path / "out")
 
 
 def test_what_a_format_cannot_say_is_refused(target: str, tmp_path: Path) -> None:

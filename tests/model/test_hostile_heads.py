@@ -80,7 +80,7 @@ def test_such_heads_draft_before_they_are_spoilt(llm: LLM, path: str, layout: st
     ("layout", "spoil", "told"),
     [
         ("speculators", lambda m: m.pop("norm_before_residual"), "norm_before_residual=None: vLLM takes true"),
-        ("speculators", _set(speculators_model_type="peagle"), "'peagle': this version does not read it"),
+        ("speculators", _set(speculators_model_type="eagle"), "'eagle': this version does not read it"),
         ("speculators", lambda m: m["transformer_layer_config"].pop("model_type"), "it names no model_type"),
         ("speculators", _set(fc_norm=True, norm_before_fc=True), "only one of them can be"),
         ("speculators", _set(norm_output="yes"), "neither true nor false"),

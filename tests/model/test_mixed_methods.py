@@ -13,6 +13,7 @@ from outrider.propose import registry
 from outrider.prove.published_blocks import save_random_dflash
 from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.published_mtp import save_random_mtp
+from outrider.prove.published_parallel import save_random_peagle
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model.vocabularies import save_permuted_and_cut
 
@@ -65,6 +66,8 @@ WAYS: list[dict[str, Any]] = [
     {"method": "staged", "drafter": {"method": "suffix", "branches": True}},
     {"method": "staged", "drafter": {"method": "early_exit", "tree": (2, 1)}, "num_draft_tokens": 4},
     {"method": "auto", "methods": [{"method": "draft_model"}, {"method": "ngram", "min_match": 1}]},
+    {"method": "peagle", "num_draft_tokens": 4},
+    {"method": "peagle", "tree": (2, 1)},
 ]
 PREDICTION = "\n    for name in names:\n        return self\n"
 
@@ -90,6 +93,7 @@ def test_a_batch_of_all_methods_writes_what_plain_decoding_writes_alone(llm: LLM
         models[method] = {"model": save_random_eagle(tmp_path / method, default_model("target"), layout, scale=0.1)}
     models["mtp"] = {"model": save_random_mtp(tmp_path / "mtp", default_model("target"), "deepseek_v3", 2, scale=0.1)}
     models["dflash"] = {"model": save_random_dflash(tmp_path / "dflash", default_model("target"), scale=0.1)}
+    models["peagle"] = {"model": save_random_peagle(tmp_path / "peagle", default_model("target"), scale=0.1)}
     requests = [
         (prompt, PARAMS[(place + turn) % len(PARAMS)], {**way, **models.get(way["method"], {})})
         for turn, prompt in enumerate(PROMPTS)

@@ -15,7 +15,7 @@ from outrider import LLM, Mtp, SpeculationConfig
 from outrider.errors import InvalidParameterError, ModelError, ModelLoadError, UnsupportedModelError
 from outrider.heads.formats.mtp import read_mtp_config
 from outrider.heads.mtp_head import MtpHead, MtpLayer
-from outrider.propose.methods.feature_drafts import LayerHeadProposer
+from outrider.propose.methods import feature_texts
 from outrider.prove.cache_truth import CacheAudit
 from outrider.prove.own_model import KV_BOUND
 from outrider.prove.published_mtp import save_random_mtp
@@ -203,13 +203,13 @@ def _halves_swapped(patch: pytest.MonkeyPatch) -> None:
 
 
 def _prompt_not_read(patch: pytest.MonkeyPatch) -> None:
-    stock = LayerHeadProposer._keep
+    stock = feature_texts._keep
 
-    def keep(self: Any, read: Any, layer: int, keys: Any, values: Any) -> Any:
+    def keep(added: Any, head: Any, read: Any, layer: int, keys: Any, values: Any) -> Any:
         prompt = read[0].start == 0
-        return stock(self, read, layer, *(torch.zeros_like(each) if prompt else each for each in (keys, values)))
+        return stock(added, head, read, layer, *(torch.zeros_like(each) if prompt else each for each in (keys, values)))
 
-    patch.setattr(LayerHeadProposer, "_keep", keep)
+    patch.setattr(feature_texts, "_keep", keep)
 
 
 @pytest.mark.parametrize("plant", [_before_the_final_norm, _halves_swapped, _prompt_not_read])

@@ -19,6 +19,7 @@ from outrider.propose.trees.pace import FixedPace
 from outrider.prove.published_blocks import save_random_dflash
 from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.published_mtp import save_random_mtp
+from outrider.prove.published_parallel import save_random_peagle
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model.test_mixed_methods import PREDICTION, WAYS
 
@@ -56,6 +57,7 @@ def write(folder: Path, half: int | None = None) -> dict[str, list[Any]]:
         heads[method] = save_random_eagle(folder / method, default_model("target"), layout, scale=0.1)
     heads["mtp"] = save_random_mtp(folder / "mtp", default_model("target"), "deepseek_v3", 2, scale=0.1)
     heads["dflash"] = save_random_dflash(folder / "dflash", default_model("target"), scale=0.1)
+    heads["peagle"] = save_random_peagle(folder / "peagle", default_model("target"), scale=0.1)
     found: dict[str, list[Any]] = {}
     for turn, way in enumerate((*METHODS, *RULES)):
         model = {"model": heads[way["method"]]} if way["method"] in heads else {}

@@ -21,10 +21,12 @@ from outrider.prove.cache_truth import CacheAudit
 from outrider.prove.published_blocks import save_random_dflash
 from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.published_mtp import save_random_mtp
+from outrider.prove.published_parallel import save_random_peagle
 from outrider.prove.tiny import raise_engine_norms
 from tests.model import checkpoints
 from tests.model.block_reference import BlockReference
 from tests.model.eagle_reference import Eagle1Reference, EagleReference
+from tests.model.parallel_reference import ParallelReference
 from tests.model.test_feature_heads import BOUND, GREEDY, PROMPTS, SEEDED, Watch, faults, texts
 from tests.model.test_target import Oracle
 
@@ -34,8 +36,14 @@ GUESSES: dict[str, dict[str, Any]] = {
     "eagle1": {"tree": (2, 2)},
     "dflash": {"num_draft_tokens": 3},
     "mtp": {"num_draft_tokens": 3},
+    "peagle": {"num_draft_tokens": 3},
 }
-REFERENCES: dict[str, Any] = {"eagle3": EagleReference, "eagle1": Eagle1Reference, "dflash": BlockReference}
+REFERENCES: dict[str, Any] = {
+    "eagle3": EagleReference,
+    "eagle1": Eagle1Reference,
+    "dflash": BlockReference,
+    "peagle": ParallelReference,
+}
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=10),
     SamplingParams(seed=3, n=2, max_tokens=10),
@@ -82,6 +90,7 @@ def make(folder: Path) -> Pair:
         "eagle1": save_random_eagle(folder / "eagle1", draft, "safeailab1", scale=0.1),
         "dflash": save_random_dflash(folder / "dflash", draft, scale=0.1, inputs=(1, 2)),
         "mtp": save_random_mtp(folder / "mtp", draft, "deepseek_v3", 2, scale=0.1),
+        "peagle": save_random_peagle(folder / "peagle", draft, scale=0.1, **layers),
     }
     return Pair(target, draft, heads)
 
@@ -116,7 +125,7 @@ def test_every_guess_is_what_the_reference_says(pair: Pair, method: str, monkeyp
     way = pair.way(method)
     llm, _ = pair.load(way, kv_cache_tokens=48, max_num_batched_tokens=48)
     reference = REFERENCES[method](pair.heads[method], Oracle(pair.draft).model)
-    watch = Watch(reference, monkeypatch, by_depth if method == "dflash" else feature_drafts)
+    watch = Watch(reference, monkeypatch, by_depth if method in ("dflash", "peagle") else feature_drafts)
     params = [*PARAMS[:2], SEEDED]
     outputs = llm.generate(PROMPTS, params, speculation=way)
     stats = llm.stats.finished

@@ -10,6 +10,7 @@ def _mutant(name: str, path: str, old: str, new: str, killer: str = "features_ma
 
 
 _DRAFTS, _ROWS = "propose/methods/feature_drafts.py", "propose/methods/feature_rows.py"
+_TEXTS = "propose/methods/feature_texts.py"
 _HEAD, _NETWORKS = "heads/feature_head.py", "heads/feature_networks.py"
 FEATURE_MUTANTS = (
     _mutant(
@@ -29,7 +30,7 @@ FEATURE_MUTANTS = (
     _mutant("the first token has a row", _ROWS, "_with_room(keys[layer + 1 :], room", "_with_room(keys[layer:-1], room"),
     _mutant(
         "samples forget the feature that their prompt ends with",
-        _DRAFTS,
+        _TEXTS,
         "self._features[child.seq_id] = self._features[parent.seq_id]",
         "parts = self._features[parent.seq_id]; self._features[child.seq_id] = LastFeatures(parts.start, 2 * parts.rows)",
         "features_of_samples",
@@ -93,9 +94,9 @@ FEATURE_MUTANTS = (
     ),
     _mutant(
         "layers of the checkpoint keep nothing of the prompt",
-        _DRAFTS,
-        "self.added.write(text.kv, layer, text.start, keys[rows], values[rows])",
-        "self.added.write(text.kv, layer, text.start, 0 * keys[rows], 0 * values[rows])",
+        _TEXTS,
+        "added.write(text.kv, layer, text.start, keys[rows], values[rows])",
+        "added.write(text.kv, layer, text.start, 0 * keys[rows], 0 * values[rows])",
         "mtp_makes_the_drafts",
     ),
     _mutant(

@@ -12,6 +12,7 @@ from tests.statistical import planted
 from outrider.propose.base import Proposer
 from outrider.propose.methods.block_drafts import BlockHeadProposer
 from outrider.propose.methods.feature_drafts import FeatureHeadProposer
+from outrider.propose.methods.parallel_drafts import ParallelHeadProposer
 from outrider.propose.methods.row_heads import RowHeadsProposer
 from outrider.propose.methods.staged import StagedProposer
 from outrider.propose.trees import growth
@@ -40,6 +41,7 @@ REPEATS = (
     *("Medusa, walk", "Medusa, temperature and filters", "Medusa, penalties", "Medusa, stop tokens"),
     *("Medusa, tree, recursive rejection", "exit, tree, recursive rejection", "exit, two samples", "exit behind Medusa"),
     *("blockwise, seeded", "blockwise, two samples", "EAGLE, seeded", "EAGLE, two samples", "Medusa behind early exit"),
+    *("P-EAGLE, block", "P-EAGLE, two samples", "P-EAGLE, best-first tree"),
     *("merge of EAGLE-3 and the draft model, token", "merge of a tree of EAGLE-3 and EAGLE, token"),
 )
 
@@ -54,7 +56,7 @@ def test_joint_distribution_of_generate(proof: EngineProof, name: str) -> None:
     assert stats.num_draft_tokens > stats.num_accepted_tokens > 0, "otherwise the proof would say nothing about drafts"
     assert stats.num_proposer_faults == 0
     named = str((BY_NAME[name].speculation, BY_NAME[name].turns))
-    methods = ("eagle1", "eagle3", "mtp", "dflash")
+    methods = ("eagle1", "eagle3", "mtp", "dflash", "peagle")
     inside = {stage.split(".")[-1] for stage, count in stats.drafted_by_stage.items() if count}
     assert {method for method in methods if f"'{method}'" in named} <= {*stats.drafted_by_method} | inside
     assert ("staged" in named) == any(stats.drafted_by_stage.values()), "heads of the draft model have guessed"
@@ -74,6 +76,7 @@ def test_every_setting_has_a_name_of_its_own() -> None:
         "EAGLE-3, token",
         "EAGLE-3, tree, traversal",
         "DFlash, block",
+        "P-EAGLE, block",
         "staged, the first layer of the draft model",
         "staged, EAGLE-3 of the draft model",
     ],
@@ -81,7 +84,12 @@ def test_every_setting_has_a_name_of_its_own() -> None:
 def test_control_drafts_that_are_dropped_for_what_they_are_are_seen(
     proof: EngineProof, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    kinds = {"EAGLE-3": FeatureHeadProposer, "DFlash": BlockHeadProposer, "staged": StagedProposer}
+    kinds = {
+        "EAGLE-3": FeatureHeadProposer,
+        "DFlash": BlockHeadProposer,
+        "P-EAGLE": ParallelHeadProposer,
+        "staged": StagedProposer,
+    }
     kind: type[Proposer] = kinds.get(name.split(",")[0], RowHeadsProposer)
     stock = kind.propose
 
@@ -93,7 +101,7 @@ def test_control_drafts_that_are_dropped_for_what_they_are_are_seen(
     assert proof.prove(BY_NAME[name], 3).measured > 1e-4
 
 
-@pytest.mark.parametrize("name", ["Medusa, block", "exit, token", "EAGLE-3, block", "DFlash, token"])
+@pytest.mark.parametrize("name", ["Medusa, block", "exit, token", "EAGLE-3, block", "DFlash, token", "P-EAGLE, token"])
 def test_control_a_law_that_is_not_the_one_drawn_from_is_seen(
     proof: EngineProof, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.convert import safeailab1_head, safeailab_head, speculators_block_head, speculators_head, zlab_head
+from outrider.convert import (
+    safeailab1_head,
+    safeailab_head,
+    speculators_block_head,
+    speculators_head,
+    speculators_parallel_head,
+    zlab_head,
+)
 from outrider.convert.published_names import published
 from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.files import write_tensors, write_text
@@ -24,6 +31,7 @@ FORMATS = ("speculators", "safeailab")
 _WRITERS: dict[tuple[str, str], Any] = {
     ("speculators", "eagle3"): speculators_head,
     ("speculators", "dflash"): speculators_block_head,
+    ("speculators", "peagle"): speculators_parallel_head,
     ("safeailab", "eagle1"): safeailab1_head,
     ("safeailab", "eagle3"): safeailab_head,
     ("z-lab", "dflash"): zlab_head,

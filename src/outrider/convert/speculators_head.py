@@ -12,10 +12,14 @@ from outrider.heads.formats.speculators import PREFIXES as PREFIXES
 
 def mapping(config: FeatureHeadConfig) -> dict[str, Any]:
     """The configuration of a head."""
+    return {"architectures": ["Eagle3Speculator"], **fields(config, num_draft_tokens=5)}
+
+
+def fields(config: FeatureHeadConfig, num_draft_tokens: int) -> dict[str, Any]:
+    """What the configurations of all heads of EAGLE-3's kind say; the arguments are those of `described`."""
     ids = {} if config.aux_layers is None else {AUX_LAYERS: list(config.aux_layers)}
     return {
-        "architectures": ["Eagle3Speculator"],
-        **described(config, num_draft_tokens=5),
+        **described(config, num_draft_tokens),
         **ids,
         "norm_before_residual": False,
         **norm_flags(config),

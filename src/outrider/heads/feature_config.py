@@ -20,8 +20,8 @@ class FeatureHeadConfig:
     """What a published head says of itself.
 
     Attributes:
-        method: Whose head it is: "eagle1" reads what the target's final norm leaves, "eagle3" and "dflash" what enters
-            several layers.
+        method: Whose head it is: "eagle1" reads what the target's final norm leaves, and the others
+            what enters several layers.
         layer: transformers' configuration of its layer: sizes, activation, rotary factors.
         target_hidden_size: Width of the target's hidden states.
         vocab_size: Width of the target's logits.

@@ -1,49 +1,28 @@
-"""FeatureHead: a head with attention of its own, which reads each token beside the target's feature of the one before."""
+"""FeatureHead: a head that drafts token by token, with attention of its own."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from outrider.cache.added_layers import AddedShape
-from outrider.model.lone_layer import Look, SeenRows
-from outrider.model.target import Target
-
-#: `Look` for any layer of a head, which is the first argument.
-LookByLayer = Callable[[int, Tensor, Tensor], Sequence[SeenRows]]
+from outrider.heads.text_head import LookByLayer, TextHead
+from outrider.model.lone_layer import Look
 
 
-class FeatureHead(ABC):
-    """A head beside its target.
+class FeatureHead(TextHead):
+    """A head that drafts token by token.
 
-    Its first layer reads a token beside the target's feature of the token before it. Layer i reads the token beside what
-    layer i - 1 left of the token before, and guesses one token further ahead. So what the next token reads, its *features*,
-    are num_layers rows. In layer i the rows of the first i + 1 tokens have nothing to read, and no row looks at them.
+    Layer i reads the token beside what layer i - 1 left of the token before, and guesses one token further ahead. So what
+    the next token reads, its *features*, are num_layers rows. In layer i the rows of the first i + 1 tokens have nothing to
+    read, and no row looks at them.
 
     Attributes:
-        shape: What its layers keep.
         width: Of what one layer reads.
-        aux_layers: Hidden states of the target that it reads, low to high.
-        dtype: That its rows are computed in.
-        window: How many tokens back its rows look; None for all.
     """
-
-    shape: AddedShape
-    aux_layers: tuple[int, ...]
-    dtype: torch.dtype
-    window: int | None = None
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-
-    @property
-    def num_layers(self) -> int:
-        """How many layers it has."""
-        return self.shape.num_layers
 
     @property
     def width(self) -> int:
@@ -92,18 +71,6 @@ class FeatureHead(ABC):
         hidden: Mapping[int, Tensor],
         keep: LookByLayer,
     ) -> Tensor:
-        """Read what the target has computed of texts.
-
-        Args:
-            texts: The tokens of each.
-            positions: Of these tokens.
-            before: [num_texts, feature_size] the features of the tokens before them.
-            hidden: [n, target_hidden_size] of all tokens in turn, by layer of the target.
-            keep: Keeps the keys and values of a layer. It is not asked what rows see in the last layer.
-
-        Returns:
-            The features [n, feature_size] of the tokens, in the target's dtype.
-        """
         tokens = [token for text in texts for token in text]
         places = [place for own in positions for place in own]
         features = [self.fuse(hidden)]
@@ -117,36 +84,8 @@ class FeatureHead(ABC):
             features.append(self.next_feature(left).to(self._target.dtype))
         return torch.cat(features, -1)
 
-    def recompute(self, token_ids: Sequence[int], hidden: Mapping[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """What is kept of a whole text, for the proofs: see `AddedLayers`. The first token has no features before it."""
-        kept = []
-
-        def keep(layer: int, keys: Tensor, values: Tensor) -> list[SeenRows]:
-            rows = keys.to(self._target.dtype), values.to(self._target.dtype)
-            kept.append(rows)
-            return [self.seen_of_text(layer, 0, slice(0, len(keys)), *rows)]
-
-        before = torch.zeros(1, self.shape.feature_size, dtype=self._target.dtype, device=self._target.device)
-        self.read([token_ids], [range(len(token_ids))], before, hidden, keep)
-        return kept
-
-    def seen_of_text(self, layer: int, start: int, rows: slice, keys: Tensor, values: Tensor) -> SeenRows:
-        """What rows of a text see in a layer.
-
-        Args:
-            layer: Which of its layers.
-            start: Position of the first row.
-            rows: Which rows.
-            keys, values: [num_slots, num_kv_heads, dim] of the text up to its last row.
-        """
-        slots = torch.arange(len(keys), device=keys.device)
-        own = slots[start:, None]
-        seen = (slots > layer) & (slots <= own)
-        if self.window is not None:
-            seen &= own - slots < self.window
-        seen |= slots == own  # rows that nobody looks at must be numbers all the same
-        mask = torch.zeros(seen.shape, dtype=self.dtype, device=keys.device).masked_fill_(~seen, float("-inf"))
-        return SeenRows(rows, keys.to(self.dtype), values.to(self.dtype), mask)
+    def unseen(self, layer: int) -> int:
+        return layer + 1
 
     def _embed(self, token_ids: Sequence[int]) -> Tensor:
         """The target's embeddings."""

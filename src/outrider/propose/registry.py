@@ -31,6 +31,7 @@ _BUILT_IN = {
     "merge": "outrider.propose.compositions:Merge",
     "mtp": "outrider.propose.methods.mtp:Mtp",
     "ngram": "outrider.propose.methods.ngram:Ngram",
+    "peagle": "outrider.propose.methods.peagle:PEagle",
     "prediction": "outrider.propose.methods.prediction:Prediction",
     "staged": "outrider.propose.methods.staged:Staged",
     "suffix": "outrider.propose.methods.suffix:Suffix",

@@ -15,13 +15,14 @@ from outrider.model.loading.exclusive import exclusive_transformers
 from outrider.prove.published_blocks import save_random_dflash
 from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.published_mtp import save_random_mtp
+from outrider.prove.published_parallel import save_random_peagle
 from outrider.prove.tiny import save_tiny_llama
 
 #: Methods that draft with heads, and a spread of random weights for a tiny target, so that they guess unevenly and are not
 #: sure of anything.
 HEAD_METHODS = {"medusa": 0.7, "blockwise": 0.25, "exit": 0.7}
 #: Methods whose heads keep keys and values of the text.
-FEATURE_METHODS = frozenset({"eagle1", "eagle3", "mtp", "dflash"})
+FEATURE_METHODS = frozenset({"eagle1", "eagle3", "mtp", "dflash", "peagle"})
 
 
 def random_config(method: str, target: HeadTarget) -> HeadsConfig:
@@ -60,7 +61,10 @@ def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
     eagle1 = save_random_eagle(folder / "eagle1", target, "safeailab1", scale=0.7)
     mtp = save_random_mtp(folder / "mtp", target, "deepseek_v3", 2, scale=0.7)
     dflash = save_random_dflash(folder / "dflash", target, "speculators", scale=0.7, block_size=4, draft_tokens=(0, 2))
-    return found | {"eagle1": eagle1, "eagle3": eagle3, "mtp": mtp, "dflash": dflash}
+    peagle = save_random_peagle(
+        folder / "peagle", target, scale=0.7, draft_tokens=(0, 2), eagle_aux_hidden_state_layer_ids=[0, 1, 2]
+    )
+    return found | {"eagle1": eagle1, "eagle3": eagle3, "mtp": mtp, "dflash": dflash, "peagle": peagle}
 
 
 def save_layered(folder: Path, num_layers: int) -> dict[str, Any]:

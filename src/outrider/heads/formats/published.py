@@ -22,15 +22,18 @@ from outrider.heads.formats import (
     safeailab1,
     speculators,
     speculators_dflash,
+    speculators_peagle,
     zlab,
 )
 from outrider.heads.formats.folder import CONFIG, HeadTensor, list_tensors, read_config, read_tensors
 from outrider.heads.formats.layer import refused
+from outrider.heads.parallel_config import ParallelHeadConfig
+from outrider.heads.parallel_network import ParallelNetwork
 from outrider.heads.published_network import PublishedNetwork
 from outrider.model.loading.gguf.header import is_gguf, read_gguf
 from outrider.model.loading.gguf.values import Values
 
-_FORMATS: tuple[Any, ...] = (speculators_dflash, zlab, safeailab, speculators, safeailab1)
+_FORMATS: tuple[Any, ...] = (speculators_dflash, speculators_peagle, zlab, safeailab, speculators, safeailab1)
 #: Those in GGUF files, by the architecture that such a file names.
 _GGUF_FORMATS: dict[str, Any] = {each.ARCHITECTURE: each for each in (gguf_eagle3, gguf_dflash)}
 _EMBEDDING, _OUTPUT, _FUSION = "embed_tokens.weight", "lm_head.weight", "fc.weight"
@@ -151,6 +154,8 @@ def _network(config: FeatureHeadConfig, tensors: dict[str, HeadTensor]) -> Publi
     own_output = config.draft_vocab_size < config.vocab_size or _OUTPUT in tensors
     if isinstance(config, BlockHeadConfig):
         return BlockHeadNetwork(config, own_embedding=own, own_output=own_output)
+    if isinstance(config, ParallelHeadConfig):
+        return ParallelNetwork(config, own_embedding=own, own_output=own_output)
     return Eagle3Network(config, own_embedding=own, own_output=own_output)
 
 

@@ -32,32 +32,58 @@ def read(folder: str, mapping: Mapping[str, Any]) -> FeatureHeadConfig:
     """
     kind = mapping["speculators_model_type"]
     if kind != "eagle3":
-        raise refused(folder, "speculators_model_type", kind, "this version does not read it", "Use an eagle3 head.")
+        raise refused(
+            folder, "speculators_model_type", kind, "this version does not read it", "Use an eagle3, peagle or dflash head."
+        )
+    inner = read_inner(folder, mapping)
+    layer = read_layer(folder, inner, inner["model_type"])
+    return FeatureHeadConfig(method="eagle3", **read_fields(folder, mapping, layer))
+
+
+def read_inner(folder: str, mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a configuration says of the head's layers.
+
+    Raises:
+        ModelLoadError: It does not say of which kind they are.
+    """
     inner = mapping.get("transformer_layer_config")
     if not isinstance(inner, Mapping) or "model_type" not in inner:
         problem = "it names no model_type, and versions of the format take different ones then"
         raise refused(folder, "transformer_layer_config", inner, problem, f"Write one of {', '.join(KINDS)}.")
-    layer = read_layer(folder, inner, inner["model_type"])
+    return inner
+
+
+def read_fields(folder: str, mapping: Mapping[str, Any], layer: Any, *, trains_embedding: bool = False) -> dict[str, Any]:
+    """The fields of `FeatureHeadConfig` but for the method, which all heads of EAGLE-3's kind have.
+
+    Args:
+        folder: Of the head, to name.
+        mapping: Its configuration.
+        layer: transformers' configuration of its layers.
+        trains_embedding: Whether its embeddings were trained where the file does not say it.
+
+    Raises:
+        ModelLoadError: A field cannot be used, or the file does not settle what it means.
+    """
     if not isinstance(mapping.get("norm_before_residual"), bool):
         problem = "vLLM takes true and the package takes false where it is left out"
         remedy = "Write which of them the head was trained with."
         raise refused(folder, "norm_before_residual", mapping.get("norm_before_residual"), problem, remedy)
     ids = mapping.get(AUX_LAYERS)
     verifier = read_verifier(mapping)
-    return FeatureHeadConfig(
-        method="eagle3",
-        layer=layer,
-        target_hidden_size=mapping.get("target_hidden_size") or layer.hidden_size,
-        vocab_size=layer.vocab_size,
-        draft_vocab_size=mapping.get("draft_vocab_size", 32000),
-        aux_layers=None if ids is None else read_layer_ids(folder, ids),
-        feature_norm=read_feature_norm(folder, mapping),
-        norm_before_residual=mapping["norm_before_residual"],
-        norm_output=read_flag(folder, mapping, "norm_output"),
-        trains_embedding=read_flag(folder, mapping, "embed_requires_grad"),
-        verifier=str(verifier.get("name_or_path") or ""),
-        architectures=tuple(map(str, verifier.get("architectures") or ())),
-    )
+    return {
+        "layer": layer,
+        "target_hidden_size": mapping.get("target_hidden_size") or layer.hidden_size,
+        "vocab_size": layer.vocab_size,
+        "draft_vocab_size": mapping.get("draft_vocab_size", 32000),
+        "aux_layers": None if ids is None else read_layer_ids(folder, ids),
+        "feature_norm": read_feature_norm(folder, mapping),
+        "norm_before_residual": mapping["norm_before_residual"],
+        "norm_output": read_flag(folder, mapping, "norm_output"),
+        "trains_embedding": read_flag(folder, mapping, "embed_requires_grad", trains_embedding),
+        "verifier": str(verifier.get("name_or_path") or ""),
+        "architectures": tuple(map(str, verifier.get("architectures") or ())),
+    }
 
 
 def read_verifier(mapping: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,9 +1,7 @@
-"""Drafting with a head that reads the target's features and keeps keys and values of its own beside the target's.
+"""Drafting token by token with a head that reads the target's features.
 
-The slot of token i holds what token i and the features of token i - 1 give, and slot 0 is seen by nobody. The rows of a
-text are written as the target computes them, so a text that comes out of the prefix cache is drafted for at once. The rows
-of a draft are the head's own: each token reads what the head left for the token before it in place of the target's feature.
-They live as long as the draft grows, and no level of it costs a pass of the target.
+The rows of a draft are the head's own: each token reads what the head left for the token before it in place of the target's
+feature. They live as long as the draft grows, and no level of it costs a pass of the target.
 
 A head of several layers guesses the first token of a draft with its first layer, the second token with its second layer,
 and so on; the last layer guesses all tokens that are left.
@@ -13,7 +11,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -21,45 +18,20 @@ from torch import Tensor
 
 from outrider.draft import Draft
 from outrider.heads.feature_head import FeatureHead
-from outrider.heads.fused_head import FusedHead
 from outrider.model.lone_layer import SeenRows
 from outrider.model.target import Target
-from outrider.propose.base import DraftNoise, ProposeRequest, ProposerSequence
+from outrider.propose.base import DraftNoise, ProposeRequest
 from outrider.propose.bridge import Bridge
-from outrider.propose.methods.beside_target import ProposerBesideTarget
-from outrider.propose.methods.feature_rows import DraftRows, GrowingRows, LastFeatures, TextRows, unread_tokens
+from outrider.propose.methods.feature_rows import DraftRows, GrowingRows, TextRows, unread_tokens
+from outrider.propose.methods.feature_texts import FeatureTextProposer, read_texts
 from outrider.propose.trees.growth import add_level
 
 RowsT = TypeVar("RowsT", bound=GrowingRows)
 
 
-class FeatureHeadProposer(ProposerBesideTarget, Generic[RowsT]):
+class FeatureHeadProposer(FeatureTextProposer, Generic[RowsT]):
     """Greedy, drawn or coupled chains and trees from a head that reads features, batched over sequences. Subclasses compute
-    its rows.
-
-    Args:
-        head: The head.
-        target: Its target.
-        bridge: From the tokens that the head drafts to the target's.
-        min_confidence: Nothing is drafted behind a token whose own draft probability is smaller.
-    """
-
-    def __init__(self, head: FeatureHead | FusedHead, target: Target, bridge: Bridge, min_confidence: float = 0.0) -> None:
-        super().__init__(head.shape, head.recompute, head.aux_layers, target, bridge, min_confidence)
-        self._features: dict[int, LastFeatures] = {}  # by sequence
-
-    @abstractmethod
-    def _compute(self, read: Sequence[TextRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
-        """Keep what the head makes of rows of texts.
-
-        Args:
-            read: The rows of each text.
-            before: [num_texts, feature_size] the features of the tokens before them.
-            states: As for `_read`.
-
-        Returns:
-            The features [n, feature_size] of the rows in turn.
-        """
+    its rows. The arguments are those of `FeatureTextProposer`."""
 
     @abstractmethod
     def _begin(self, request: ProposeRequest) -> RowsT:
@@ -73,15 +45,6 @@ class FeatureHeadProposer(ProposerBesideTarget, Generic[RowsT]):
     def _guess(self, work: Sequence[tuple[RowsT, list[int]]]) -> Tensor:
         """Logits [n, draft_vocab_size] of the tokens behind rows of drafts."""
 
-    def _read(self, read: Sequence[TextRows], states: Mapping[int, Tensor]) -> None:
-        like = states[self.added.aux_layers[0]]
-        before = torch.stack([self._features_before(text, like) for text in read])
-        features = self._compute(read, before, states)
-        for text, own in zip(read, torch.split(features, [len(text) for text in read]), strict=True):
-            self.added.fill(text.kv, text.stop, own)
-            seq_id = text.sequence.seq_id
-            self._features[seq_id] = LastFeatures.of(text, own, self._features.get(seq_id))
-
     @torch.inference_mode()
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
         drafting = [self._begin(request) for request in requests]
@@ -93,25 +56,6 @@ class FeatureHeadProposer(ProposerBesideTarget, Generic[RowsT]):
             add_level([each.growth for each in alive], self._bridge.logits(logits), noise)
         return [each.growth.draft() for each in drafting]
 
-    def fork(self, parent: ProposerSequence, child: ProposerSequence) -> None:
-        if parent.seq_id in self._features:
-            self._features[child.seq_id] = self._features[parent.seq_id]
-
-    def finish(self, sequence: ProposerSequence) -> None:
-        self._features.pop(sequence.seq_id, None)
-
-    def check_rest(self) -> None:
-        assert not self._features, f"the head still keeps features of {len(self._features)} texts"
-
-    def _features_before(self, text: TextRows, like: Tensor) -> Tensor:
-        """The features [feature_size] before the first row; zeros before the first token, whose slot nobody sees."""
-        return self._last_features(text.sequence) if text.start else like.new_zeros(self.added.shape.feature_size)
-
-    def _last_features(self, sequence: ProposerSequence) -> Tensor:
-        """Of the last token that is held: with the block that it ends, or kept from the pass that computed it."""
-        found = self.added.feature_of_last(sequence.kv)
-        return self._features[sequence.seq_id].at(self.added.num_filled(sequence.kv) - 1) if found is None else found
-
 
 class LayerHeadProposer(FeatureHeadProposer[DraftRows]):
     """The same from a head whose layers are modules; the arguments are those of `FeatureHeadProposer`."""
@@ -121,20 +65,7 @@ class LayerHeadProposer(FeatureHeadProposer[DraftRows]):
         self._head = head
 
     def _compute(self, read: Sequence[TextRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
-        tokens, positions = [text.token_ids for text in read], [text.positions for text in read]
-        return self._head.read(tokens, positions, before, states, partial(self._keep, read))
-
-    def _keep(self, read: Sequence[TextRows], layer: int, keys: Tensor, values: Tensor) -> list[SeenRows]:
-        """Write rows of texts; returns what they see, but for the last layer, where nobody looks."""
-        seen, first = [], 0
-        for text in read:
-            rows = slice(first, first + len(text))
-            self.added.write(text.kv, layer, text.start, keys[rows], values[rows])
-            if layer < self._head.num_layers - 1:
-                held = self.added.read(text.kv, layer, text.stop)
-                seen.append(self._head.seen_of_text(layer, text.start, rows, *held))
-            first = rows.stop
-        return seen
+        return read_texts(self.added, self._head, read, before, states)
 
     def _begin(self, request: ProposeRequest) -> DraftRows:
         growth = self._growth(request, request.max_depth, self._head.num_layers)

@@ -23,6 +23,8 @@ from outrider.prove.settings.methods import (
     MTP,
     MTP_ONE,
     ONE,
+    PEAGLE,
+    PEAGLE_ONE,
     drafted,
     staged,
 )
@@ -106,6 +108,7 @@ HEADS_SETTINGS = (
             ("a tree of EAGLE of the draft model", EAGLE1 | {"tree": (2, 1)}, {}),
             ("layers of the draft model's checkpoint", MTP, {}),
             ("a block of the draft model's head, seeded", DFLASH, {"seed": 6}),
+            ("P-EAGLE of the draft model", PEAGLE, {}),
         )
     ),
     Setting(
@@ -148,4 +151,13 @@ HEADS_SETTINGS = (
     Setting("DFlash, best-first tree", DFLASH | {"tree": "best_first", "num_draft_tokens": 4}),
     Setting("DFlash behind a lookup", DFLASH_ONE, turns=((LOOKUP | {"num_draft_tokens": 1}, DFLASH_ONE),), params=_FOUR),
     Setting("merge of DFlash and EAGLE-3", {"method": "merge", "methods": (DFLASH_ONE | {"tree": (2,)}, EAGLE3_ONE)}),
+    Setting("P-EAGLE, block", PEAGLE | {"rule": "block"}),
+    Setting("P-EAGLE, token", PEAGLE | {"rule": "token"}),
+    Setting("P-EAGLE, seeded", PEAGLE, {"seed": 5}),
+    Setting("P-EAGLE, two samples", PEAGLE_ONE, {"n": 2, "max_tokens": 2}),
+    Setting("P-EAGLE, tree, traversal", PEAGLE | {"tree": (2, 1), "rule": "block"}),
+    Setting("P-EAGLE, best-first tree", PEAGLE | {"tree": "best_first", "num_draft_tokens": 4}),
+    Setting("P-EAGLE behind a lookup", PEAGLE_ONE, turns=((LOOKUP | {"num_draft_tokens": 1}, PEAGLE_ONE),), params=_FOUR),
+    Setting("merge of P-EAGLE and the draft model", {"method": "merge", "methods": (PEAGLE_ONE, ONE)}, _OF_TWO),
+    Setting("the engine chooses, P-EAGLE", {"method": "auto", "methods": (PEAGLE_ONE,)}, {"max_tokens": 4, "top_k": 2}),
 )
