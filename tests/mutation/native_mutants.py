@@ -134,6 +134,14 @@ LAYOUT_DIFFERS = Refusal(
 )
 
 _FUSED_PASS, _MIXER_ROWS = "model/running/fused_pass.py", "kernels/mixers.py"
+_SIBLINGS = Mutant(
+    "siblings of a tree change one state after another in a whole pass",
+    13,
+    "model/batch.py",
+    "return range(-1, self.num_rows - 1) if self.parents is None else self.parents",
+    "return range(-1, self.num_rows - 1)",
+    "kernels_running",
+)
 #: What becomes of running states around a whole pass of the kernels.
 PASS_MUTANTS = tuple(
     Mutant(name, 13, file, old, new, killer)
@@ -626,5 +634,6 @@ NATIVE_MUTANTS = (
     *DESCRIPTION_MUTANTS,
     *EXPERT_MUTANTS,
     *PASS_MUTANTS,
+    _SIBLINGS,
     *HEAD_MUTANTS,
 )

@@ -35,9 +35,9 @@ RUNNING_MUTANTS = (
     ),
     _mutant(
         "siblings of a tree change one state after another",
-        "model/batch.py",
-        "return range(-1, self.num_rows - 1) if self.parents is None else self.parents",
-        "return range(-1, self.num_rows - 1)",
+        "model/running/function.py",
+        "return row - 1 if self.parents is None else self.parents[row]",
+        "return row - 1",
         "running_tree",
         PROBE_DIFFERS,
     ),
