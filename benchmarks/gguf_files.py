@@ -3,14 +3,16 @@
     python -m benchmarks.gguf_files --file q4_k_m --batch 1 --out benchmarks/results/gguf_files.json      about 3 minutes
     python -m benchmarks.gguf_files --file q4_k_m --loading --out benchmarks/results/gguf_files.json      about 1 minute
 
-Each run is one stage, of one file: a number of texts, or the loading. Stages with the same --out are kept in one file. The
-file is that of the wide target, as llama.cpp's own quantiser writes it. The draft model's is Q8_0. They have placeholders
-as their vocabulary, since llama.cpp has no name for the pre-tokenizer of the embedded pair, and prompts are token ids. Our
-plain decoding, our draft model and the engine's choice take turns with llama.cpp's plain decoding, its draft model and its
-n-grams. "+a8" means that our rows are rounded to 8 bits, as those of llama.cpp are. llama.cpp runs in a process of its own,
-with a server for each of its modes, and everybody loads once in a stage. In a round all write the same prompts, every other
-round in the opposite order, and the first round does not count. A speed counts the tokens after the first output. Figures
-are medians of rounds with their ranges. Prompts are short, or have 1,500 tokens (--prompts long).
+Each run is one stage, of one file: a number of texts, or the loading. Stages with the same --out are kept in one file, and
+speeds round by round: with --seconds a run ends before its time is up, and the same command goes on with the rounds that
+are missing. A stage whose rounds are all there begins anew. The file is that of the wide target, as llama.cpp's own
+quantiser writes it. The draft model's is Q8_0. They have placeholders as their vocabulary, since llama.cpp has no name for
+the pre-tokenizer of the embedded pair, and prompts are token ids. Our plain decoding, our draft model and the engine's
+choice take turns with llama.cpp's plain decoding, its draft model and its n-grams. "+a8" means that our rows are rounded to
+8 bits, as those of llama.cpp are. llama.cpp runs in a process of its own, with a server for each of its modes, and
+everybody loads once in a stage. In a round all write the same prompts, every other round in the opposite order, and the
+first round of a run does not count; its prompts are short. A speed counts the tokens after the first output. Figures are
+medians of rounds with their ranges. Prompts are short, or have 1,500 tokens (--prompts long).
 
 Loading is measured in processes of their own, in turns, which have loaded the draft model before, so that no import counts.
 llama.cpp loads with mapped files and without. Files lie in the memory of the system. A peak counts the pages in memory,
@@ -109,45 +111,83 @@ def settings(batch: int) -> dict[str, Any]:
 
 
 def speeds(
-    models: PeerModels, texts: list[list[EncodedTask]], temperatures: Sequence[float]
-) -> Iterator[tuple[float, dict[str, Any]]]:
-    """What each contestant reaches with these prompts, temperature by temperature."""
-    batch = len(texts[0])
+    models: PeerModels, texts: list[list[EncodedTask]], temperature: float, first: int, until: float
+) -> Iterator[tuple[dict[str, dict[str, float | None]], dict[str, str]]]:
+    """What each contestant reaches in a round, round by round, and why others dropped out.
+
+    Args:
+        models: The file and the draft model.
+        texts: The prompts of a round that does not count, and of those that do.
+        temperature: Of the texts.
+        first: The number of the first round that counts.
+        until: The time, as `perf_counter` tells it, by which a round has to end if it takes as long as the one before.
+    """
     with ExitStack() as stack:
-        llms = {
-            rows: stack.enter_context(LLM(models.target, **settings(batch), **precision(f"auto{rows}")))
-            for rows in ("", ROUNDED_ROWS)
-        }
-        peer = stack.enter_context(LlamaCppPeer(models))
-        for temperature in temperatures:
-            contestants = [theirs(peer, mode, temperature) for mode in (PLAIN, *MODES)]
-            for rows, llm in llms.items():
-                for way in parse_ways(WAYS, models.draft):
-                    one = ours(llm, way, temperature)
-                    contestants.append(Contestant(f"{one.name}{rows}", one.write, plain=one.plain and not rows))
-            dropouts: dict[str, str] = {}
+        contestants = _contestants(models, len(texts[0]), temperature, stack)
+        dropouts: dict[str, str] = {}
 
-            def note(who: Contestant, why: Exception, dropouts: dict[str, str] = dropouts) -> None:
-                dropouts[who.name] = str(why)
+        def note(who: Contestant, why: Exception) -> None:
+            dropouts[who.name] = str(why)
 
-            runs = interleave(texts, contestants, on_dropout=note)
-            figures = _figures({name: of[1:] for name, of in runs.items()})
-            yield temperature, {"contestants": figures, "dropouts": dropouts}
+        for number, tasks in enumerate(texts, first - 1):
+            begun = perf_counter()
+            runs = interleave([tasks], contestants[:: 1 if number % 2 else -1], on_dropout=note)
+            contestants = [one for one in contestants if one.name in runs]
+            if tasks is not texts[0]:
+                yield {name: _record(run) for name, (run,) in runs.items()}, dropouts
+            took = perf_counter() - begun
+            print(f"round {number}: {took:.1f} s", file=sys.stderr, flush=True)
+            if perf_counter() + took > until:
+                return
 
 
-def _figures(runs: dict[str, list[Run]]) -> dict[str, Any]:
-    rates = {name: [run.tokens_per_second or 0.0 for run in of] for name, of in runs.items()}
-    found: dict[str, Any] = {}
-    for name, of in runs.items():
-        passes = [run.tokens_per_pass for run in of if run.tokens_per_pass is not None]
-        found[name] = {
-            "tokens_per_second": _spread(rates[name]),
-            "tokens_per_pass": _spread(passes) if passes else None,
-            "first_token_seconds": _spread([max(run.first_token_seconds) for run in of]),
-        }
-        if BASE in rates:
-            found[name]["over_llama_cpp"] = _spread([a / b for a, b in zip(rates[name], rates[BASE], strict=True) if b])
+def _contestants(models: PeerModels, batch: int, temperature: float, stack: ExitStack) -> list[Contestant]:
+    """llama.cpp's modes, and our ways with rows as they are and with rounded ones. None of ours counts as plain: what is
+    faster than plain decoding could be would be measured again, and rounded rows are that without any draft."""
+    peer = stack.enter_context(LlamaCppPeer(models))
+    found = [theirs(peer, mode, temperature) for mode in (PLAIN, *MODES)]
+    for rows in ("", ROUNDED_ROWS):
+        llm = stack.enter_context(LLM(models.target, **settings(batch), **precision(f"auto{rows}")))
+        for way in parse_ways(WAYS, models.draft):
+            one = ours(llm, way, temperature)
+            found.append(Contestant(f"{one.name}{rows}", one.write))
     return found
+
+
+def _record(run: Run) -> dict[str, float | None]:
+    """The figures of one turn."""
+    return {
+        "tokens_per_second": run.tokens_per_second,
+        "tokens_per_pass": run.tokens_per_pass,
+        "first_token_seconds": max(run.first_token_seconds),
+    }
+
+
+def _figures(rounds: Sequence[dict[str, dict[str, float | None]]]) -> dict[str, Any]:
+    """Medians and ranges of rounds, for those who took part in all of them."""
+    found: dict[str, Any] = {}
+    for name in (name for name in rounds[0] if all(name in each for each in rounds)):
+        of = [each[name] for each in rounds]
+        found[name] = {key: _spread([one[key] for one in of if one[key] is not None]) for key in of[0]}
+        pairs = [(each[name]["tokens_per_second"], each.get(BASE, {}).get("tokens_per_second")) for each in rounds]
+        found[name]["over_llama_cpp"] = _spread([one / base for one, base in pairs if one and base])
+    return found
+
+
+def measure(asked: argparse.Namespace, checkpoint: str, temperature: float, until: float) -> None:
+    """Measure the rounds of a stage that are missing, and show and keep all of them after each one."""
+    stage, watch = f"{asked.prompts}, {asked.batch} texts, T={temperature:g}", LoadWatch()
+    rounds = held(asked.out, asked.file, stage).get("rounds", [])
+    rounds = [] if len(rounds) >= asked.rounds else rounds
+    warm = prompts(checkpoint, asked.max_tokens, 0, asked.batch, long=False)
+    texts = prompts(checkpoint, asked.max_tokens, asked.rounds, asked.batch, long=asked.prompts == "long")
+    missing, figures = texts[1 + len(rounds) :], {}
+    for found, dropouts in speeds(files(checkpoint, asked.file), warm + missing, temperature, len(rounds) + 1, until):
+        rounds.append(found)
+        figures = {"contestants": _figures(rounds), "dropouts": dropouts}
+        keep(asked.out, asked.file, stage, {**figures, "load": asdict(watch.load()), "rounds": rounds})
+    if figures:
+        show(f"{asked.file}: {stage}, {len(rounds)} of {asked.rounds} rounds", figures)
 
 
 # -- loading, in processes of their own --------------------------------------------------------------------------------
@@ -223,10 +263,9 @@ def _resident() -> int:
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def _spread(values: Sequence[Any]) -> dict[str, float] | None:
     found = Spread.of(values)
-    assert found is not None
-    return found.model_dump()
+    return None if found is None else found.model_dump()
 
 
 def show(title: str, found: dict[str, Any]) -> None:
@@ -251,12 +290,22 @@ def keep(out: Path | None, kind: str, stage: str, found: dict[str, Any]) -> None
     """Put a stage beside those that were measured before on the same machine."""
     if out is None:
         return
+    there = _stages(out)
+    there.setdefault(kind, {})[stage] = found
+    out.write_text(json.dumps(there, indent=1) + "\n", "utf-8")
+
+
+def held(out: Path | None, kind: str, stage: str) -> dict[str, Any]:
+    """A stage that was measured before on the same machine; nothing where there is none."""
+    found: dict[str, Any] = {} if out is None else _stages(out).get(kind, {}).get(stage, {})
+    return found
+
+
+def _stages(out: Path) -> dict[str, Any]:
+    """What a file holds of this machine."""
     machine = describe(torch.device("cpu"))
-    held = json.loads(out.read_text("utf-8")) if out.exists() else {}
-    if held.get("machine") != machine:
-        held = {"machine": machine}
-    held.setdefault(kind, {})[stage] = found
-    out.write_text(json.dumps(held, indent=1) + "\n", "utf-8")
+    there: dict[str, Any] = json.loads(out.read_text("utf-8")) if out.exists() else {}
+    return there if there.get("machine") == machine else {"machine": machine}
 
 
 def main() -> None:
@@ -267,6 +316,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, action="append", help="0 and 1 unless given; repeated")
     parser.add_argument("--loading", action="store_true", help="measure loading and memory, and nothing else")
     parser.add_argument("--rounds", type=int, default=5, help="that count")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end before: begin no later round")
     parser.add_argument("--max-tokens", type=int, default=64, help="of a text")
     parser.add_argument("--embedded", action="store_true", help="the embedded target, to try a stage out")
     parser.add_argument("--out", type=Path)
@@ -277,19 +327,16 @@ def main() -> None:
         models = PeerModels(**{**json.loads(told), "folder": Path(json.loads(told)["folder"])})
         print("\n" + json.dumps(load(who, models, json.loads(prompt))), flush=True)
         return
-    checkpoint, watch = default_model("target") if asked.embedded else wide_target("bfloat16"), LoadWatch()
-    models = files(checkpoint, asked.file)
-    if asked.loading:
-        long = prompts(checkpoint, 1, 0, 1, long=True)[0][0].prompt_ids
-        stages = iter([("loading", {"contestants": loading(models, long, asked.rounds)})])
-    else:
-        texts = prompts(checkpoint, asked.max_tokens, asked.rounds, asked.batch, long=asked.prompts == "long")
-        name = f"{asked.prompts}, {asked.batch} texts"
-        found = speeds(models, texts, asked.temperature or (0.0, 1.0))
-        stages = ((f"{name}, T={temperature:g}", figures) for temperature, figures in found)
-    for stage, figures in stages:
-        show(f"{asked.file}: {stage}", figures)
-        keep(asked.out, asked.file, stage, {**figures, "load": asdict(watch.load())})
+    until = perf_counter() + asked.seconds
+    checkpoint = default_model("target") if asked.embedded else wide_target("bfloat16")
+    if not asked.loading:
+        for temperature in asked.temperature or (0.0, 1.0):
+            measure(asked, checkpoint, temperature, until)
+        return
+    watch, long = LoadWatch(), prompts(checkpoint, 1, 0, 1, long=True)[0][0].prompt_ids
+    found = {"contestants": loading(files(checkpoint, asked.file), long, asked.rounds)}
+    show(f"{asked.file}: loading", found)
+    keep(asked.out, asked.file, "loading", {**found, "load": asdict(watch.load())})
 
 
 if __name__ == "__main__":
