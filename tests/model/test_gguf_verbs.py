@@ -96,21 +96,25 @@ def test_files_are_examined_and_tuned(files: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_writes_data_and_its_draft_is_trained(files: dict[str, str]) -> None:
-    folder = Path(files["folder"])
+@pytest.mark.parametrize("rows", [(), ("--activations", "int8")], ids=["", "rounded-rows"])
+def test_a_file_writes_data_and_its_draft_is_trained(files: dict[str, str], rows: tuple[str, ...]) -> None:
+    folder = Path(files["folder"], "rounded" if rows else "as-they-are")
     data, out = str(folder / "data"), str(folder / "trained")
-    asked = ("--prompts", "PROMPTS", "--out", data, "--max-tokens", "8", "--held-out", "0.4")
+    asked = ("--prompts", "PROMPTS", "--out", data, "--max-tokens", "8", "--held-out", "0.4", *rows)
     code, shown = run(files, "train", "data", "--target", "TARGET", *asked)
     assert code == 0, shown
-    asked = ("--target", "TARGET", "--init", "DRAFT", "--steps", "2", "--out", out)
+    asked = ("--target", "TARGET", "--init", "DRAFT", "--steps", "2", "--out", out, *rows)
     code, shown = run(files, "train", "distill", "--data", data, *asked)
     assert code == 0, shown
+    assert json.loads(Path(out, "training.json").read_text("utf-8"))["target"]["activations"] == (rows[1] if rows else None)
     code, shown = run(files, "generate", "TARGET", "--draft-model", out, "-p", "low", "--max-tokens", "4")
     assert code == 0, shown
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["bench", "prove"])
-def test_files_are_measured_and_proven(files: dict[str, str], verb: str) -> None:
-    code, shown = run(files, verb, "TARGET", "--draft-model", "DRAFT", "--quick")
+@pytest.mark.parametrize(
+    "asked", [("bench",), ("prove",), ("bench", "--dtype", "auto+a8"), ("prove", "--activations", "int8")], ids=" ".join
+)
+def test_files_are_measured_and_proven(files: dict[str, str], asked: tuple[str, ...]) -> None:
+    code, shown = run(files, *asked, "TARGET", "--draft-model", "DRAFT", "--quick")
     assert code == 0, shown

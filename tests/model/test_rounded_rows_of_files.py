@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.errors import ContradictionError
 from outrider.kernels.library import available_sets
+from outrider.prove.own_model import OwnModel
+from outrider.train.target import FrozenTarget
 from tests.model import checkpoints, quantised_files
 from tests.model.gguf_files import Kinds, Written
 from tests.model.quantised_files import GROUP, gptq
 from tests.model.test_gguf_models import EXPERTS, SHAPE
-from tests.model.test_quantization import logits
+from tests.model.test_quantization import TEXT, logits
 
 pytest.importorskip("gguf")
 needs_kernels = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
@@ -83,6 +86,28 @@ def test_drafts_of_other_files_round_their_rows_too_where_they_can(tmp_path: Pat
         way = SpeculationConfig(method=DraftModel(model=path), num_draft_tokens=3)
         assert [out.token_ids for out in llm.generate(prompts, GREEDY, speculation=way)] == want
         assert llm.proposers.get(way.method).runner.loaded.rounds_rows is (kind == "Q8_0")
+
+
+def test_proofs_hold_for_rounded_rows(tmp_path: Path) -> None:
+    """In the precision and the mode where passes of other shapes have the same bits."""
+    files = [write(tmp_path, "llama", ("Q4_K", "Q6_K"), seed) for seed in (1, 2)]
+    own = OwnModel(files[0], files[1], activations="int8")
+    found = [own.text_is_identical(GREEDY), own.bits_are_identical("bfloat16", 6), own.cache_is_true(6)]
+    assert [finding.passed for finding in found] == [True] * 3, found
+    assert own.llm.engine.runner.loaded.rounds_rows
+    with pytest.raises(ContradictionError, match=r"activations='int8': .* brings no weights of 8 bits or less"):
+        OwnModel(None, None, activations="int8")
+
+
+def test_a_target_that_teaches_rounds_its_rows_and_lets_gradients_through(tmp_path: Path) -> None:
+    path = write(tmp_path, "llama", ("Q8_0",))
+    teacher, plain = FrozenTarget(path, "float32", activations="int8"), FrozenTarget(path, "float32")
+    engine, tokens = logits(LLM(path, dtype="float32", activations="int8")), torch.tensor([TEXT])
+    apart, from_exact = ((engine - target.logits(tokens)[0]).abs().amax(-1).median() for target in (teacher, plain))
+    assert apart < 0.1 * from_exact
+    hidden = torch.randn(3, teacher.hidden_size, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    grown = [torch.autograd.grad(target.head(hidden).square().sum(), hidden)[0] for target in (teacher, plain)]
+    torch.testing.assert_close(*grown, rtol=0.05, atol=0.05 * float(grown[1].abs().max()))
 
 
 def test_rows_are_not_rounded_for_a_file_of_floats(tmp_path: Path) -> None:

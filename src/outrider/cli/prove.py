@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +28,7 @@ def prove(
         str | None,
         typer.Option(help="Prove one method alone: its name, module:Class of your own, or its settings as JSON."),
     ] = None,
+    activations: options.Activations = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases, in less than a minute.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="A table for a document.")] = False,
@@ -45,9 +46,9 @@ def prove(
     from outrider.prove.engines.known_engines import ServerOptions
 
     server = ServerOptions(served, weights, plain, body)
-    _refuse_mixtures(engine, model or draft_model or method, server)
+    _refuse_mixtures(engine, model or draft_model or method or activations, server)
     if engine is None:
-        title, report = "", _run(model, draft_model, method, quick=quick)
+        title, report = "", _run(method, quick=quick, model=model, draft_model=draft_model, activations=activations)
     else:
         title, report = _run_other(engine, server, quick=quick)
     if as_json:
@@ -61,7 +62,10 @@ def prove(
 def _refuse_mixtures(engine: str | None, own: str | None, server: ServerOptions) -> None:
     if engine is not None and own is not None:
         raise ContradictionError(
-            "engine", engine, "a model of yours is for this engine", "Leave out MODEL, --draft-model and --method."
+            "engine",
+            engine,
+            "a model of yours is for this engine",
+            "Leave out MODEL, --draft-model, --method and --activations.",
         )
     if engine is None:
         for field, value in vars(server).items():
@@ -69,7 +73,7 @@ def _refuse_mixtures(engine: str | None, own: str | None, server: ServerOptions)
                 raise ContradictionError(field, value, "only a server has a use for it", "Add --engine http://...")
 
 
-def _run(model: str | None, draft_model: str | None, method: str | None, *, quick: bool) -> Report:
+def _run(method: str | None, *, quick: bool, **own: Any) -> Report:
     from outrider.prove.suite import num_checks, num_method_checks, run_method_suite, run_suite
 
     if method is not None:
@@ -77,12 +81,12 @@ def _run(model: str | None, draft_model: str | None, method: str | None, *, quic
         total = num_method_checks(settings, quick=quick)
 
         def run(advance: Callable[[Check], None]) -> Report:
-            return run_method_suite(settings, model, draft_model, quick=quick, on_check=advance)
+            return run_method_suite(settings, **own, quick=quick, on_check=advance)
 
         return _with_progress(run, total, "")
 
     def run_all(advance: Callable[[Check], None]) -> Report:
-        return run_suite(model, draft_model, quick=quick, on_check=advance)
+        return run_suite(**own, quick=quick, on_check=advance)
 
     return _with_progress(run_all, num_checks(quick=quick), "" if quick else _LONG)
 

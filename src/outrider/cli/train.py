@@ -45,6 +45,7 @@ def data(
     seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
     dtype: options.DType = "auto",
     device: options.Device = None,
+    activations: options.Activations = None,
     as_json: AsJson = False,
 ) -> None:
     """Let the target write training data on your prompts."""
@@ -76,6 +77,7 @@ def data(
             target=target,
             dtype=dtype,
             device=device,
+            activations=activations,
             limit=limit,
             on_progress=lambda done, total: bar("texts", done, total),
             on_size=lambda size: console.print(f"up to {size / 2**20:,.1f} MiB will be added to {out}", soft_wrap=True),

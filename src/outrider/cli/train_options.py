@@ -54,6 +54,7 @@ class Training:
         str, typer.Option(help="forward runs the target; hidden_states or top_k take what the data hold.")
     ] = "forward"
     dtype: options.DType = "auto"
+    activations: options.Activations = None
     as_json: AsJson = False
 
     def job(self, num_draft_tokens: int) -> Job:
@@ -69,7 +70,7 @@ class Training:
         settings = {name: given[name] for name in TrainSettings.model_fields.keys() & given.keys()}
         if self.precision is None:
             del settings["precision"]
-        places = {name: given[name] for name in ("data", "out", "target", "dtype")}
+        places = {name: given[name] for name in ("data", "out", "target", "dtype", "activations")}
         return Job(**places, settings=TrainSettings(**settings))
 
 

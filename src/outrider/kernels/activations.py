@@ -7,6 +7,8 @@ the weights lie. The largest number of a group is 127 times the group's scale.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -68,3 +70,19 @@ def unrounded_rows_for(rows: Tensor, stored: StoredWeight) -> Tensor:
         return unrounded_rows(rows, group)
     order = stored.order.long()
     return unrounded_rows(rows[..., order], group)[..., torch.argsort(order)]
+
+
+class RowRounding(torch.autograd.Function):
+    """`unrounded_rows_for`, where something learns to make the rows: gradients go through as if nothing were rounded, since
+    those of the rounding are zero (the straight-through estimator, Bengio et al. 2013)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, stored: StoredWeight) -> Tensor:
+        """[..., in_features], any floating dtype, to the same in float32."""
+        ctx.dtype = rows.dtype
+        return unrounded_rows_for(rows, stored)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The gradient of the rows."""
+        return gradients[0].to(ctx.dtype), None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import InvalidParameterError, UnsupportedModelError
-from outrider.kernels.activations import ROW_GROUPS, takes_rows, unrounded_rows_for
+from outrider.kernels.activations import ROW_GROUPS, RowRounding, takes_rows
 from outrider.kernels.formats.format import WeightFormat
 from outrider.kernels.formats.registry import FORMATS, GROUPS, is_plain, plain
 from outrider.kernels.formats.stored import StoredWeight
@@ -98,7 +98,7 @@ class ExpertStack(NamedTuple):
         dtype, data = getattr(self.module, self.name).dtype, stored.data
         if stored.quantised:
             data = torch.stack([stored.format.dequantise(stored.expert(i), dtype) for i in range(len(stored.data))])
-        setattr(self.module, self.name, nn.Parameter(self._turned(data).contiguous(), requires_grad=False))
+        setattr(self.module, self.name, nn.Parameter(self._turned(data).to(dtype).contiguous(), requires_grad=False))
 
     def _turned(self, weight: Tensor) -> Tensor:
         return weight.transpose(1, 2) if self.transposed else weight
@@ -145,7 +145,7 @@ def entering(rows: Tensor, stored: StoredWeight) -> tuple[Tensor, torch.dtype]:
     """Rows [..., in_features] as they enter a stock product with some weights, and the dtype of this product."""
     if not stored.format.rounds_rows:
         return rows, rows.dtype
-    return unrounded_rows_for(rows, stored), torch.float32  # rounded numbers have more bits than bf16
+    return RowRounding.apply(rows, stored), torch.float32  # rounded numbers have more bits than bf16
 
 
 def keep_quantised(module: nn.Linear | nn.Embedding, stored: StoredWeight) -> None:

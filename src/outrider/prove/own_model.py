@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from outrider.config import DTypeName
+from outrider.config import ActivationsName, DTypeName, ModelConfig
 from outrider.embedded import default_model
 from outrider.llm import LLM
+from outrider.model.loading.configuration import check_rounded_rows, has_rounded_weights
+from outrider.model.loading.sources import check_sources
 from outrider.params import SamplingParams
 from outrider.propose.methods.draft_model import DraftModel
 from outrider.propose.methods.early_exit import EarlyExit
@@ -33,24 +35,50 @@ _PROMPTS = (
 
 
 class OwnModel:
-    """A model in float64, loaded when it is first used, and the ways to draft for it.
+    """A model, loaded when it is first used, and the ways to draft for it.
+
+    It computes in float64, where passes of other shapes differ too little to change a text. Rows of 8 bits are not computed
+    in float64, and a difference of any size rounds some numbers another way; so such a model computes in float32 and in
+    batch-invariant mode, where passes of other shapes have the same bits.
 
     Args:
         model: Path or hub id. None takes the embedded pair.
         draft_model: Path or hub id of its draft model, if there is one.
         speculations: The ways to draft. None takes the built-in methods.
+        activations: What enters products with rounded weights, as LLM takes it.
+
+    Raises:
+        InvalidParameterError: A folder does not exist.
+        ContradictionError: Rows are to be rounded, and would meet no rounded weights. No weight has been read.
     """
 
     def __init__(
-        self, model: str | None, draft_model: str | None, speculations: Sequence[SpeculationConfig] | None = None
+        self,
+        model: str | None,
+        draft_model: str | None,
+        speculations: Sequence[SpeculationConfig] | None = None,
+        activations: ActivationsName | None = None,
     ) -> None:
+        check_sources(model=model, draft_model=draft_model)
         self._model = model
         self._draft = draft_model or (default_model("draft") if model is None else None)
         self._asked = speculations
+        self._activations = activations
+        if activations is not None:
+            config = ModelConfig(model=model or default_model("target"), activations=activations)
+            check_rounded_rows(config, brought=has_rounded_weights(config))
 
     @cached_property
     def llm(self) -> LLM:
-        return LLM(self._model, dtype="float64", draft_model=self._draft, block_size=8)
+        rounded = self._activations is not None
+        return LLM(
+            self._model,
+            dtype="float32" if rounded else "float64",
+            activations=self._activations,
+            batch_invariant=rounded,
+            draft_model=self._draft,
+            block_size=8,
+        )
 
     @cached_property
     def speculations(self) -> list[SpeculationConfig]:
@@ -86,7 +114,8 @@ class OwnModel:
             batch = self.llm.generate(self.prompts, params, speculation=config, prediction=predicted)
             wrong += sum(a != b.token_ids for a, b in zip(plain, batch, strict=True))
             compared += len(plain)
-        return Finding(wrong, 0.0, f"{compared} texts of {params.max_tokens} tokens, float64, batched against alone")
+        how = "float64" if self._activations is None else "rows of 8 bits"
+        return Finding(wrong, 0.0, f"{compared} texts of {params.max_tokens} tokens, {how}, batched against alone")
 
     def bits_are_identical(self, dtype: DTypeName, length: int) -> Finding:
         """In batch-invariant mode, texts that are decoded plainly and alone equal those of one ragged batch.
@@ -96,7 +125,8 @@ class OwnModel:
         """
         memory = 4 * (max(map(len, self.prompts)) + length) // 8 * 8
         settings: dict[str, Any] = {"block_size": 8, "max_num_batched_tokens": 40, "kv_cache_tokens": memory}
-        llm = LLM(self._model, dtype=dtype, speculation="none", batch_invariant=True, **settings)
+        how: dict[str, Any] = {"dtype": dtype, "activations": self._activations, "batch_invariant": True}
+        llm = LLM(self._model, speculation="none", **how, **settings)
         asked = [SamplingParams(seed=3, max_tokens=length), SamplingParams(temperature=0, max_tokens=length)]
         jobs = [(prompt, params) for prompt in self.prompts[:2] for params in asked]
         plain = [llm.generate(prompt, params)[0].token_ids for prompt, params in jobs]

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from outrider.model.loading.sources import check_sources
+from outrider.config import ActivationsName
 from outrider.params import SamplingParams
 from outrider.propose.method import Method
 from outrider.propose.methods.cross_vocabulary import CrossVocabulary
@@ -54,6 +54,7 @@ def run_suite(
     model: str | None = None,
     draft_model: str | None = None,
     *,
+    activations: ActivationsName | None = None,
     quick: bool = False,
     on_check: Callable[[Check], None] | None = None,
 ) -> Report:
@@ -62,17 +63,19 @@ def run_suite(
     Args:
         model: The model on which texts and the KV memory are checked. None takes the embedded pair.
         draft_model: Its draft model.
+        activations: What enters its products with rounded weights, as LLM takes it.
         quick: Run fewer cases and samples, in this process. A full run uses two processes.
         on_check: Called after each check.
 
     Raises:
         InvalidParameterError: A folder does not exist.
+        ContradictionError: Rows are to be rounded, and would meet no rounded weights.
     """
-    check_sources(model=model, draft_model=draft_model)  # before the long proofs that need no model
+    OwnModel(model, draft_model, activations=activations)  # refuses before the long proofs that need no model
+    plan = partial(proofs, model=model, draft_model=draft_model, activations=activations, quick=quick)
     with TemporaryDirectory() as folder:
         if quick:
-            return run_proofs(proofs(Path(folder), model, draft_model, quick=True), on_check)
-        plan = partial(proofs, model=model, draft_model=draft_model, quick=False)
+            return run_proofs(plan(Path(folder)), on_check)
         return run_in_processes(plan, Path(folder), _PROCESSES, on_check)
 
 
@@ -81,6 +84,7 @@ def run_method_suite(
     model: str | None = None,
     draft_model: str | None = None,
     *,
+    activations: ActivationsName | None = None,
     quick: bool = False,
     on_check: Callable[[Check], None] | None = None,
 ) -> Report:
@@ -90,14 +94,14 @@ def run_method_suite(
         asked: Its settings in the form of one mapping, see SpeculationConfig.of.
         model: The model on which texts are compared. None takes the embedded pair.
         draft_model: Its draft model.
+        activations: What enters its products with rounded weights, as LLM takes it.
         quick: Take fewer settings and shorter texts.
         on_check: Called after each check.
 
     Raises:
         InputError: The method, a setting or a folder does not exist.
     """
-    check_sources(model=model, draft_model=draft_model)
-    own = OwnModel(model, draft_model, speculations(asked))
+    own = OwnModel(model, draft_model, speculations(asked), activations)
     for config in own.speculations:  # settings that do not fit the model are refused before any proof
         if config.method is not None:
             own.llm.proposers.prepare(own.llm.resolve(config))
@@ -130,13 +134,21 @@ def num_checks(*, quick: bool = False) -> int:
     return len(list(proofs(Path(), None, None, quick=quick)))
 
 
-def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: bool) -> Iterator[Proof]:
+def proofs(
+    folder: Path,
+    model: str | None,
+    draft_model: str | None,
+    *,
+    activations: ActivationsName | None = None,
+    quick: bool,
+) -> Iterator[Proof]:
     """All claims, each with the function that proves it.
 
     Args:
         folder: Where small checkpoints are written.
         model: See `run_suite`.
         draft_model: See `run_suite`.
+        activations: See `run_suite`.
         quick: See `run_suite`.
     """
     yield from _rule_proofs(12 if quick else 56)
@@ -166,7 +178,7 @@ def proofs(folder: Path, model: str | None, draft_model: str | None, *, quick: b
         for pair, settings in ((hybrid, RUNNING_SETTINGS), (encoder, ENCODER_SETTINGS)):
             for setting in settings:
                 yield f"joint distribution: {setting.name}", partial(pair.prove, setting, 3)
-    own, length = OwnModel(model, draft_model), 24 if quick else 48
+    own, length = OwnModel(model, draft_model, activations=activations), 24 if quick else 48
     yield "greedy text is identical", partial(_on_own, own, length, seed=None)
     yield "seeded text is identical", partial(_on_own, own, length, seed=11)
     yield "KV memory is true", lambda: own.cache_is_true(12 if quick else 32)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,6 +71,7 @@ def collect(
     target: str | None = None,
     dtype: str = "auto",
     device: str | None = None,
+    activations: str | None = None,
     limit: int | None = None,
     shard_records: int = SHARD_RECORDS,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -87,6 +89,7 @@ def collect(
         target: Folder or hub id; None for the embedded one.
         dtype: Of the target's weights, as LLM takes it.
         device: A torch device.
+        activations: What enters products with the target's rounded weights, as LLM takes it.
         limit: Most prompts; None takes all. They are chosen by their digests.
         shard_records: Texts in a file.
         on_progress: Called with how many texts are there, and how many will be.
@@ -98,7 +101,8 @@ def collect(
         StorageError: A file cannot be written; the data that are there stay whole.
         ModelError: The target cannot be used.
     """
-    with LLM(target, speculation="none", dtype=dtype, device=device, max_num_seqs=_AT_A_TIME) as llm:  # type: ignore[arg-type]
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "activations": activations}
+    with LLM(target, speculation="none", max_num_seqs=_AT_A_TIME, **how) as llm:
         facts = target_facts(llm.engine.runner.loaded)
         _check_rows(settings, facts)
         manifest = open_manifest(folder, facts, settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from outrider.config import ActivationsName, DTypeName
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose.speculation import SpeculationConfig
@@ -22,6 +23,7 @@ class Judge:
     Args:
         target: Folder or hub id.
         dtype: Of its weights, as LLM takes it.
+        activations: What enters products with rounded weights, as LLM takes it.
         pieces: Held-out texts, whose prompts are written on.
         num_prompts: How many of them.
         params: How the texts are written.
@@ -31,13 +33,14 @@ class Judge:
     def __init__(
         self,
         target: str,
-        dtype: str,
+        dtype: DTypeName,
+        activations: ActivationsName | None,
         pieces: Sequence[Piece],
         num_prompts: int,
         params: SamplingParams,
         num_draft_tokens: int,
     ) -> None:
-        self._llm = LLM(target, speculation="none", dtype=dtype)  # type: ignore[arg-type]
+        self._llm = LLM(target, speculation="none", dtype=dtype, activations=activations)
         begun = [piece for piece in pieces if piece.num_prompt_tokens > 0]
         self._prompts = [piece.token_ids[: piece.num_prompt_tokens].tolist() for piece in begun[:num_prompts]]
         self._params = params

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.config import DTypeName
+from outrider.config import ActivationsName, DTypeName
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.files import write_text
 from outrider.params import SamplingParams
@@ -39,6 +39,7 @@ class Job:
         out: The folder of the result.
         target: Folder or hub id; None for the embedded one.
         dtype: Of the target's weights, in training and in the engine.
+        activations: What enters products with the target's rounded weights, in both, too.
         settings: How the training runs.
     """
 
@@ -46,6 +47,7 @@ class Job:
     out: Path
     target: str | None = None
     dtype: DTypeName = "auto"
+    activations: ActivationsName | None = None
     settings: TrainSettings = field(default_factory=TrainSettings)
 
 
@@ -114,7 +116,7 @@ def _plan(job: Job, asked: dict[str, Any], manifest: Manifest) -> dict[str, Any]
     target = job.target if job.target is None or not Path(job.target).exists() else str(Path(job.target).resolve())
     return {
         "asked": asked,
-        "target": {"target": target, "dtype": job.dtype},
+        "target": {"target": target, "dtype": job.dtype, "activations": job.activations},
         "settings": job.settings.model_dump(mode="json"),
         "data": manifest.model_dump(mode="json"),
     }
@@ -142,7 +144,7 @@ def _train(
     job: Job, asked: dict[str, Any], make: Callable[[FrozenTarget, Manifest], Trainee], watcher: Watcher | None
 ) -> Outcome:
     manifest = read_manifest(job.data)
-    target = FrozenTarget(job.target, job.dtype, own_device())
+    target = FrozenTarget(job.target, job.dtype, own_device(), job.activations)
     target.check_fits(manifest, job.data)
     trainee = make(target, manifest)
     _check_length(job.settings.length, trainee)
@@ -254,6 +256,7 @@ class _Engine:
         return Judge(
             self._target.name,
             self._job.dtype,
+            self._job.activations,
             self._data.held_out,
             settings.engine_prompts,
             params,

@@ -108,7 +108,7 @@ def _seconds(job: Job, folders: Sequence[Path], timed_target: str | None) -> tup
     all of them."""
     longest = job.settings.num_draft_tokens
     name = timed_target or job.target or default_model("target")
-    with LLM(name, speculation="none", dtype=job.dtype) as llm:
+    with LLM(name, speculation="none", dtype=job.dtype, activations=job.activations) as llm:
         runners = [llm.engine.runner]
         for folder in folders:
             proposer = llm.proposers.get(DraftModel(model=str(folder)))

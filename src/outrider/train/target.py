@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.config import DTypeName, ModelConfig
+from outrider.config import ActivationsName, DTypeName, ModelConfig
 from outrider.embedded import default_model
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.model.hf import final_norm, noting_layers, only_head
@@ -27,6 +27,7 @@ class FrozenTarget:
         name: Folder or hub id; None for the embedded one.
         dtype: Of its weights.
         device: Where it lies.
+        activations: What enters products with rounded weights, as LLM takes it.
 
     Attributes:
         model: The model of transformers.
@@ -36,10 +37,16 @@ class FrozenTarget:
         ModelError: It cannot be loaded.
     """
 
-    def __init__(self, name: str | None, dtype: DTypeName = "auto", device: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str | None,
+        dtype: DTypeName = "auto",
+        device: str | None = None,
+        activations: ActivationsName | None = None,
+    ) -> None:
         self.name = default_model("target") if name is None else name
         check_sources(target=self.name)
-        loaded = load_model(ModelConfig(model=self.name, dtype=dtype, device=device))
+        loaded = load_model(ModelConfig(model=self.name, dtype=dtype, device=device, activations=activations))
         self.model, self.tokenizer, self._loaded = loaded.model, loaded.tokenizer, loaded
         self.vocab_size, self.device = loaded.vocab_size, loaded.device
         config = self.model.config.get_text_config(decoder=True)
