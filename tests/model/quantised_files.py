@@ -106,7 +106,7 @@ def write(
     checkpoints.save(family, folder, **shape)
     tensors, values = load_file(folder / "model.safetensors"), {}
     random = torch.Generator().manual_seed(5)
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))]:
         packed, value = packing(tensors.pop(name).float(), random)
         tensors |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in packed.items()}
         values[name] = value

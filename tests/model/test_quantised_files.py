@@ -21,7 +21,7 @@ from outrider.errors import ContradictionError, ModelLoadError, UnsupportedModel
 from outrider.kernels.formats.registry import FORMATS
 from outrider.kernels.linear import use_stock_linear
 from outrider.kernels.weights import stored_weight
-from outrider.model import keeping
+from outrider.model import hf, keeping
 from outrider.model.loading.configuration import read_context, read_needs
 from outrider.model.loading.loader import load_model
 from tests.model import checkpoints, quantised_files
@@ -97,6 +97,65 @@ def test_weights_come_back_from_the_kernels(written: tuple[Path, dict[str, Tenso
     runner.backend.uninstall()
     for name, want in written[1].items():
         assert torch.equal(weight_of(runner.loaded.model, name).double(), want)
+
+
+#: One layer, whose experts' names in files and in transformers are not those of the other families.
+MIXTRAL = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+QWEN = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "mlp_only_layers": [], "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "packing", "declared", "shape"),
+    [
+        ("mixtral", gptq(), GPTQ, MIXTRAL),
+        ("qwen3_moe", gptq(8, zeros=False), GPTQ | {"bits": 8, "sym": True}, QWEN),
+        ("qwen3_moe", awq, AWQ, QWEN),
+        ("qwen3_moe", fp8(GROUP), FP8, QWEN),
+    ],
+    ids=["mixtral", "gptq", "awq", "fp8"],
+)
+def test_experts_are_those_of_the_layout_to_the_bit(
+    tmp_path: Path, family: str, packing: Any, declared: dict[str, Any], shape: dict[str, Any]
+) -> None:
+    folder, values = quantised_files.write(tmp_path / "model", packing, declared, family, **shape)
+    plain = Path(checkpoints.save(family, tmp_path / "plain", hidden_size=64, intermediate_size=96, num_attention_heads=4,
+                                  **{"num_hidden_layers": 2} | shape))  # fmt: skip
+    weights = load_file(plain / "model.safetensors")
+    assert sum("experts" in name for name in values) == sum("experts" in name for name in weights) > 0
+    save_file(
+        weights | {name: value.float() for name, value in values.items()}, plain / "model.safetensors", {"format": "pt"}
+    )
+    stock, model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32), read(folder)
+    for ours, theirs in zip(hf.expert_stacks(model), hf.expert_stacks(stock), strict=True):
+        stored, want = ours.stored(), theirs.stored().data
+        assert torch.equal(
+            stored.format.dequantise(stored.each(lambda tensor: tensor.flatten(0, 1)), torch.float32), want.flatten(0, 1)
+        )
+        if stored.quantised:
+            assert getattr(ours.module, ours.name).untyped_storage().nbytes() <= 4, "nothing is kept in full precision"
+    prompt, params = [5, 3, 8, 1, 2, 3, 8, 1], SamplingParams(temperature=0, max_tokens=12)
+    for how in ({"dtype": "float64"}, {"dtype": "float32"}, {"dtype": "float32", "activations": "int8"})[
+        : 2 + (packing is awq)
+    ]:
+        llm = LLM(str(folder), **how)
+        assert llm.engine.runner.backend.name == "fused"
+        texts = [llm.generate([prompt], params, speculation=way)[0].token_ids for way in ("none", "suffix")]
+        assert texts[0] == texts[1]
+        assert how["dtype"] != "float64" or tuple(texts[0]) == checkpoints.greedy_by_transformers(str(plain), prompt, 12)
+
+
+def test_experts_that_cannot_be_kept_together_are_named(tmp_path: Path) -> None:
+    folder, _ = quantised_files.write(
+        tmp_path / "ordered", gptq(ordered=True), GPTQ | {"desc_act": True}, "mixtral", **MIXTRAL
+    )
+    with pytest.raises(UnsupportedModelError, match=r"gate_up_proj: experts with an order of inputs of their own"):
+        read(folder)
+    folder, _ = quantised_files.write(tmp_path / "fewer", awq, AWQ, "qwen3_moe", **QWEN)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".experts.1.up_proj." not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"2 quantised matrices of experts are missing, .*experts\.1\.up_proj first"):
+        read(folder)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

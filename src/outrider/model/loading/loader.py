@@ -156,7 +156,7 @@ def _load_quantised(config: ModelConfig, hf_config: Any, source: dict[str, Any],
     with QuantisedCheckpoint(config.model, folder, layout) as files:
         empty = _empty_model(config, hf_config, source)
         files.check(empty)
-        model = _model_from_state(config, empty, files.state(dtype), dtype).to(device)
+        model = _model_from_state(config, empty, files.state(empty, dtype), dtype).to(device)
         files.fill(model, dtype)
     model.generation_config = _read_generation_config(folder) or model.generation_config
     return model

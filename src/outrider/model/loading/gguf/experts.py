@@ -12,6 +12,7 @@ from outrider.errors import UnsupportedModelError
 from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.weights import ExpertStack
 from outrider.model import hf
+from outrider.model.loading.expert_parts import joined_parts, num_parts, part_shape
 from outrider.model.loading.gguf.blocks import is_packed, stored_tensor
 from outrider.model.loading.gguf.header import GgufTensor
 from outrider.model.loading.gguf.values import ORIGINAL
@@ -32,20 +33,19 @@ class Projection:
     @property
     def parts(self) -> list[str]:
         """The names of its parts."""
-        return [f"{self.name}[{part}]" for part in range(self._count)]
+        return [f"{self.name}[{part}]" for part in range(num_parts(self.stack))]
 
     @property
     def bias_parts(self) -> list[str]:
         """The names of the parts of its biases."""
-        return [f"{self.name}_bias[{part}]" for part in range(self._count if self._has_bias else 0)]
+        return [f"{self.name}_bias[{part}]" for part in range(num_parts(self.stack) if self._has_bias else 0)]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """What a file has to hold: [num_experts, out_features, in_features] each, and [num_experts, out_features]."""
-        count, first, second = getattr(self.stack.module, self.stack.name).shape
-        rows, cols = (second, first) if self.stack.transposed else (first, second)
-        found: dict[str, tuple[int, ...]] = dict.fromkeys(self.parts, (count, rows // self._count, cols))
-        return found | dict.fromkeys(self.bias_parts, (count, rows // self._count))
+        count, rows, cols = part_shape(self.stack)
+        found: dict[str, tuple[int, ...]] = dict.fromkeys(self.parts, (count, rows, cols))
+        return found | dict.fromkeys(self.bias_parts, (count, rows))
 
     def state(self, path: str, tensors: Mapping[str, GgufTensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """What transformers loads: floats, and an empty tensor for blocks.
@@ -80,18 +80,11 @@ class Projection:
             self.stack.keep(StoredWeight.of(stored, self._joined))
 
     @property
-    def _count(self) -> int:
-        return 2 if self.stack.name == "gate_up_proj" else 1
-
-    @property
     def _has_bias(self) -> bool:
         return hasattr(self.stack.module, f"{self.stack.name}_bias")
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
-        """Parts [num_experts, rows, ...] as the rows of one matrix for each expert. Some families keep them in turn."""
-        if self.stack.module.is_concatenated:
-            return torch.cat(parts, 1)
-        return torch.stack(parts, 2).flatten(1, 2)
+        return joined_parts(self.stack, parts)
 
 
 def projections(model: nn.Module) -> list[Projection]:

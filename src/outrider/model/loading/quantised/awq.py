@@ -39,9 +39,9 @@ class Awq:
         inputs, words = headers["qweight"].shape
         return 8 * words, inputs
 
-    def stored(self, tensors: Tensors, dtype: torch.dtype) -> StoredWeight:
+    def stored(self, tensors: Tensors, dtype: torch.dtype, *, in_blocks: bool = False) -> StoredWeight:
         codes, zero = (_by_output(tensors[name]) for name in ("qweight", "qzeros"))
-        return grouped(codes, 4, tensors["scales"].t(), zero, dtype)
+        return grouped(codes, 4, tensors["scales"].t(), zero, dtype, in_blocks=in_blocks)
 
 
 def _by_output(words: Tensor) -> Tensor:

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.kernels.weights import keep_quantised
+from outrider.model import hf
 from outrider.model.loading.exclusive import check_wanted
 from outrider.model.loading.fit import StoredTensor, file_headers
 from outrider.model.loading.kinds import wrong_shape
+from outrider.model.loading.quantised.experts import QuantisedExperts, quantised_experts
 from outrider.model.loading.quantised.layout import Layout, MisshapenError
 
 _AGAIN = "Download or save the checkpoint again."
@@ -60,23 +62,31 @@ class QuantisedCheckpoint:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def state(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What transformers loads: tensors that are not quantised, read when they are asked for, and empty weights."""
+    def state(self, empty: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+        """What transformers loads into a model: tensors that are not quantised, read when they are asked for, and empty
+        weights."""
         parts = {f"{layer}.{suffix}" for layer, suffixes in self.layers.items() for suffix in suffixes}
         state = {name: file.get_slice(name) for name, file in self._files.items() if name not in parts}
-        for layer in self.layers:
-            state[f"{layer}.weight"] = torch.full((), float("nan"), dtype=dtype).expand(self._shape(layer))
-        return state
+        nothing, (experts, layers) = torch.full((), float("nan"), dtype=dtype), self._parted(empty)
+        shapes = {f"{layer}.weight": self._shape(layer) for layer in layers}
+        shapes |= {each.name: getattr(each.stack.module, each.stack.name).shape for each in experts}
+        return state | {name: nothing.expand(shape) for name, shape in shapes.items()}
 
     def check(self, empty: nn.Module) -> None:
         """Refuse quantised matrices of other shapes than those of a model, before anything is made of these shapes.
 
         Raises:
-            ModelLoadError: A matrix has another shape, or its tensors do not belong together.
+            ModelLoadError: A matrix has another shape, its tensors do not belong together, or that of an expert is missing.
         """
-        weights = empty.state_dict()
+        weights, (experts, _) = empty.state_dict(), self._parted(empty)
+        of_experts = {matrix: each.shape for each in experts for part in each.parts for matrix in part}
+        missing = sorted(of_experts.keys() - self.layers.keys())
+        if missing:
+            problem = f"{len(missing)} quantised matrices of experts are missing, {missing[0]} first"
+            raise ModelLoadError(self._name, problem, _AGAIN)
         found = {f"{layer}.weight": self._shape(layer) for layer in self.layers}
         known = {name: tuple(weights[name].shape) for name in found if name in weights}
+        known |= {f"{matrix}.weight": shape for matrix, shape in of_experts.items()}
         wrong = [(name, found[name], shape) for name, shape in known.items() if shape != found[name]]
         if wrong:
             raise wrong_shape(self._name, wrong)
@@ -88,15 +98,27 @@ class QuantisedCheckpoint:
             ModelLoadError: Tensors of a matrix do not belong together.
             UnsupportedModelError: The model has no such layer, or it is none that can be quantised.
         """
-        modules = dict(model.named_modules())
-        for layer in self.layers:
+        modules, (experts, layers) = dict(model.named_modules()), self._parted(model)
+        for layer in layers:
             check_wanted()
             module = modules.get(layer)
             if not isinstance(module, nn.Linear | nn.Embedding):
                 problem = f"{layer} is quantised, and transformers' model has no such linear layer"
-                remedy = "Give the original checkpoint. Quantised experts are not loaded yet."
-                raise UnsupportedModelError(self._name, problem, remedy)
+                raise UnsupportedModelError(self._name, problem, "Give the original checkpoint.")
             keep_quantised(module, self._stored(layer, dtype))
+        for each in experts:
+            check_wanted()
+            try:
+                each.fill(lambda matrix: self._stored(matrix, dtype, in_blocks=True))
+            except MisshapenError as error:
+                raise UnsupportedModelError(self._name, f"{each.name}: {error}", "Give the original checkpoint.") from error
+        hf.use_stored_experts(model)
+
+    def _parted(self, model: nn.Module) -> tuple[list[QuantisedExperts], list[str]]:
+        """The projections of experts that are quantised, and the paths of all other quantised matrices."""
+        experts = quantised_experts(model, self.layers)
+        taken = {matrix for each in experts for part in each.parts for matrix in part}
+        return experts, [layer for layer in self.layers if layer not in taken]
 
     def _quantised_layers(self) -> dict[str, dict[str, StoredTensor]]:
         found: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
@@ -113,10 +135,11 @@ class QuantisedCheckpoint:
         except (MisshapenError, KeyError, ValueError) as error:
             raise self._misshapen(layer, error) from error
 
-    def _stored(self, layer: str, dtype: torch.dtype) -> Any:
+    def _stored(self, layer: str, dtype: torch.dtype, *, in_blocks: bool = False) -> Any:
         shape, headers = self._shape(layer), self.layers[layer]
         try:
-            stored = self._layout.stored({suffix: self._tensor(f"{layer}.{suffix}") for suffix in headers}, dtype)
+            tensors = {suffix: self._tensor(f"{layer}.{suffix}") for suffix in headers}
+            stored = self._layout.stored(tensors, dtype, in_blocks=in_blocks)
         except (MisshapenError, KeyError, ValueError, IndexError, RuntimeError) as error:
             raise self._misshapen(layer, error) from error
         assert (len(stored.data), stored.format.inputs(stored.data)) == shape, "a layout says what its weights are"

@@ -39,7 +39,7 @@ class Compressed:
         check(headers["weight_packed"].shape[0] == outputs, f"codes of {outputs} outputs are missing")
         return outputs, inputs
 
-    def stored(self, tensors: Tensors, dtype: torch.dtype) -> StoredWeight:
+    def stored(self, tensors: Tensors, dtype: torch.dtype, *, in_blocks: bool = False) -> StoredWeight:
         if "weight" in tensors:
             bits, codes = 8, tensors["weight"].view(torch.uint8) ^ 128
         else:
@@ -55,7 +55,8 @@ class Compressed:
             zero = None if zero is None else zero.reshape(1, 1).expand(len(codes), 1)
         if scale.dim() == 1:
             scale = scale[:, None]
-        return grouped(codes, bits, scale, _zeros(zero, bits, len(codes)), dtype, tensors.get("weight_g_idx"))
+        zeros, order = _zeros(zero, bits, len(codes)), tensors.get("weight_g_idx")
+        return grouped(codes, bits, scale, zeros, dtype, order, in_blocks=in_blocks)
 
 
 def _zeros(zero: Tensor | None, bits: int, outputs: int) -> Tensor | None:

@@ -42,7 +42,7 @@ class Fp8:
         outputs, inputs = headers["weight"].shape
         return outputs, inputs
 
-    def stored(self, tensors: Tensors, dtype: torch.dtype) -> StoredWeight:
+    def stored(self, tensors: Tensors, dtype: torch.dtype, *, in_blocks: bool = False) -> StoredWeight:
         codes, scale = tensors["weight"], self._by_column(_wide(tensors[_SCALE]), tensors["weight"].shape)
         found = torch.empty(codes.shape, dtype=dtype)
         height = codes.shape[0] if self.block is None else self.block[0]

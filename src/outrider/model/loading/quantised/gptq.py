@@ -41,11 +41,11 @@ class Gptq:
         words, outputs = headers["qweight"].shape
         return outputs, words * (32 // self.bits)
 
-    def stored(self, tensors: Tensors, dtype: torch.dtype) -> StoredWeight:
+    def stored(self, tensors: Tensors, dtype: torch.dtype, *, in_blocks: bool = False) -> StoredWeight:
         codes = from_words(tensors["qweight"].t(), self.bits)
         zeros = tensors["qzeros"]
         check(zeros.dtype == torch.int32, f"zero points are kept in {zeros.dtype}, and not in int32")
         if self.first_version:
             zeros = zeros + _ONES[self.bits]
         zero = from_words(zeros, self.bits)[:, : len(codes)].t().contiguous()
-        return grouped(codes, self.bits, tensors["scales"].t(), zero, dtype, tensors.get("g_idx"))
+        return grouped(codes, self.bits, tensors["scales"].t(), zero, dtype, tensors.get("g_idx"), in_blocks=in_blocks)

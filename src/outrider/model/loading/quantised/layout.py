@@ -43,8 +43,15 @@ class Layout(Protocol):
         """[out_features, in_features]. Raises MisshapenError, or KeyError and ValueError where tensors are not what they
         are."""
 
-    def stored(self, tensors: Tensors, dtype: torch.dtype) -> StoredWeight:
-        """The weights, which stand for `dtype`. Raises MisshapenError."""
+    def stored(self, tensors: Tensors, dtype: torch.dtype, *, in_blocks: bool = False) -> StoredWeight:
+        """The weights, which stand for `dtype`. Raises MisshapenError.
+
+        Args:
+            tensors: Those of the matrix.
+            dtype: What they stand for.
+            in_blocks: Whether rounded weights are kept in blocks, so that matrices of one layout have one format, whatever
+                their numbers are.
+        """
 
 
 def from_words(words: Tensor, bits: int) -> Tensor:
@@ -68,7 +75,14 @@ def check_bits(bits: int) -> None:
 
 
 def grouped(
-    codes: Tensor, bits: int, scale: Tensor, zero: Tensor | None, dtype: torch.dtype, group_of: Tensor | None = None
+    codes: Tensor,
+    bits: int,
+    scale: Tensor,
+    zero: Tensor | None,
+    dtype: torch.dtype,
+    group_of: Tensor | None = None,
+    *,
+    in_blocks: bool = False,
 ) -> StoredWeight:
     """Weights in groups of inputs.
 
@@ -79,6 +93,7 @@ def grouped(
         zero: uint8 [out_features, groups], or None for the middle of the codes everywhere.
         dtype: The dtype that the weights stand for.
         group_of: [in_features] the group of each input; None where groups follow one another.
+        in_blocks: See Layout.stored.
 
     Raises:
         MisshapenError: Shapes do not fit, or scales cannot be kept.
@@ -92,10 +107,10 @@ def grouped(
     group, order = cols // groups, _order(group_of, groups, cols)
     if order is not None:
         codes = codes[:, order]
-    if zero is not None and bool((zero == 2 ** (bits - 1)).all()):
+    if not in_blocks and zero is not None and bool((zero == 2 ** (bits - 1)).all()):
         zero = None
     scale = _narrow(scale)
-    known = _known(codes, bits, group, scale, zero, dtype) if order is None else None
+    known = _known(codes, bits, group, scale, zero, dtype) if order is None and not in_blocks else None
     if known is not None:
         return known
     check(group % UNIT == 0, f"groups of {group} inputs are not known, but those of {UNIT} or multiples of it")
