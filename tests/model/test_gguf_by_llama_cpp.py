@@ -25,6 +25,8 @@ from tests.model.test_gguf_vocabularies import byte_level_tokenizer
 gguf = pytest.importorskip("gguf")
 #: ik_llama.cpp brings llama.cpp's program, which xllamacpp does not.
 quantiser = pytest.importorskip("ik_llama_cpp.quantize").find_quantize_bin()
+#: What llama.cpp writes of types that are taken here.
+MIXTURES = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K", "Q4_0", "Q8_0", "IQ4_NL")
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +101,16 @@ def test_the_mixture_of_q4_k_m_writes_texts(tmp_path: Path, family: str, changes
     assert llm.engine.runner.backend.name == "fused"
     texts = [llm.generate(["low low lower"], greedy, speculation=how)[0].token_ids for how in ("none", "suffix")]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_no_mixture_gives_gates_and_values_of_experts_unlike_types(tmp_path: Path) -> None:
+    """So that no file of a usual mixture is refused for them."""
+    path, _ = source(tmp_path, "qwen3_moe", **EXPERTS)
+    for kind in MIXTURES:
+        types = {name: tensor.type for name, tensor in quantised(path, tmp_path / "m.gguf", kind).tensors.items()}
+        gates = [name for name in types if "ffn_gate_exps" in name]
+        assert len(gates) == 4
+        assert {name: types[name] for name in gates} == {
+            name: types[name.replace("gate_exps", "up_exps")] for name in gates
+        }
