@@ -50,9 +50,7 @@ class QuantisedExperts:
         found = [[read(path) for path in paths] for paths in self.parts]
         every = [stored for part in found for stored in part]
         check(all(stored.format == every[0].format for stored in every), "its matrices have scales of different types")
-        check(
-            all(stored.order is None for stored in every), "experts with an order of inputs of their own are not known"
-        )
+        check(all(stored.order is None for stored in every), "experts with an order of inputs of their own are not known")
         parts = [StoredWeight.of(part, torch.stack) for part in found]
         whole = StoredWeight.of(parts, lambda tensors: joined_parts(self.stack, tensors))
         if whole.quantised:
