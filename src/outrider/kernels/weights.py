@@ -145,7 +145,7 @@ def entering(rows: Tensor, stored: StoredWeight) -> tuple[Tensor, torch.dtype]:
     """Rows [..., in_features] as they enter a stock product with some weights, and the dtype of this product."""
     if not stored.format.rounds_rows:
         return rows, rows.dtype
-    return RowRounding.apply(rows, stored), torch.float32  # rounded numbers have more bits than bf16
+    return RowRounding.apply(rows, stored), torch.float32  # type: ignore[no-untyped-call]  # more bits than bf16
 
 
 def keep_quantised(module: nn.Linear | nn.Embedding, stored: StoredWeight) -> None:
