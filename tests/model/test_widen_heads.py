@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, LLM]:
     return LLM(default_model("target"), **how), LLM(folder, **how)
 
 
-def drafts(llm: LLM, method: str, folder: str, patch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def drafts(
+    llm: LLM, method: str, folder: str | None, patch: pytest.MonkeyPatch, prompts: Sequence[Any] = PROMPTS
+) -> list[tuple[int, ...]]:
     """Every draft of some greedy texts, and the texts."""
     found, stock = list[tuple[int, ...]](), engine.propose_all
 
@@ -57,7 +60,7 @@ def drafts(llm: LLM, method: str, folder: str, patch: pytest.MonkeyPatch) -> lis
     with patch.context() as inner:
         inner.setattr(engine, "propose_all", watched)
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-        outputs = llm.generate(PROMPTS, params, speculation={"method": method, "model": folder, "num_draft_tokens": 3})
+        outputs = llm.generate(prompts, params, speculation={"method": method, "model": folder, "num_draft_tokens": 3})
     assert all(output.stats.num_proposer_faults == 0 for output in outputs)
     return [*found, *(output.token_ids for output in outputs)]
 

@@ -1,10 +1,13 @@
-"""Makes a *wide* copy of a Llama-style checkpoint: it computes the same function and reads many times the weights.
+"""Makes a *wide* copy of a checkpoint like Llama or Qwen3.5: the same function, with many times the weights to read.
 
 The hidden state, the heads and the feed-forward units are repeated, and the matching input weights are divided. So the
 network computes what it computed before, up to the rounding of longer sums; with powers of two the divisions are exact.
 The acceptance that is measured on the wide copy is therefore that of the real pair, while a forward pass reads as many
 bytes as one of a model of that size. This gives a memory-bound target from a checkpoint that is small enough to ship. A
 report with such a figure must say so.
+
+Layers with a running state (gated delta rules) are repeated in the same way, head by head. A layer of the checkpoint that
+predicts several tokens (`mtp.*`) is carried over, so that it drafts for the copy what it drafts for the source.
 """
 
 from __future__ import annotations
@@ -13,13 +16,16 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider.embedded import default_model
+from outrider.heads.formats.folder import list_tensors, read_tensors
 from outrider.model.loading.exclusive import exclusive_transformers
+from outrider.model.loading.files import WHOLE
 
 #: The factors for the embedded target: 384 x 1024 becomes 1536 x 8192, with 0.36 B parameters.
 HIDDEN, FFN = 4, 8
@@ -37,7 +43,17 @@ def wide_target(dtype: str) -> str:
     Args:
         dtype: The name of the dtype in torch, without "torch.".
     """
-    source = Path(default_model("target"))
+    return wide_copy(default_model("target"), dtype)
+
+
+def wide_copy(checkpoint: str, dtype: str) -> str:
+    """The folder of the wide copy of a checkpoint. The copy is made when it is first asked for.
+
+    Args:
+        checkpoint: The folder of the checkpoint, as `widen` takes it.
+        dtype: The name of the dtype in torch, without "torch.".
+    """
+    source = Path(checkpoint)
     folder = cache_folder() / f"wide-{dtype}-{_digest(source)}"
     if not folder.exists():
         unfinished = folder.with_suffix(f".{os.getpid()}")  # so that an interrupted copy is not taken for a whole one
@@ -96,34 +112,106 @@ def widen(source: str, target: str, hidden: int, ffn: int, dtype: torch.dtype) -
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     config = AutoConfig.from_pretrained(source)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    config.hidden_size *= hidden
-    config.num_attention_heads *= hidden
-    config.num_key_value_heads *= hidden
-    config.head_dim = head_dim
-    config.intermediate_size *= ffn
+    factors = _Factors(hidden, ffn, _block_rows(config), _norms_add_one(config))
+    _grow(config, factors)
     with exclusive_transformers():
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     wide = AutoModelForCausalLM.from_config(config).to(dtype)
-    wide.load_state_dict({name: _tiled(name, w, hidden, ffn).to(dtype) for name, w in model.state_dict().items()})
+    wide.load_state_dict({name: _tiled(name, w, factors).to(dtype) for name, w in model.state_dict().items()})
     wide.generation_config = model.generation_config
     with exclusive_transformers():
         wide.save_pretrained(target)
-    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+    if factors.norms_add_one:
+        _add_layers_ahead(source, target, factors, dtype)
+    if any(Path(source).glob("*token*")):  # a checkpoint without a tokenizer has a copy without one
+        AutoTokenizer.from_pretrained(source).save_pretrained(target)
     return sum(p.numel() for p in wide.parameters())
 
 
-def _tiled(name: str, w: Any, hidden: int, ffn: int) -> Any:
+#: What the names of a layer begin with that predicts several tokens.
+_AHEAD = "mtp."
+#: Norms of the numbers of one head, which all heads share.
+_OF_ONE_HEAD = ("q_norm.weight", "k_norm.weight", "linear_attn.norm.weight")
+#: Projections from the hidden state to heads, and back.
+_OF_HEADS = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
+#: Fields of a configuration that grow with the hidden size.
+_GROWN = (
+    *("hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """How a checkpoint is widened.
+
+    Attributes:
+        hidden, ffn: The factors.
+        blocks: Rows of the queries, keys and values that a delta rule projects together.
+        norms_add_one: Whether norms multiply by 1 + w.
+    """
+
+    hidden: int
+    ffn: int
+    blocks: tuple[int, ...]
+    norms_add_one: bool
+
+
+def _add_layers_ahead(source: str, target: str, factors: _Factors, dtype: torch.dtype) -> None:
+    """Carry over the layers that predict several tokens, which transformers leaves out when it loads a model."""
+    from safetensors.torch import load_file, save_file
+
+    file = Path(target) / WHOLE
+    read = read_tensors(source, [name for name in list_tensors(source) if name.startswith(_AHEAD)])
+    added = {name: _tiled(name, each.tensor.float(), factors).to(dtype) for name, each in read.items()}
+    save_file(load_file(file) | added, file, {"format": "pt"})
+
+
+def _norms_add_one(config: Any) -> bool:
+    return bool(config.model_type == "qwen3_5_text")
+
+
+def _block_rows(config: Any) -> tuple[int, ...]:
+    if not hasattr(config, "linear_num_key_heads"):
+        return ()
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    return keys, keys, config.linear_num_value_heads * config.linear_value_head_dim
+
+
+def _grow(config: Any, factors: _Factors) -> None:
+    """Let a configuration be that of the copy."""
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name in _GROWN:
+        if hasattr(config, name):
+            setattr(config, name, factors.hidden * getattr(config, name))
+    config.intermediate_size *= factors.ffn
+    if factors.norms_add_one:  # dividing 1 + w would cost digits, so the output layer is divided, and cannot be shared
+        config.tie_word_embeddings = False
+
+
+def _tiled(name: str, w: Any, factors: _Factors) -> Any:
     """One tensor of the wide copy."""
-    if name.endswith(("embed_tokens.weight", "lm_head.weight")):  # [vocab, hidden]
+    hidden, ffn = factors.hidden, factors.ffn
+    part = name.removesuffix(".weight").rpartition(".")[2]
+    if part == "embed_tokens":  # [vocab, hidden]
         return w.repeat(1, hidden)
-    if name == "model.norm.weight":  # the tied head sums `hidden` copies
+    if part == "lm_head":  # it sums `hidden` copies, and the final norm is divided unless it adds 1
+        return w.repeat(1, hidden) / (hidden if factors.norms_add_one else 1)
+    if name == "model.norm.weight" and not factors.norms_add_one:
         return w.repeat(hidden) / hidden
-    if w.dim() == 1:  # inner norms
+    if name.endswith(_OF_ONE_HEAD):
+        return w
+    if w.dim() == 1:  # norms, and what each head of a delta rule has
         return w.repeat(hidden)
-    if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")):  # [heads, hidden]
+    if part == "conv1d":  # [channels, 1, width]
+        return torch.cat([block.repeat(hidden, 1, 1) for block in w.split(factors.blocks)])
+    if part == "in_proj_qkv":
+        return torch.cat([block.repeat(hidden, hidden) for block in w.split(factors.blocks)]) / hidden
+    if part == "fc":  # [hidden, embedding and hidden state]
+        return w.unflatten(1, (2, -1)).repeat(hidden, 1, hidden).flatten(1) / hidden
+    if part in _OF_HEADS:
         return w.repeat(hidden, hidden) / hidden
-    if name.endswith(("gate_proj.weight", "up_proj.weight")):  # [ffn, hidden]
+    if part in ("gate_proj", "up_proj"):  # [ffn, hidden]
         return w.repeat(ffn, hidden) / hidden
-    assert name.endswith("down_proj.weight"), name  # [hidden, ffn]
+    assert part == "down_proj", name  # [hidden, ffn]
     return w.repeat(hidden, ffn) / ffn
