@@ -111,6 +111,32 @@ def test_preempted_texts_and_samples_go_on_from_kept_states(fresh: LLM) -> None:
 
 
 @one_kind
+def test_a_cancelled_text_is_taken_up_again(fresh: LLM) -> None:
+    """From what it has left, and beside a text that goes on without it."""
+    text = fresh.generate(PROMPT, GREEDY, speculation="none")[0].token_ids
+    fresh.engine.runner.blocks.reset()
+    fresh.stats.reset()
+    options = RequestOptions(prediction=almost(text))
+    dropped, kept = (
+        fresh.engine.add_request(tuple(prompt), GREEDY, fresh.resolve(PREDICTION), options)
+        for prompt in (PROMPT, [3, *PROMPT])
+    )
+    while len(dropped.sequences[0].output_token_ids) < 4:
+        fresh.engine.step()
+    written = list(dropped.sequences[0].output_token_ids)
+    fresh.engine.cancel(dropped)
+    audit = CacheAudit(fresh.engine)
+    again = fresh.engine.add_request(
+        (*PROMPT, *written), GREEDY.replace(max_tokens=12 - len(written)), fresh.resolve(PREDICTION), options
+    )
+    audit.run()
+    assert audit.worst <= bound(fresh)
+    assert kept.error is again.error is None
+    assert (*written, *again.sequences[0].output_token_ids) == text
+    assert again.sequences[0].stats.num_cached_tokens >= 20
+
+
+@one_kind
 def test_a_text_that_is_written_leaves_states_on_the_grid(fresh: LLM) -> None:
     """Rows of drafts that stand go past such places as well as rows of the text."""
     first = fresh.generate(PROMPT, GREEDY, speculation="none")[0].token_ids
