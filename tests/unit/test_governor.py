@@ -539,3 +539,20 @@ def test_planted_bugs_turn_their_test_red(name: str, monkeypatch: pytest.MonkeyP
     plant(monkeypatch)
     with pytest.raises((AssertionError, StopIteration)):
         check()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_machine_that_pauses_in_the_first_steps_does_not_end_drafts(seed: int) -> None:
+    """Two observations, both ten times too long, were all that was known of a number of rows, and held for 400 steps."""
+    lookup = Method(0.004, always(0.4), always(0.12), lookup=True)
+    world = World(
+        {"draft": Method(0.05, always(0.7)), "lookup": lookup},
+        {1: 1.0, 2: 1.2, 3: 1.33, 4: 1.45, 5: 1.7, 8: 2.3, 16: 3.1, 32: 6.2, 64: 12.4},
+        noise=0.1,
+        seed=seed,
+        ends=lambda text: 64,
+        seconds_a_pass=0.011,
+        drift=lambda step: 10.0 if step in (5, 6) else 1.0,
+    )
+    on = run(world, governor_of(world), texts=10).on
+    assert sum(on) > 0.8 * len(on)

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 import pytest
 
 from outrider.govern import purse
-from outrider.govern.costs import CostModel, StepWork
+from outrider.govern.costs import CostModel, CostTable, DraftWork, StepWork
 from outrider.govern.governor import Governor
 from outrider.govern.places import Places
 from outrider.govern.purse import Purse
@@ -161,16 +161,14 @@ def test_it_keeps_its_promise_beside_forced_tokens(seed: int) -> None:
     assert worst(structured(seed).run(), structured(seed).stretch) >= PROMISE
 
 
-def _gain(seed: int) -> float:
-    log = structured(seed).run()
-    return sum(log.plain) / sum(log.true)
-
-
 def test_rows_of_forced_tokens_are_not_taken_for_those_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: they are paid from what trials may cost, so that little is left for drafts."""
-    before = sum(_gain(seed) for seed in (101, 102, 106))
+    costs, drafts = CostModel(CostTable.assumed()), (DraftWork("draft", texts=1, levels=1),)
+    forced = StepWork(rows=18, texts=1, context=0, drafts=drafts, forced=16)
+    one_pass = costs.step_seconds(1, 0)
+    assert 0.0 < costs.most_longer(forced) < one_pass
     monkeypatch.setattr(StepWork, "plain_rows", property(lambda work: work.texts))
-    assert sum(_gain(seed) for seed in (101, 102, 106)) < before - 0.05
+    assert costs.most_longer(forced) > one_pass
 
 
 # -- texts that begin together and are not replaced ----------------------------------------------------------------------

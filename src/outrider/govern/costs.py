@@ -179,8 +179,10 @@ class Curve:
         known = self._ratio(place)
         if self._far_weight >= 1.0:
             ratio = min(max(ratio, known / _MOST), known * _MOST)
-        apart = abs(ratio / known - 1.0)
-        self._odd[place] = self._odd[place] + 1 if apart > max(_ODD, _ODD_SPREADS * self._spread) else 0
+        apart, usual = abs(ratio / known - 1.0), max(_ODD, _ODD_SPREADS * self._spread)
+        self._odd[place] = self._odd[place] + 1 if apart > usual else 0
+        if self._far_weight >= 1.0 and self._odd[place] < _BELIEVED and self._weights[place] < _KNOWN:  # it may be a pause
+            ratio = min(ratio, known * (1.0 + usual))
         self._spread += (min(apart, _MOST * self._spread) - self._spread) / _SPREAD_MEMORY
         changed = self._odd[place] >= _BELIEVED and self._weights[place] >= _KNOWN
         if changed:
