@@ -121,7 +121,7 @@ export function distribution(row: Row, guess: number | null, options: { owed?: b
     return h(
       `tr${isGuess ? ".guess" : ""}`,
       {},
-      h("th", { scope: "row" }, name, isGuess && h("small", {}, " the guess")),
+      h("th", { scope: "row" }, h("span.bar-name", {}, name, isGuess && h("small", {}, " the guess"))),
       h("td.bars", {}, ...values.map(([kind, value]) => bar(kind, value, most))),
       h("td.number", {}, ...values.map(([kind, value]) => h("span", { "data-kind": kind, "data-value": value }, percent(value)))),
     );
