@@ -14,6 +14,7 @@ const WORDS: Record<string, string> = {
   eagle3: "a trained layer that reads the target's states",
   mtp: "layers that come with the target to predict several tokens",
   dflash: "trained layers that fill in several words at once",
+  peagle: "trained layers that guess several words in one pass",
   ngram: "what followed these words before",
   suffix: "the longest text that came before",
   token_recycling: "what the target held likely before",
