@@ -39,16 +39,16 @@ class Job:
         out: The folder of the result.
         target: Folder or hub id; None for the embedded one.
         dtype: Of the target's weights, in training and in the engine.
-        activations: What enters products with the target's rounded weights, in both, too.
         settings: How the training runs.
+        activations: What enters products with the target's rounded weights, in both, too.
     """
 
     data: Path
     out: Path
     target: str | None = None
     dtype: DTypeName = "auto"
-    activations: ActivationsName | None = None
     settings: TrainSettings = field(default_factory=TrainSettings)
+    activations: ActivationsName | None = None
 
 
 def train_draft(
