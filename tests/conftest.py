@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import tiers
 from tests.chance import begin_chance
 
 if TYPE_CHECKING:
@@ -33,6 +34,19 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="run what `make test` runs: the core, and what a change touches")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --fast, leave out what belongs to other tiers (see tiers.py)."""
+    if config.getoption("fast"):
+        changes = tiers.changed_paths()
+        left = [item for item in items if not tiers.runs(item, changes)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if tiers.runs(item, changes)]
 
 
 @pytest.hookimpl(tryfirst=True)
