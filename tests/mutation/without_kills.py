@@ -3,9 +3,9 @@
     python -m tests.mutation.without_kills map REACH.json            which core tests run which lines of the package
     python -m tests.mutation.without_kills run REACH.json OUT.jsonl  plants every bug, and runs core tests that come by it
 
-A bug counts as caught where a core test turns red. Of the tests that come by its lines, the quickest of each file run first, until
-one is red or BUDGET seconds are over. C has no lines here: for a bug in it, tests that come by the kernels run. `map` needs the
-package coverage, and `run` goes on where it was ended.
+A bug counts as caught where a core test turns red. Of the tests that come by its lines, the quickest of each file run
+first, until one is red or BUDGET seconds are over. C has no lines here: for a bug in it, tests that come by the kernels run. `map`
+needs the package coverage. `run` goes on where it was ended.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import pytest
 
 from tests.mutation.mutants import Mutant
 from tests.mutation.native_mutants import NATIVE_MUTANTS
+from tests.mutation.room_mutants import ROOM_MUTANTS
 from tests.mutation.test_mutants import KILLED, PACKAGE, ROOT, plant
 from tests.mutation.test_native_mutants import NATIVE, build_script
 from tests.mutation.triton_mutants import TRITON_MUTANTS
@@ -123,7 +124,7 @@ def red(mutant: Mutant, tests: list[str]) -> tuple[str, float]:
 def run(reach_file: Path, out: Path) -> None:
     reach = json.loads(reach_file.read_text("utf-8"))
     known = {json.loads(line)["name"] for line in out.read_text("utf-8").splitlines()} if out.exists() else set()
-    for mutant in (*KILLED, *NATIVE_MUTANTS, *TRITON_MUTANTS):
+    for mutant in (*ROOM_MUTANTS, *KILLED, *NATIVE_MUTANTS, *TRITON_MUTANTS):
         if mutant.name in known:
             continue
         tests = tests_by(mutant, reach)
