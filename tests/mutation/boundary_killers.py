@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -29,6 +30,7 @@ from outrider.propose.base import (
     Requirements,
     RowStatus,
 )
+from outrider.propose.drawn import Drawn
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.methods.draft_model import DraftModel
 from outrider.propose.methods.suffix import Suffix
@@ -102,7 +104,7 @@ class _Learning(Proposer):
     def _draft(self, request: ProposeRequest, noise: DraftNoise) -> Draft:
         count = min(1 + self._num_texts % 2, request.budget)
         probs = torch.tensor([[0.2, 0.3, 0.5]], dtype=torch.float64).expand(count, 3)
-        return Draft.chain(noise.categorical(probs, [request] * count, range(count)).tolist(), noise.law(request), probs)
+        return Draft.chain(noise.chain(probs, request), noise.law(request), probs)
 
     def finish(self, sequence: ProposerSequence) -> None:
         self._num_texts += 1
@@ -161,17 +163,20 @@ class _Drawing(Proposer):
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
         self._num_calls += 1
         drawing = [noise, noise.member(0), noise.member(1)]
-        answers = [[self._draft(request, by, who) for who, by in enumerate(drawing)] for request in requests]
+        answers = [
+            [self._draft(replace(request, drawn=Drawn()) if who else request, by, who) for who, by in enumerate(drawing)]
+            for request in requests
+        ]
         return [own for own, *_ in answers]
 
     def _draft(self, request: ProposeRequest, noise: DraftNoise, who: int) -> Draft:
         probs = torch.full((2, VOCAB_SIZE), 1 / VOCAB_SIZE)
-        tokens = noise.categorical(probs, [request, request], [0, 1]).tolist()
+        tokens = noise.chain(probs, request)
         for offset, token in enumerate(tokens):
             place = (request.sequence.seq_id, request.sequence.round, request.length + offset)
             self.drawn.setdefault((self._tag, who), {})[place] = token
-        answer = [VOCAB_SIZE] if self._num_calls == self._fault_at else tokens[:1]
-        return Draft.chain(answer, noise.law(request), probs[:1])
+        answer = [VOCAB_SIZE] if self._num_calls == self._fault_at else tokens
+        return Draft.chain(answer, noise.law(request), probs[: len(answer)])
 
 
 class _Drawn(Method):

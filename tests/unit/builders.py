@@ -5,12 +5,15 @@ from __future__ import annotations
 from itertools import count
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from outrider.cache.blocks import BlockManager
 from outrider.cache.memory import StateMemory
+from outrider.draft import Draft, Law
 from outrider.engine.detokenizer import TextStream
 from outrider.engine.sequence import Request, Sequence
 from outrider.params import SamplingParams
-from outrider.propose.base import Proposer
+from outrider.propose.base import Proposer, ProposeRequest
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.speculation import PLAIN, SpeculationConfig
 from outrider.request_options import RequestOptions
@@ -77,3 +80,13 @@ def make_sequence(prompt: int | list[int], **how: Any) -> Sequence:
     """The only sequence of a request (see `make_request`)."""
     (seq,) = make_request(prompt, **how).sequences
     return seq
+
+
+def note_draws(request: ProposeRequest, draft: Draft) -> None:
+    """What a draft says that it has drawn, noted as if it had been; nothing where its probabilities are malformed."""
+    probs = draft.draft_probs
+    if not isinstance(probs, Tensor) or not probs.is_floating_point() or len(probs) != draft.num_draws:
+        return
+    for draw, (node, law) in enumerate(zip(draft.nodes, draft.laws, strict=True)):
+        if law is Law.SAMPLED:
+            request.drawn.note((*request.path, *draft.paths[node][:-1]), probs[draw], draft.token_ids[node])

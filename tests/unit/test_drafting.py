@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from outrider.propose.trees.pace import FixedPace
 from outrider.propose.trees.tree import CHAIN, StaticTree
 from outrider.verify.noise import KeyedNoise
 from outrider.verify.verifier import rule_for
-from tests.unit.builders import Planted, make_sequence
+from tests.unit.builders import Planted, make_sequence, note_draws
 
 VOCAB = 4
 
@@ -374,7 +375,7 @@ MALFORMED: dict[str, Any] = {
 
 
 class Stub(Proposer):
-    """Answers what it was told to."""
+    """Answers what it was told to, as if it had drawn what it says that it has drawn."""
 
     def __init__(self, answer: Callable[[Sequence[ProposeRequest]], Any]) -> None:
         self.answer = answer
@@ -382,7 +383,11 @@ class Stub(Proposer):
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Any:
         self.calls.append([request.budget for request in requests])
-        return self.answer(requests)
+        answers = self.answer(requests)
+        for request, answer in zip(requests, answers if isinstance(answers, list) else (), strict=False):
+            with suppress(Exception):  # some are malformed
+                note_draws(request, answer)
+        return answers
 
 
 def turn(budget: int = 5, max_depth: int | None = None, **how: Any) -> Turn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -15,8 +16,9 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from outrider.draft import EMPTY, Draft, Law
-from outrider.engine.proposing.drafting import sound_prefix
 from outrider.propose.base import DraftNoise, ProposeRequest
+from outrider.propose.drawn import Drawn
+from outrider.propose.inspection import sound_prefix
 from outrider.propose.trees.growth import Growth, add_level
 from outrider.propose.trees.tree import CHAIN, StaticTree
 from outrider.verify.noise import Key, KeyedNoise, Stream
@@ -45,7 +47,8 @@ def request(budget: int = 5, max_depth: int = 99, *, path: tuple[int, ...] = (),
 def grown(requests: Sequence[ProposeRequest], of: LogitsOf = logits_of, noise: DraftNoise | None = None) -> list[Draft]:
     """Drafts as a proposer grows them, all together."""
     noise = noise or DraftNoise(KeyedNoise())
-    growths = [Growth.of(asked, asked.budget, asked.max_depth) for asked in requests]
+    fresh = [replace(asked, drawn=Drawn()) for asked in requests]
+    growths = [Growth.of(asked, asked.budget, asked.max_depth) for asked in fresh]
     while active := [growth for growth in growths if growth.growing]:
         rows = [of(growth.request.path + growth.path(index)) for growth in active for index in growth.level]
         add_level(active, torch.stack(rows), noise)

@@ -19,6 +19,7 @@ from torch import Tensor
 from outrider.draft import Law
 from outrider.errors import NoiseReuseError
 from outrider.propose.base import DraftNoise, ProposeRequest
+from outrider.propose.drawn import Drawn
 from outrider.verify import noise
 from outrider.verify.noise import Key, KeyedNoise, Stream, gumbel_max, invert_cdf, key_bits, mix_fields, uniform
 from tests.unit.builders import make_sequence
@@ -281,15 +282,17 @@ def test_a_proposers_draw_is_named_by_all_that_it_is() -> None:
     source: Any = Recorded()
     request = asked(2, path=(7, 8))
     request.sequence.round = 6
-    guessing = dataclasses.replace(request, coupled=True)
+    guessing = dataclasses.replace(request, coupled=True, drawn=Drawn())
     noise = DraftNoise(source)
-    noise.categorical(torch.full((3, 4), 0.25), [request, request, guessing], [0, 1, 0], [3, 0, 1])
-    noise.member(4).categorical(torch.full((1, 4), 0.25), [request], [2])
+    noise.categorical(torch.full((3, 4), 0.25), [request, request, guessing], [(), (0,), ()])
+    noise.categorical(torch.full((1, 4), 0.25), [request], [(0,)])
+    noise.member(4).categorical(torch.full((1, 4), 0.25), [request], [(0, 0)])
     whose = (request.sequence.seq_id, 42, 0)
     assert source.keys == [
-        Key(*whose, Stream.DRAFT, 6, 6, 3, 2),
+        Key(*whose, Stream.DRAFT, 6, 6, 0, 2),
         Key(*whose, Stream.DRAFT, 7, 6, 0, 2),
-        Key(*whose, Stream.GUESS, 6, 6, 1, 2),
+        Key(*whose, Stream.GUESS, 6, 6, 0, 2),
+        Key(*whose, Stream.DRAFT, 7, 6, 1, 2),
         Key(*whose, Stream.DRAFT, 8, 6, 0, noise.member(4).drafter(request)),
     ]
     assert noise.law(request) is Law.SAMPLED
@@ -299,12 +302,10 @@ def test_a_proposers_draw_is_named_by_all_that_it_is() -> None:
 def test_the_first_proposer_draws_what_was_always_drawn() -> None:
     law = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
     request = asked()
-    offsets = [position - request.length for position in range(4, 24)]
-    tokens = DraftNoise(KeyedNoise()).categorical(law.expand(20, 4), [request] * 20, offsets)
-    assert tokens.tolist() == DRAWS[Stream.DRAFT][4:]
+    assert DraftNoise(KeyedNoise()).chain(law.expand(20, 4), request) == DRAWS[Stream.DRAFT][4:]
     guesses = DraftNoise(KeyedNoise()).member(3)
     coupled = dataclasses.replace(asked(5), coupled=True)
-    assert guesses.categorical(law.expand(20, 4), [coupled] * 20, offsets).tolist() == DRAWS[Stream.TARGET][4:]
+    assert guesses.chain(law.expand(20, 4), coupled) == DRAWS[Stream.TARGET][4:]
 
 
 def test_two_drafters_may_draw_at_one_place_and_one_drafter_only_once() -> None:
@@ -312,9 +313,9 @@ def test_two_drafters_may_draw_at_one_place_and_one_drafter_only_once() -> None:
     second = dataclasses.replace(second, sequence=first.sequence)
     law = torch.full((1, 4), 0.25)
     for draws, request in ((noise, first), (noise, second), (noise.member(0), first), (noise.member(1), first)):
-        draws.categorical(law, [request], [0])
+        draws.categorical(law, [dataclasses.replace(request, drawn=Drawn())], [()])
         with pytest.raises(NoiseReuseError):
-            draws.categorical(law, [request], [0])
+            draws.categorical(law, [dataclasses.replace(request, drawn=Drawn())], [()])
 
 
 def test_a_nested_proposer_has_no_more_members_than_there_are_numbers() -> None:

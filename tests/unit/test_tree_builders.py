@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from outrider.draft import Confidence, Draft, Law
 from outrider.propose.base import DraftNoise, ProposeRequest
+from outrider.propose.drawn import Drawn
 from outrider.propose.trees.acceptance import AcceptanceRates, tried
 from outrider.propose.trees.best_first import BestFirstTree
 from outrider.propose.trees.growth import Growth, add_level
@@ -33,7 +35,7 @@ def request(builder: TreeBuilder, budget: int, max_depth: int = 99, **how: Any) 
 
 
 def grow(asked: Sequence[ProposeRequest], logits: Callable[[tuple[int, ...]], Tensor], **how: Any) -> list[Growth]:
-    growths = [Growth.of(each, each.budget, each.max_depth, **how) for each in asked]
+    growths = [Growth.of(replace(each, drawn=Drawn()), each.budget, each.max_depth, **how) for each in asked]
     noise = DraftNoise(KeyedNoise())
     while active := [growth for growth in growths if growth.growing]:
         rows = [logits(growth.path(node)) for growth in active for node in growth.level]

@@ -14,6 +14,7 @@ from outrider.cache.added_layers import AddedLayers
 from outrider.cache.state import KVView
 from outrider.draft import Draft, Law
 from outrider.params import SamplingParams
+from outrider.propose.drawn import Drawn, Path
 from outrider.propose.trees.tree import CHAIN, TreeBuilder
 from outrider.verify.noise import Key, NoiseSource, Stream
 from outrider.verify.processing import Processing
@@ -124,6 +125,7 @@ class ProposeRequest:
             one that is asked nothing.
         count_stage: Counts one pass of a stage inside the one that is asked: the name of the drafter there, how many tokens
             it guessed, and how many of them entered the stage's draft.
+        drawn: What is drawn for it. Who asks a proposer of its own for something else than this draft gives a new one.
     """
 
     sequence: ProposerSequence
@@ -136,6 +138,7 @@ class ProposeRequest:
     drafter: int = 0
     report: Callable[[str], None] = field(default=_unheard, compare=False)
     count_stage: Callable[[str, int, int], None] = field(default=_uncounted, compare=False)
+    drawn: Drawn = field(default_factory=Drawn, compare=False)
 
     @property
     def length(self) -> int:
@@ -200,39 +203,57 @@ class DraftNoise:
         """The law that tokens drawn here for `request` have."""
         return Law.COUPLED if request.coupled else Law.SAMPLED
 
-    def categorical(
-        self,
-        probs: Tensor,
-        requests: Sequence[ProposeRequest],
-        offsets: Sequence[int],
-        branches: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Draw one token a row.
+    def categorical(self, probs: Tensor, requests: Sequence[ProposeRequest], paths: Sequence[Path]) -> list[int]:
+        """Draw one token a row. Several draws behind one path are made without replacement, one after another: tokens that
+        were drawn there before have no probability any more. Coupled guesses for one place share the target's noise for it.
 
         Args:
-            probs: [n, vocab_size] probabilities of each row.
-            requests: Whose draft each row belongs to.
-            offsets: How far behind the tokens that the draft follows the drawn one stands, from 0.
-            branches: Where a tree draws several tokens for one place: which of them, 0 or more. Each pair of offset and
-                branch may be drawn once a round. Coupled guesses for one place share the target's noise for it.
+            probs: [n, vocab_size] probabilities of each row; behind one path always the same.
+            requests: Whose draft each row belongs to; each pair of request and path stands here once.
+            paths: The tokens of the draft that each drawn one follows; empty for the first token of a draft.
 
         Returns:
-            Tokens [n].
+            Tokens [n]; -1 where no token is left.
         """
-        keys = [
-            Key(
-                request.sequence.seq_id,
-                request.sequence.seed,
-                request.sequence.sample,
-                Stream.GUESS if request.coupled else Stream.DRAFT,
-                request.length + offset,
-                request.sequence.round,
-                branch,
-                self.drafter(request),
-            )
-            for request, offset, branch in zip(requests, offsets, branches or [0] * len(offsets), strict=True)
-        ]
-        return self.source.categorical(probs, keys)
+        places = [(*request.path, *path) for request, path in zip(requests, paths, strict=True)]
+        left, alive = _left(probs, [r.drawn.taken(place) for r, place in zip(requests, places, strict=True)])
+        tokens = [-1] * len(places)
+        if alive:
+            keys = [self._key(requests[i], len(places[i])) for i in alive]
+            drawn = self.source.categorical(left if len(alive) == len(left) else left[alive], keys).tolist()
+            for i, token in zip(alive, drawn, strict=True):
+                requests[i].drawn.note(places[i], probs[i], token)
+                tokens[i] = token
+        return tokens
+
+    def chain(self, probs: Tensor, request: ProposeRequest) -> list[int]:
+        """Draw a chain of tokens [n] from rows [n, vocab_size] that do not depend on the tokens before them."""
+        path = list[int]()
+        for row in probs:
+            path += self.categorical(row[None], [request], [tuple(path)])
+        return path
+
+    def _key(self, request: ProposeRequest, depth: int) -> Key:
+        return Key(
+            request.sequence.seq_id,
+            request.sequence.seed,
+            request.sequence.sample,
+            Stream.GUESS if request.coupled else Stream.DRAFT,
+            len(request.sequence.token_ids) + depth,
+            request.sequence.round,
+            request.drawn.next_branch(depth),
+            self.drafter(request),
+        )
+
+
+def _left(probs: Tensor, taken: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
+    """Probabilities [n, vocab_size] without the tokens that were taken of each row, and the rows that have some left."""
+    if not any(taken):
+        return probs, list(range(len(probs)))
+    left = probs.clone()
+    for row, tokens in enumerate(taken):
+        left[row, list(tokens)] = 0.0
+    return left, [row for row, mass in enumerate(left.sum(-1).tolist()) if mass > 0.0]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Inspection of drafts: what of a proposer's answer is sound, row by row.
 
 Every proposer's draft is inspected by itself, before it is joined with those of others. So a bad proposer costs its own
-draws and nobody else's.
+draws and nobody else's. What was drawn for it is not left to its word (see `Drawn`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,41 @@ import torch
 from torch import Tensor
 
 from outrider.draft import EMPTY, NO_SCRATCH, Draft, Law, ScratchRows
+from outrider.propose.base import ProposeRequest
 
 #: How far the probabilities of a draw may sum from 1 (float32 rounding over a large vocabulary).
 _MASS_TOLERANCE = 1e-3
 
 
-def sound_prefix(draft: Draft, budget: int, max_depth: int, vocab_size: int) -> tuple[Draft, str | None]:
+def inspected(request: ProposeRequest, answer: object, vocab_size: int) -> tuple[Draft, str | None]:
+    """The draft that is verified for a request, and what is wrong with the answer; None where nothing is.
+
+    All that was drawn stays in it with its probabilities, as far as the budget reaches.
+
+    Args:
+        request: What the proposer was asked.
+        answer: What it answered, or what it raised.
+        vocab_size: Width of the target's logits.
+    """
+    limits = request.budget, request.max_depth, vocab_size
+    try:
+        if isinstance(answer, BaseException):
+            raise answer
+        sound, problem = sound_prefix(answer, *limits)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the answer may be so malformed that looking at it raises
+        sound, problem = EMPTY, repr(error)
+    if request.coupled:
+        return sound, problem  # guesses are compared with what the target draws, and decide nothing
+    undrawn = request.drawn.problem(sound, request.path)
+    if undrawn is None:
+        return sound, problem
+    drawn = request.drawn.draft(request.path)
+    return sound_prefix(drawn, *limits)[0] if len(drawn) else sound.opaque(), problem or undrawn
+
+
+def sound_prefix(draft: object, budget: int, max_depth: int, vocab_size: int) -> tuple[Draft, str | None]:
     """The rows before the first faulty one, and what is wrong with that one (None for a sound draft).
 
     Cutting there is exact as long as a fault does not depend on what was drawn: nodes before it were drawn from the

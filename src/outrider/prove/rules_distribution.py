@@ -174,7 +174,7 @@ def _decode(case: Case, rule: ReferenceRule, noise: NoiseSource, k: int, length:
 
 def _draft(case: Case, texts: list[WrittenText], noise: NoiseSource, k: int, length: int) -> list[Draft]:
     """Drafts of up to `k` tokens. They leave room in each text for the token that the target adds."""
-    source = DraftNoise(noise)
+    source, requests = DraftNoise(noise), [text.request for text in texts]
     budgets = [min(k, length - len(text.output) - 1) for text in texts]
     tokens: list[list[int]] = [[] for _ in texts]
     probs: list[list[reference.Probs]] = [[] for _ in texts]
@@ -183,13 +183,13 @@ def _draft(case: Case, texts: list[WrittenText], noise: NoiseSource, k: int, len
         if not members:
             break
         rows = [case.draft((*texts[i].output, *tokens[i])) for i in members]
-        drawn = source.categorical(tensor(rows), [texts[i].request for i in members], [offset] * len(members))
-        for i, row, token in zip(members, rows, drawn.tolist(), strict=True):
+        drawn = source.categorical(tensor(rows), [requests[i] for i in members], [tuple(tokens[i]) for i in members])
+        for i, row, token in zip(members, rows, drawn, strict=True):
             tokens[i].append(token)
             probs[i].append(row)
     return [
-        Draft.chain(t, source.law(text.request), tensor(q)) if t else EMPTY
-        for text, t, q in zip(texts, tokens, probs, strict=True)
+        Draft.chain(t, source.law(request), tensor(q)) if t else EMPTY
+        for request, t, q in zip(requests, tokens, probs, strict=True)
     ]
 
 

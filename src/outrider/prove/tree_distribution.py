@@ -65,19 +65,17 @@ def _decode(
 
 def draw_tree(law: Callable[[Context], Probs], text: WrittenText, source: DraftNoise, widths: tuple[int, ...]) -> Draft:
     """A tree of `widths`, drawn from `law` of each context. Siblings are drawn one after another, without replacement."""
-    context = text.output
+    context, request = text.output, text.request
     tokens: list[int] = []
     parents: list[int] = []
     rows: list[Probs] = []
     level: list[tuple[int, tuple[int, ...]]] = [(-1, ())]
-    for depth, width in enumerate(widths):
+    for width in widths:
         below = []
-        for place, (node, path) in enumerate(level):
+        for node, path in level:
             probs = law(context + path)
-            left = tensor([probs])
-            for rank in range(min(width, sum(p > 0 for p in probs))):
-                token = int(source.categorical(left, [text.request], [depth], [place * width + rank])[0])
-                left[0, token] = 0.0
+            for _ in range(min(width, sum(p > 0 for p in probs))):
+                (token,) = source.categorical(tensor([probs]), [request], [path])
                 below.append((len(tokens), (*path, token)))
                 tokens.append(token)
                 parents.append(node)
@@ -85,7 +83,7 @@ def draw_tree(law: Callable[[Context], Probs], text: WrittenText, source: DraftN
         level = below
     if not tokens:
         return EMPTY
-    return Draft(tuple(tokens), tuple(parents), (source.law(text.request),) * len(tokens), tensor(rows))
+    return Draft(tuple(tokens), tuple(parents), (source.law(request),) * len(tokens), tensor(rows))
 
 
 def _with_guess(draft: Draft, context: tuple[int, ...]) -> Draft:

@@ -17,7 +17,7 @@ class Drafter:
     """How a proposer stands with a sequence. A sequence may have several, each with its own faults.
 
     Attributes:
-        index: Names its draws in noise keys: 0 for the sequence's first, 1 for the next.
+        index: Its number among those that the sequence has had, from 0; part of the keys of its shadows.
         method: Its settings.
         proposer: Shared with other sequences that ask for the same method.
         requires: What it wants to be shown, as it said when it was first used; what it says later changes nothing.

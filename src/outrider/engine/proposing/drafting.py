@@ -13,7 +13,7 @@ from outrider.engine.proposing.tree_builders import TreeBuilders
 from outrider.engine.scheduling.scheduler import ScheduledSequence, Turn
 from outrider.engine.sequence import Sequence
 from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest
-from outrider.propose.inspection import sound_prefix
+from outrider.propose.inspection import inspected
 from outrider.propose.trees.tree import CHAIN, TreeBuilder
 from outrider.stats import FORCED
 from outrider.verify.noise import NoiseSource
@@ -153,8 +153,8 @@ def propose_all(
 ) -> list[StepDraft]:
     """The draft of each item, in order. Each proposer is asked once a turn for all its sequences.
 
-    A proposer that raises, or answers nonsense, loses its draft for this round. What is cut is cut by the first faulty
-    row, never by what the tokens say (see `sound_prefix`).
+    A proposer that raises, or answers nonsense, has a fault. What it drew before stays in the draft (see `Drawn`), and the
+    rest is cut by the first faulty row, never by what the tokens say (see `sound_prefix`).
 
     Args:
         items: What is scheduled.
@@ -201,6 +201,7 @@ class _Asked:
 
     Attributes:
         item: The sequence.
+        place: Which turn of the step it is; part of the keys of its draws, since a drafter may have several.
         turn: The turn.
         drafter: Who drafts.
         step: The draft so far.
@@ -211,6 +212,7 @@ class _Asked:
     """
 
     item: ScheduledSequence
+    place: int
     turn: Turn
     drafter: Drafter
     step: StepDraft
@@ -234,7 +236,7 @@ class _Asked:
             self.builder,
             self.turn.greedy,
             self.item.coupled,
-            self.drafter.index,
+            self.place,
             self.report_inner,
             self.count_stage,
         )
@@ -275,34 +277,28 @@ def _asked(
         drafter.report_fault(item.seq.request.request_id, f"its tree builder raised {error!r}")
         item.seq.stats.num_proposer_faults += 1
         return None
-    return _Asked(item, turn, drafter, step, builder, budget, max_depth, root)
+    return _Asked(item, place, turn, drafter, step, builder, budget, max_depth, root)
 
 
 def _ask(members: Seq[_Asked], noise: NoiseSource, vocab_size: int) -> list[Draft]:
+    """The drafts of one proposer's requests. Whether its laws are believed was decided before it drew anything."""
     proposer: Proposer = members[0].drafter.proposer
     for asked in members:
         asked.drafter.breaker.served(asked.seq.request.request_id)
+    requests, believed = [asked.request for asked in members], [not asked.drafter.demoted for asked in members]
+    answers: Seq[object]
     try:
-        answers = list(proposer.propose([asked.request for asked in members], DraftNoise(noise)))
+        answers = list(proposer.propose(requests, DraftNoise(noise)))
         if len(answers) != len(members):
             raise ValueError(f"{len(answers)} drafts for {len(members)} requests")
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        for asked in members:
-            asked.report(repr(error))
-        return [EMPTY] * len(members)
-    return [_checked(asked, answer, vocab_size) for asked, answer in zip(members, answers, strict=True)]
-
-
-def _checked(asked: _Asked, draft: Draft, vocab_size: int) -> Draft:
-    try:
-        sound, problem = sound_prefix(draft, asked.budget, asked.max_depth, vocab_size)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # an answer so malformed that looking at it raises
-        sound, problem = EMPTY, repr(error)
-    was_demoted = asked.drafter.demoted
-    if problem is not None:
-        asked.report(problem, useless=not sound.num_rows)
-    return sound.opaque() if was_demoted else sound
+        answers = [error] * len(members)
+    drafts = list[Draft]()
+    for asked, request, answer, truthful in zip(members, requests, answers, believed, strict=True):
+        sound, problem = inspected(request, answer, vocab_size)
+        if problem is not None:
+            asked.report(problem, useless=not sound.num_rows)
+        drafts.append(sound if truthful else sound.opaque())
+    return drafts

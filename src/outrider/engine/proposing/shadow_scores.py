@@ -19,6 +19,9 @@ from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.methods.draft_model import CATCH_UP_ROWS
 from outrider.verify.noise import NoiseSource
 
+#: Names whoever draws a shadow in keys, apart from the turns of the step.
+_SHADOWS = 1 << 19
+
 
 @dataclass
 class _Pending:
@@ -94,7 +97,8 @@ class ShadowScores:
         if not governor.candidates[shadow.method].lookup:
             return proposer.overlaps(seq.view, list(self._probs.get(seq.seq_id, ())))
         asked = governor.candidates[shadow.method].longest
-        (draft,) = proposer.propose([ProposeRequest(seq.view, asked, asked, drafter=index)], DraftNoise(noise))
+        request = ProposeRequest(seq.view, asked, asked, drafter=_SHADOWS + index)
+        (draft,) = proposer.propose([request], DraftNoise(noise))
         pending = _Pending(shadow.method, draft, len(seq.token_ids), asked)
         self._pending.setdefault(seq.seq_id, []).append(pending)
         return None

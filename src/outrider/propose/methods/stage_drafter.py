@@ -17,7 +17,8 @@ from outrider.propose.base import (
     ProposerSequence,
     Tokens,
 )
-from outrider.propose.inspection import sound_prefix
+from outrider.propose.drawn import Drawn
+from outrider.propose.inspection import inspected
 from outrider.propose.speculation import SpeculationConfig
 from outrider.propose.trees.tree import CHAIN, StaticTree
 
@@ -133,6 +134,7 @@ class StageDrafter:
         found = [EMPTY] * len(asked)
         places = [i for i, each in enumerate(asked) if each.num_rows > 0 and self._is_sound(each.request)]
         requests = [self._request(asked[i]) for i in places]
+        answers: Sequence[object]
         try:
             answers = list(self.proposer.propose(requests, noise)) if places else []
             if len(answers) != len(places):
@@ -140,11 +142,12 @@ class StageDrafter:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            for request in requests:
-                self._fail(request, repr(error))
-            return found
+            answers = [error] * len(places)
         for i, request, answer in zip(places, requests, answers, strict=True):
-            found[i] = self._checked(request, answer)
+            sound, problem = inspected(request, answer, self._vocab_size)
+            if problem is not None:
+                self._fail(request, problem)
+            found[i] = sound.with_scratch(0)
         return found
 
     def _request(self, guess: Guess) -> ProposeRequest:
@@ -162,22 +165,12 @@ class StageDrafter:
             builder=StaticTree.of_widths(shape) if shape else CHAIN,
             greedy=asked.greedy or config.draft_sampling == "greedy",
             count_stage=self._count_inner(asked),
+            drawn=Drawn(),
         )
 
     def _count_inner(self, asked: ProposeRequest) -> Callable[[str, int, int], None]:
         """Counts passes of a stage inside the drafter, under its place in this one."""
         return lambda stage, drafted, accepted: asked.count_stage(f"{self.config.name}.{stage}", drafted, accepted)
-
-    def _checked(self, request: ProposeRequest, answer: Draft) -> Draft:
-        try:
-            sound, problem = sound_prefix(answer, request.budget, request.max_depth, self._vocab_size)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # an answer so malformed that looking at it raises
-            sound, problem = EMPTY, repr(error)
-        if problem is not None:
-            self._fail(request, problem)
-        return sound.with_scratch(0)
 
     # -- faults --------------------------------------------------------------------------------------------------------
 

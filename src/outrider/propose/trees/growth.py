@@ -92,7 +92,6 @@ class Growth:
     level: list[int] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     template: tuple[tuple[int, ...], ...] = ()
-    _num_keys: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(request: ProposeRequest, budget: int, max_depth: int, min_confidence: float = 0.0) -> Growth:
@@ -174,7 +173,8 @@ class Growth:
         return Draft(tokens, parents, laws, probs, confidences=confidences)
 
     def follow(self, token_ids: Sequence[int], rows: Tensor) -> None:
-        """Go on as a chain with tokens that were chosen elsewhere, up to the first of low confidence.
+        """Go on as a chain with tokens that were chosen elsewhere, so that they are distributed as if they were drawn from
+        the rows, up to the first of low confidence.
 
         Args:
             token_ids: At most as many as the budget has left.
@@ -184,16 +184,12 @@ class Growth:
         for token, row in zip(token_ids, rows, strict=True):
             last = len(self.nodes) - 1
             self.laws[last] = NodeLaw(row, self.draws)
+            if self.draws:
+                self.request.drawn.note((*self.request.path, *self.path(last)), row, token)
             self.nodes.append(Node(token, last, last + 2, 0, last + 1))
             if not _may_go_on(self, last + 1):
                 return
         self.level = [len(self.nodes) - 1] if len(self.nodes) < self.budget else []
-
-    def new_keys(self, depth: int, count: int) -> range:
-        """Numbers that tell the draws for one depth apart."""
-        first = self._num_keys.get(depth, 0)
-        self._num_keys[depth] = first + count
-        return range(first, first + count)
 
 
 def add_level(growths: Sequence[Growth], logits: Tensor, noise: DraftNoise) -> None:
@@ -330,35 +326,10 @@ def _choose_likeliest(families: list[_Family]) -> None:
 def _draw(families: list[_Family], noise: DraftNoise) -> None:
     """Draw children without replacement, in order. A node has fewer where no more tokens are possible; which ones were
     drawn has no part in that."""
-    if not families:
-        return
-    keys = [_keys(family) for family in families]
-    left = torch.stack([_left(family) for family in families])
-    for turn in range(max(family.count for family in families)):
-        wide = [i for i, family in enumerate(families) if turn < family.count]
-        if turn or any(family.first for family in families):
-            mass = left[wide].sum(-1).tolist()
-            wide = [i for i, m in zip(wide, mass, strict=True) if m > 0.0]
-        if not wide:
-            break
-        growths = [families[i].growth for i in wide]
-        offsets = [growth.node(families[i].parent).depth for i, growth in zip(wide, growths, strict=True)]
-        rows = left if len(wide) == len(families) else left[wide]
-        drawn = noise.categorical(rows, [g.request for g in growths], offsets, [keys[i][turn] for i in wide]).tolist()
-        for i, token in zip(wide, drawn, strict=True):
-            families[i].tokens.append(token)
-        if turn + 1 < max(family.count for family in families):
-            left[wide, drawn] = 0.0
-
-
-def _keys(family: _Family) -> range:
-    return family.growth.new_keys(family.growth.node(family.parent).depth, family.count)
-
-
-def _left(family: _Family) -> Tensor:
-    """What is left [vocab_size] of a node's probabilities behind the children that it has."""
-    row = family.growth.laws[family.parent].row
-    if not family.first:
-        return row
-    taken = [family.growth.nodes[child].token_id for child in family.growth.children(family.parent)]
-    return row.index_fill(0, torch.tensor(taken, device=row.device), 0.0)
+    for turn in range(max((family.count for family in families), default=0)):
+        wide = [family for family in families if turn < family.count]
+        rows = torch.stack([family.growth.laws[family.parent].row for family in wide])
+        requests = [family.growth.request for family in wide]
+        drawn = noise.categorical(rows, requests, [family.growth.path(family.parent) for family in wide])
+        for family, token in zip(wide, drawn, strict=True):
+            family.tokens += [token] if token >= 0 else []
