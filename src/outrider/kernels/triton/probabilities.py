@@ -85,17 +85,18 @@ def _target_probs(
     if temperature == 0:
         _write_likeliest(logits, size, largest, probs, ENTRIES)
     else:
-        temperature = tl.maximum(temperature, 2.2250738585072014e-308 if BITS == 64 else 1.17549435e-38)
-        temperature = temperature.to(logits.dtype.element_ty)
+        # A name of its own: a compiled branch may not give a name another type, though the interpreter lets it.
+        divisor = tl.maximum(temperature, 2.2250738585072014e-308 if BITS == 64 else 1.17549435e-38)
+        divisor = divisor.to(logits.dtype.element_ty)
         floor = _kth_largest(logits, size, tl.load(counts + row), BITS, ENTRIES, DIGITS)
         edge, ties, mass = _nucleus(
-            logits, size, largest, temperature, floor, tl.load(nuclei + row), BITS, ENTRIES, DIGITS
+            logits, size, largest, divisor, floor, tl.load(nuclei + row), BITS, ENTRIES, DIGITS
         )  # fmt: skip
         smallest = _key(tl.load(floors + row).to(logits.dtype.element_ty), BITS)
         if (tl.load(floors + row) > 0) & (smallest > edge):
             edge, ties = smallest, tl.full([], 2147483647, tl.int32)
-            mass = _mass(logits, size, largest, temperature, floor, edge, BITS, ENTRIES)
-        _write_kept(logits, size, largest, temperature, floor, edge, ties, mass, probs, BITS, ENTRIES)
+            mass = _mass(logits, size, largest, divisor, floor, edge, BITS, ENTRIES)
+        _write_kept(logits, size, largest, divisor, floor, edge, ties, mass, probs, BITS, ENTRIES)
 
 
 @triton.jit
