@@ -1,9 +1,9 @@
 """Compiles the Triton kernels for a GPU of some compute capability, which needs no GPU.
 
 `python -m tests.unit.compiled_for_gpus 90 whole` writes a line of JSON for each kernel: its name, the type of its first
-argument, and how many bytes of shared memory it takes. With `ptx` in place of `whole` it ends before NVIDIA's assembler, which
-takes most of the time and has no part in these. It is a process of its own, since a process either interprets the kernels or
-compiles them.
+argument, and how many bytes of shared memory it takes. With `ptx` in place of `whole` it ends before NVIDIA's assembler,
+which takes most of the time and has no part in these. It is a process of its own, since a process either interprets the
+kernels or compiles them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ KERNELS = {
     "_find": {"*bf16", "*fp16", "*fp32"},
     "_fold": {"*fp32"},
     "_write": {"*bf16", "*fp16", "*fp32"},
-    **dict.fromkeys(("_target_probs", "_race", "_invert", "_debt"), {"*fp32", "*fp64"}),
+    **{kernel: {"*fp32", "*fp64"} for kernel in ("_target_probs", "_race", "_invert", "_debt")},
 }
 
 

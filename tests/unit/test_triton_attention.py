@@ -14,6 +14,7 @@ from outrider.cache.layer_spec import LayerReach
 from outrider.kernels.triton import attention
 from outrider.kernels.triton.attention import SPLIT, TILE, TritonAttention
 from outrider.kernels.triton.kv_write import write_rows
+from outrider.kernels.triton.row_tiles import RowTiles
 from outrider.model.backends.pass_rows import pass_rows
 from outrider.model.batch import RaggedBatch, Segment
 from tests.unit.interpreted import even_products
@@ -115,6 +116,20 @@ def test_what_a_row_does_not_see_may_be_infinite() -> None:
     got = attended((segment,), query, keys, values, window=10)
     assert got[17:27].isnan().all()
     assert torch.equal(torch.cat([got[:17], got[27:]]), torch.cat([want[:17], want[27:]]))
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_rows_begin_where_no_kernel_is_compiled_anew(count: int) -> None:
+    """Triton compiles a kernel for pointers that are multiples of 16 bytes, and once more for others."""
+    segments = (
+        Segment([0] * count, count, BLOCKS[:count]),
+        Segment([0] * count, 1, BLOCKS[20:23], (-1, *range(count - 1))),
+    )
+    tiles = RowTiles.of(pass_rows(RaggedBatch(segments, BLOCK, CPU)), 2, CPU)
+    parts = (tiles.tiles, tiles.positions, tiles.path_at, tiles.paths, tiles.tables)
+    assert [part.storage_offset() * part.element_size() % 16 for part in parts] == [0] * 5
+    assert tiles.positions.tolist() == [*range(count, 2 * count), *range(1, 1 + count)]
+    assert tiles.tables.tolist() == [*BLOCKS[:count], *BLOCKS[20:23]]
 
 
 def test_keys_and_values_go_to_their_slots() -> None:

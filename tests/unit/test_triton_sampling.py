@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -53,6 +55,21 @@ def test_probabilities_are_the_stock_ones(size: int, dtype: torch.dtype) -> None
     )
     assert torch.equal(got > 0, want > 0)
     assert torch.allclose(got, want, rtol=1e-12 if dtype is torch.float64 else 2e-6, atol=0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_no_number_of_rows_compiles_the_kernel_anew(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles a kernel for pointers that are multiples of 16 bytes, and once more for others."""
+    real, launches = probabilities._target_probs, []
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+            return lambda *args, **sizes: (launches.append(args), real[grid](*args, **sizes))
+
+    monkeypatch.setattr(probabilities, "_target_probs", Launched())
+    probabilities.target_probs(torch.randn(count, 9), *([value] * count for value in (1.0, 3, 0.9, 0.0)))
+    cuts = launches[0][2:6]
+    assert [cut.storage_offset() * cut.element_size() % 16 for cut in cuts] == [0] * 4
 
 
 def test_draws_have_the_noise_of_the_stock_ones() -> None:

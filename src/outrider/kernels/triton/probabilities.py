@@ -29,10 +29,12 @@ def target_probs(
     """Probabilities [n, vocab_size], see `outrider.verify.logits.target_probs`. Temperature 0 means a greedy row."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     probs = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    reals = torch.tensor([temperature, top_p, min_p, top_k], dtype=torch.float64).to(logits.device)
+    # Rows of even length begin at multiples of 16 bytes, so that the kernel is not compiled anew for odd numbers of rows.
+    reals = torch.zeros(4, len(logits) + len(logits) % 2, dtype=torch.float64)
+    reals[:, : len(logits)] = torch.tensor([temperature, top_p, min_p, top_k], dtype=torch.float64)
     if probs.numel():
         _target_probs[(len(logits),)](
-            logits, logits.stride(0), *reals, probs, probs.shape[1],
+            logits, logits.stride(0), *reals.to(logits.device), probs, probs.shape[1],
             BITS=8 * logits.element_size(), ENTRIES=ENTRIES, DIGITS=DIGITS, **OPTIONS,
         )  # fmt: skip
     return probs
