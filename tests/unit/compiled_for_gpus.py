@@ -28,7 +28,7 @@ I32, F32 = "*i32", "*fp32"
 def attention_cases() -> Iterator[Case]:
     rows = dict.fromkeys(("firsts", "tiles", "positions", "path_at", "paths", "tables"), I32)
     found = dict.fromkeys(("all_sums", "all_largest", "all_totals"), F32)
-    for dtype, dim, trees in (("bf16", 128, True), ("bf16", 128, False), ("fp16", 256, False), ("fp32", 64, False)):
+    for dtype, dim, trees in (("bf16", 128, True), ("bf16", 128, False), ("fp16", 256, False), ("fp32", 256, False)):
         queries = attention.QUERIES if dim <= 128 else attention.QUERIES_OF_WIDE_HEADS
         sizes = {"GROUP": 4, "QUERIES": queries, "SPLIT": attention.SPLIT, "DIM": dim, "PADDED": dim}
         memory = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
@@ -81,7 +81,8 @@ def compiled(case: Case, capability: int) -> dict[str, Any]:
     first = types[kernel.arg_names[0]]
     types = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     source = ASTSource(kernel, types, constants)
-    made = triton.compile(source, GPUTarget("cuda", capability, 32), attention.OPTIONS)
+    stages = attention.STAGES_OF_FLOAT32 if first == F32 else attention.STAGES
+    made = triton.compile(source, GPUTarget("cuda", capability, 32), {**attention.OPTIONS, "num_stages": stages})
     return {"kernel": kernel.__name__, "of": first, "shared": made.metadata.shared}
 
 
