@@ -36,6 +36,7 @@ from outrider.propose.methods.draft_model import DraftModel
 from outrider.propose.methods.suffix import Suffix
 from outrider.propose.speculation import SpeculationConfig
 from outrider.prove.engine_distribution import EngineProof
+from outrider.prove.findings import Finding
 from outrider.prove.settings.drafts import SETTINGS
 from outrider.prove.settings.heads import HEADS_SETTINGS
 from outrider.prove.settings.setting import Setting
@@ -74,14 +75,16 @@ def _in_turns(llm: LLM, turns: Sequence[SpeculationConfig], params: SamplingPara
 # -- laws --------------------------------------------------------------------------------------------------------------
 
 
-def _proven(setting: Setting) -> None:
+def _proven(setting: Setting, *, faultless: bool = False) -> Finding:
     folder = Path(tempfile.mkdtemp())
-    finding = EngineProof(save_tiny_llama(folder / "target", 1), save_tiny_llama(folder / "draft", 2)).prove(setting, 3)
+    proof = EngineProof(save_tiny_llama(folder / "target", 1), save_tiny_llama(folder / "draft", 2))
+    finding = proof.prove(setting, 3, faultless=faultless)
     assert finding.passed, finding
+    return finding
 
 
-def _named(name: str) -> None:
-    _proven(next(setting for setting in SETTINGS if setting.name == name))
+def _named(name: str, *, faultless: bool = False) -> None:
+    _proven(next(setting for setting in SETTINGS if setting.name == name), faultless=faultless)
 
 
 def turns_drawn() -> None:
@@ -150,7 +153,7 @@ def texts_are_forgotten_again() -> None:
 
 
 class _Drawing(Proposer):
-    """Draws two tokens for every request, itself and by two members, and answers with its own first one.
+    """Draws a token for every request, itself and by two members, and answers with its own.
 
     Attributes:
         drawn: By who drew: the tokens, by sequence, round and position.
@@ -170,13 +173,12 @@ class _Drawing(Proposer):
         return [own for own, *_ in answers]
 
     def _draft(self, request: ProposeRequest, noise: DraftNoise, who: int) -> Draft:
-        probs = torch.full((2, VOCAB_SIZE), 1 / VOCAB_SIZE)
+        probs = torch.full((1, VOCAB_SIZE), 1 / VOCAB_SIZE)
         tokens = noise.chain(probs, request)
-        for offset, token in enumerate(tokens):
-            place = (request.sequence.seq_id, request.sequence.round, request.length + offset)
-            self.drawn.setdefault((self._tag, who), {})[place] = token
+        place = (request.sequence.seq_id, request.sequence.round, request.length)
+        self.drawn.setdefault((self._tag, who), {})[place] = tokens[0]
         answer = [VOCAB_SIZE] if self._num_calls == self._fault_at else tokens
-        return Draft.chain(answer, noise.law(request), probs[: len(answer)])
+        return Draft.chain(answer, noise.law(request), probs)
 
 
 class _Drawn(Method):
@@ -199,7 +201,8 @@ class _Drawn(Method):
 def drafters_draw_apart() -> None:
     """Two proposers and their members at one place of one round: no key is used twice, and no two draw the same."""
     methods = (_Drawn(tag=1), _Drawn(tag=2))
-    output = _in_turns(_tiny(), [m.turn for m in methods], SamplingParams(max_tokens=50, ignore_eos=True))
+    merged = SpeculationConfig.of({"method": "merge", "methods": [{"method": m, "num_draft_tokens": 1} for m in methods]})
+    (output,) = _tiny().generate(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True), speculation=merged)
     assert output.stats.num_proposer_faults == 0, "a key that was used before is a fault"
     drawn: dict[tuple[int, int], dict[tuple[int, int, int], int]] = {}
     for method in methods:
@@ -207,7 +210,7 @@ def drafters_draw_apart() -> None:
     assert len(drawn) == 6
     for one, other in combinations(drawn.values(), 2):
         both = one.keys() & other.keys()
-        assert len(both) > 12, "one place in every round of up to three tokens, in 50 tokens"
+        assert len(both) > 12, "one place in every round of up to two tokens, in 50 tokens"
         assert sum(one[place] == other[place] for place in both) < 0.4 * len(both), "1 in 16 by chance"
 
 
@@ -222,6 +225,49 @@ def a_fault_is_ones_own() -> None:
     assert len(demoted) > 5
     assert set(demoted) == {("opaque", "sampled")}
     assert laws[-len(demoted) :] == demoted, "for the rest of the text"
+
+
+def what_was_drawn_is_tested() -> None:
+    """Where a proposer, or the drafter of a stage, raises behind a token that it drew."""
+    for name in ("token", "tree", "the drafter of a stage"):
+        _named(f"a fault behind a drawn token, {name}")
+
+
+def one_model_drafts_twice() -> None:
+    _named("merge, one draft model at two lengths", faultless=True)
+
+
+def stages_have_no_faults() -> None:
+    """The drafter of this stage draws, and the stage says that what it has verified was drawn from its own probabilities."""
+    name = _tiny().engine.runner.loaded.name
+    drafter = {"method": "draft_model", "model": name, "num_draft_tokens": 2}
+    stage = {"method": "staged", "model": name, "dtype": "float32", "drafter": drafter}
+    (output,) = _tiny().generate(PROMPT, SamplingParams(max_tokens=24, ignore_eos=True), speculation=stage)
+    assert output.stats.num_proposer_faults == 0
+    assert output.stats.num_accepted_tokens > 6
+
+
+class _Lying(Proposer):
+    """Draws from one row, and says another one."""
+
+    def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
+        row, said = torch.tensor([[0.6, 0.3, 0.1], [1 / 3, 1 / 3, 1 / 3]], dtype=torch.float64)
+        return [Draft.chain(noise.chain(row[None], each), noise.law(each), said[None]) for each in requests]
+
+
+class _Lie(Method):
+    """Settings of `_Lying`."""
+
+    name: ClassVar[str] = "killer_lie"
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return _Lying()
+
+
+def lies_are_seen() -> None:
+    """The text is right nevertheless, since probabilities are those of the draws."""
+    finding = _proven(Setting("a lie", {"method": _Lie(), "num_draft_tokens": 1}))
+    assert "faults" in finding.detail, finding
 
 
 def a_turn_goes_on_where_the_last_stopped() -> None:

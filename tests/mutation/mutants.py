@@ -305,9 +305,9 @@ MUTANTS = (
     Mutant(
         "children drawn with replacement and said to be without",
         3,
-        "propose/trees/growth.py",
-        "        if turn + 1 < max(family.count for family in families):\n            left[wide, drawn] = 0.0\n",
-        "",
+        "propose/base.py",
+        "        left[row, list(tokens)] = 0.0\n",
+        "        pass\n",
         survives="inspection cuts the draft at a sibling that was drawn before; given that a sibling is another one, its "
         "probabilities are those without replacement, and whether it is one follows from its elder siblings alone",
     ),

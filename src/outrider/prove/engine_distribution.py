@@ -25,7 +25,7 @@ from outrider.propose.methods.draft_model import DraftModel
 from outrider.propose.methods.staged import Staged
 from outrider.propose.speculation import SpeculationConfig
 from outrider.propose.trees.pace import FixedPace
-from outrider.prove.faulty_proposers import Faulty, Merged
+from outrider.prove.faulty_proposers import BreakingNoise, Faulty, Merged
 from outrider.prove.findings import Finding
 from outrider.prove.forking import Distribution, ForkingNoise, Outcome, explore, total_variation
 from outrider.prove.settings.methods import DRAFT, HEADS, LAYERED, LAYERED_HEADS, OTHER_DRAFT, TARGET
@@ -102,15 +102,27 @@ class EngineProof:
         self.llm.generate(prompt, SamplingParams(max_tokens=1))
         self._reference = TeacherForced(target, (len(PIECES) - 1,) if speaks else ())
 
-    def prove(self, setting: Setting, length: int = 4) -> Finding:
-        """Total variation between the engine's joint distribution and that of the stock model."""
+    def prove(self, setting: Setting, length: int = 4, *, faultless: bool = False) -> Finding:
+        """Total variation between the engine's joint distribution and that of the stock model.
+
+        Args:
+            setting: What is asked for.
+            length: Tokens of each text.
+            faultless: Whether a proposer that breaks its promises fails, though the engine keeps the text right.
+        """
         params = SamplingParams(**{"max_tokens": length, **setting.params})
+        stats = self.llm.stats.finished
+        before = stats.num_proposer_faults
         found = self.distribution(setting, params)
+        faults = stats.num_proposer_faults - before
         missing = abs(sum(found.probs.values()) - 1.0)
         exact = self._reference.distribution(self.prompt, params, setting.language)
         distance = total_variation(found.probs, exact) + found.dropped + missing
         detail = f"{found.num_paths} paths, joint of {params.max_tokens} tokens x {params.n}"
-        return Finding(distance, BOUND, detail, horizon=params.max_tokens)
+        if faults:
+            detail += f", {faults} faults"
+        holds = None if not faults or not faultless or setting.fails_behind is not None else False
+        return Finding(distance, BOUND, detail, holds, horizon=params.max_tokens)
 
     def distribution(self, setting: Setting, params: SamplingParams) -> Distribution:
         """The joint distribution of the texts of `LLM.generate`. The proposer starts each path in the same state."""
@@ -118,9 +130,9 @@ class EngineProof:
         config = SpeculationConfig.of(self.filled(setting.speculation))
         rounds = [tuple(SpeculationConfig.of(self.filled(turn)) for turn in turns) for turns in setting.turns]
         asked = [config, *(turn for turns in rounds for turn in turns)]
-        learnt = self._learnt(asked)
-        self._cache_prompt(asked)
-        engine.use_noise(noise)
+        learnt = self._learnt(asked, setting.namespace)
+        self._cache_prompt(asked, setting.namespace)
+        engine.use_noise(noise if setting.fails_behind is None else BreakingNoise(noise, setting.fails_behind))
         engine.scheduler.planner = _planner(rounds, setting) if rounds else engine.governing.planner
 
         def run(count: int) -> Iterator[Outcome]:
@@ -130,7 +142,8 @@ class EngineProof:
             engine.scheduler.shares.forget()
             engine.governing.script(_COSTS, ScriptedClock(), holds=1)
             predicted = setting.prediction or None
-            for output in self.llm.generate([self.prompt] * count, params, speculation=config, prediction=predicted):
+            how: dict[str, Any] = {"speculation": config, "prediction": predicted, "namespace": setting.namespace}
+            for output in self.llm.generate([self.prompt] * count, params, **how):
                 if output.error is not None:
                     raise output.error
                 yield tuple(sample.token_ids for sample in output.outputs)
@@ -141,10 +154,10 @@ class EngineProof:
             # the whole batch.
             adapts = any(isinstance(part.tree, str) for each in asked for part in parts_of(each))
             adapts = adapts or any(each.engine_chooses or isinstance(each.method, Composition) for each in asked)
-            alone = params.n > 1 or bool(learnt) or adapts or _raises(config)
+            alone = params.n > 1 or bool(learnt) or adapts or _raises(config) or setting.fails_behind is not None
             return explore(run, noise, width=1 if alone else _WIDTH)
 
-    def _learnt(self, configs: Sequence[SpeculationConfig]) -> list[tuple[Proposer, object]]:
+    def _learnt(self, configs: Sequence[SpeculationConfig], namespace: str | None) -> list[tuple[Proposer, object]]:
         """The proposers that remember earlier texts, each with its state after it has seen some."""
         found: list[tuple[Proposer, object]] = []
         self.llm.engine.use_noise(KeyedNoise())
@@ -155,19 +168,26 @@ class EngineProof:
                 continue
             for seed in range(3):
                 params = SamplingParams(seed=seed, max_tokens=6)
-                self.llm.generate(self.prompt, params, speculation=config.replace(rule="auto"))
+                self.llm.generate(self.prompt, params, speculation=config.replace(rule="auto"), namespace=namespace)
             found.append((proposer, proposer.snapshot()))
         raise_engine_norms(self.llm)
         return found
 
-    def _cache_prompt(self, configs: Sequence[SpeculationConfig]) -> None:
-        """Let the cached prompt hold the layers that proposers have added, too, those beside draft models included."""
+    def _cache_prompt(self, configs: Sequence[SpeculationConfig], namespace: str | None) -> None:
+        """Let the cached prompt of a namespace hold the layers that proposers have added, too, those beside draft models
+        included."""
+
+        def write(count: int, **how: Any) -> None:
+            self.llm.generate(self.prompt, SamplingParams(temperature=0, max_tokens=count), namespace=namespace, **how)
+
+        if namespace is not None:
+            write(1)
         for config in configs:
             members = _members([config])
             if any(isinstance(part.method, Staged) for part in members):  # a draft model publishes when it drafts again
-                self.llm.generate(self.prompt, SamplingParams(temperature=0, max_tokens=12), speculation=config)
+                write(12, speculation=config)
             elif any(self._adds_layers(part) for part in members):
-                self.llm.generate(self.prompt, SamplingParams(max_tokens=1), speculation=config)
+                write(1, speculation=config)
 
     def _adds_layers(self, config: SpeculationConfig) -> bool:
         requires = None if config.method is None else self.llm.engine.proposers.get(config.method).requires

@@ -1,4 +1,4 @@
-"""Proposers that change the drafts of a draft model: guesses of another law beside them, and faults."""
+"""Planted faults: proposers that change the drafts of a draft model, and noise that breaks off behind a drawn token."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from outrider.draft import Draft, Law
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.methods.draft_model import DraftModel, DraftModelProposer
 from outrider.prove.tiny import raise_norms
+from outrider.verify.noise import Key, NoiseSource, Stream
 
 
 class _Around(Proposer):
@@ -90,6 +92,50 @@ class FaultyProposer(_Around):
         return Draft(
             (*draft.token_ids, draft.token_ids[-1]), (*draft.parents, size - 1), (*draft.laws, draft.laws[-1]), longer
         )
+
+
+class BreakingNoise:
+    """Chance that raises when a proposer draws on behind a certain token, as a proposer does that knows no more of it.
+
+    Args:
+        source: Where chance comes from.
+        token: The token.
+
+    Attributes:
+        num_breaks: How often it raised.
+    """
+
+    def __init__(self, source: NoiseSource, token: int) -> None:
+        self._source = source
+        self._token = token
+        self._broken: set[tuple[int, int]] = set()  # owner and drafter whose last draw was the token
+        self.num_breaks = 0
+
+    def bernoulli(self, probability: Tensor, keys: Sequence[Key]) -> Tensor:
+        return self._source.bernoulli(probability, keys)
+
+    def categorical(self, probs: Tensor, keys: Sequence[Key]) -> Tensor:
+        drawing = [(key.owner, key.drafter) if key.stream is Stream.DRAFT else None for key in keys]
+        if not self._broken.isdisjoint(drawing):
+            self.num_breaks += 1
+            self._broken.difference_update(drawing)
+            raise RuntimeError("planted fault behind a drawn token")
+        tokens = self._source.categorical(probs, keys)
+        for who, key, token in zip(drawing, keys, tokens.tolist(), strict=True):
+            if who is None:  # the draft is checked, and whoever draws next begins another one
+                self._broken = {broken for broken in self._broken if broken[0] != key.owner}
+            elif token == self._token:
+                self._broken.add(who)
+        return tokens
+
+    def forget(self, owner: int) -> None:
+        self._source.forget(owner)
+
+    def mark(self) -> None:
+        self._source.mark()
+
+    def rewind(self) -> None:
+        self._source.rewind()
 
 
 class _OfDraftModel(Method):

@@ -16,6 +16,7 @@ from outrider.prove.findings import Finding
 from outrider.prove.own_model import OwnModel
 from outrider.prove.running import Proof
 from outrider.prove.settings.methods import DRAFT, HEADS, LOOKUP, OTHER_DRAFT, TARGET
+from outrider.prove.settings.parameters import PARAMETERS
 from outrider.prove.settings.setting import Setting
 from outrider.prove.tiny_heads import FEATURE_METHODS, HEAD_METHODS
 
@@ -29,6 +30,19 @@ _STAGES: tuple[dict[str, Any], ...] = (
     {"model": TARGET, "dtype": "float64"},
     {"model": DRAFT, "dtype": "float64", "revision": "main"},
 )
+#: Parameters of a request that a proposer is shown and that change what it draws from, alone and all together.
+_REACHING: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": 2},
+    "min_p": {"min_p": 0.6},
+    **PARAMETERS,
+}
+#: A confidence that some tokens of the proof's draft model have and others have not.
+_DOUBT = 0.33
+#: What can be asked for and no proof of a method asks.
+UNASKED = (
+    "structured_outputs", "bad_words and stop as text", "texts longer than the joint distributions",
+    "more than two samples", "a source that an encoder reads", "decoder_prompt",
+)  # fmt: skip
 #: Methods that draft with layers of the model whose tokens they guess.
 _LAYERS = frozenset({"early_exit", "layer_skip"})
 #: Fields of SpeculationConfig that the settings of a proof vary.
@@ -51,7 +65,6 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
         Setting("seeded", base, {"seed": 5}),
         Setting("most likely tokens", {**base, "draft_sampling": "greedy"}),
         Setting("temperature and top_p", base, {"temperature": 1.5, "top_p": 0.97}),
-        Setting("penalties", base, {"frequency_penalty": -0.6, "repetition_penalty": 1.7}),
         Setting("stop tokens", base, {"stop_token_ids": (2,)}),
         Setting("two samples", {**method, "num_draft_tokens": _length(method, 1)}, _samples(method)),
         Setting("behind a lookup", base, turns=(({**LOOKUP, "num_draft_tokens": 1}, base),)),
@@ -62,6 +75,12 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
         ),
         Setting("in turns with others", base, turns=((base,), (), (LOOKUP,))),
     ]
+    found += [Setting(name, base, dict(params)) for name, params in _REACHING.items()]
+    found.append(Setting("a namespace", base, namespace="of the proof"))
+    doubted = _doubting(base)
+    if doubted != base:
+        found.append(Setting("doubted tokens", doubted))
+    found += [Setting(f"a fault behind token {token}", base, fails_behind=token) for token in range(3)]
     if any(name in asked for name in _VARIED):
         found.insert(0, Setting("as it was asked for", {**asked, **method}))
     kind = SpeculationConfig.of(method).method
@@ -74,6 +93,20 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
     if kind is not None and kind.candidates is not None:
         found = [setting for setting in found if not setting.turns]  # a planner names who drafts, and never the engine
     return [replace(setting, prediction=PREDICTION) for setting in found]
+
+
+def _doubting(settings: Any) -> Any:
+    """Settings with confidences that the models of the proof come to, and fall short of, wherever a method has one."""
+    if isinstance(settings, list | tuple):
+        return [_doubting(each) for each in settings]
+    if isinstance(settings, str) and settings in registry.names():
+        settings = {"method": settings}
+    if not isinstance(settings, Mapping):
+        return settings
+    found = {name: _doubting(value) if name in ("methods", "drafter") else value for name, value in settings.items()}
+    if "min_confidence" in registry.find(found["method"]).model_fields:
+        found["min_confidence"] = _DOUBT
+    return found
 
 
 def _with_models(asked: Mapping[str, Any] | str, stage: int = 0) -> dict[str, Any]:
@@ -107,20 +140,21 @@ def _model_of_stage(drafter: Any, stage: int) -> dict[str, Any]:
 
 
 def method_proofs(
-    asked: Mapping[str, Any], prove: Callable[[Setting, int], Finding], own: OwnModel, *, quick: bool
+    asked: Mapping[str, Any], prove: Callable[..., Finding], own: OwnModel, *, quick: bool
 ) -> Iterator[Proof]:
     """The claims about one method, each with the function that proves it.
 
     Args:
         asked: The method's settings in the form of one mapping.
-        prove: Proves the engine's joint distribution under a setting, for a number of tokens.
+        prove: Proves the engine's joint distribution under a setting, for a number of tokens, and that the method has no
+            fault where that is asked.
         own: The model on which texts are compared.
         quick: Take fewer settings and shorter texts.
     """
     settings = method_settings(asked)
     tokens = 4 if asked["method"] in HEAD_METHODS else 3
     for setting in settings[:4] if quick else settings:
-        yield f"joint distribution: {setting.name}", partial(prove, setting, tokens)
+        yield f"joint distribution: {setting.name}", partial(prove, setting, tokens, faultless=True)
     length = 16 if quick else 32
     yield "greedy text is identical", partial(own.text_is_identical, SamplingParams(temperature=0, max_tokens=length))
     yield "seeded text is identical", partial(own.text_is_identical, SamplingParams(seed=11, max_tokens=length))

@@ -228,7 +228,7 @@ class _TinyPair:
         self._layers = {"target": num_layers, "draft": 1}
         self._proof: EngineProof | None = None
 
-    def prove(self, setting: Setting, length: int) -> Finding:
+    def prove(self, setting: Setting, length: int, *, faultless: bool = False) -> Finding:
         if self._proof is None:
             pieces = CROSSED_PIECES if self._crossed else dict.fromkeys(_SEEDS, PIECES)
             pair = [
@@ -241,7 +241,7 @@ class _TinyPair:
             if self._layers["target"] > 1:
                 heads |= save_layered(self._folder / "layered", self._layers["target"])
             self._proof = EngineProof(*pair, speaks=self._speaks, crossed=self._crossed, **heads)
-        return self._proof.prove(setting, length)
+        return self._proof.prove(setting, length, faultless=faultless)
 
 
 class _SavedPair:

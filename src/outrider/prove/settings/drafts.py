@@ -28,6 +28,9 @@ from outrider.prove.settings.methods import (
 )
 from outrider.prove.settings.setting import Setting
 
+#: The same draft model behind a lookup that rarely finds something, and by itself; both stop behind a doubted token.
+_DOUBTING = drafted("auto", min_confidence=0.33)
+_AT_FIRST = {"method": "then", "methods": (RARE, _DOUBTING | {"num_draft_tokens": 1})}
 #: Whether a fault happens depends on the committed length alone, and never on what was drawn.
 FAULTS = ("raises", "nan row", "truncated", "token outside", "too long")
 
@@ -186,4 +189,24 @@ SETTINGS = (
     *(Setting(f"token, fault: {f}", drafted("token", fault=f) | {"method": "_prove_faulty"}) for f in FAULTS[1:3]),
     Setting("coupled, fault: raises", drafted("coupled", fault="raises") | {"method": "_prove_faulty"}),
     Setting("tree, fault: nan row", drafted("block", tree=(2,), fault="nan row") | {"method": "_prove_faulty"}),
+    *(
+        Setting(f"a fault behind a drawn token, {name}", asked, _LONGER if "stage" in name else {}, fails_behind=token)
+        for name, asked, token in (
+            ("block", drafted("block"), 2),
+            ("token", drafted("token"), 0),
+            ("walk", drafted("walk"), 1),
+            ("tree", drafted("block", tree=(2, 1)), 2),
+            ("recursive", drafted("token", tree=(2, 1)), 1),
+            ("best-first tree", drafted("auto", tree="best_first", num_draft_tokens=3), 2),
+            ("merge", {"method": "merge", "methods": (drafted("auto"), TWIN)}, 2),
+            ("the drafter of a stage", staged(OTHER), 1),
+        )
+    ),
+    *(
+        Setting(f"merge, {name}", {"method": "merge", "methods": members})
+        for name, members in (
+            ("one draft model at two lengths", (_AT_FIRST, _DOUBTING)),
+            ("a chain and a tree of one draft model", (drafted("auto"), drafted("auto", tree=(2,)))),
+        )
+    ),
 )

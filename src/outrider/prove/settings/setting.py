@@ -20,6 +20,9 @@ class Setting:
             planner does that goes by what came of earlier drafts.
         language: Every text that the requested structure admits. It needs a pair of models with a tokenizer.
         prediction: The tokens that the caller predicts.
+        namespace: Whose prompts and texts these are.
+        fails_behind: A token behind which no further draw of a draft succeeds, so that the proposer raises; None plants no
+            such fault.
     """
 
     name: str
@@ -29,3 +32,5 @@ class Setting:
     by_drafts: bool = False
     language: tuple[str, ...] = ()
     prediction: tuple[int, ...] = ()
+    namespace: str | None = None
+    fails_behind: int | None = None
