@@ -192,3 +192,41 @@ def test_weights_that_are_consumed_write_the_same(model: Any, path: str) -> None
     taken = outrider.patch(model_from(path), consume=True, **SETTINGS)
     asked: Any = {**BATCH, "max_new_tokens": 10, "do_sample": False}
     assert torch.equal(taken.generate(**asked), model.generate(**asked))
+
+
+def lower_the_best(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor whose answer depends on which tokens others have forbidden before it."""
+    best = scores.argmax(-1, keepdim=True)
+    return scores.scatter_add(-1, best, torch.full_like(best, -3, dtype=scores.dtype))
+
+
+def keep_three(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The three likeliest tokens of those that others have left."""
+    return scores.masked_fill(scores < scores.topk(3).values[..., -1:], float("-inf"))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"sequence_bias": [[[3], 8.0], [[9], -6.0]], "repetition_penalty": 1.8},
+        {"min_new_tokens": 8, "logits_processor": LogitsProcessorList([lower_the_best])},
+        {"min_length": 14, "logits_processor": LogitsProcessorList([keep_three])},
+        {"min_new_tokens": 8, "logits_processor": LogitsProcessorList([keep_three])},
+        {"repetition_penalty": 5.0, "pad_token_id": 17},
+    ],
+    ids=lambda asked: " and ".join(asked),
+)
+def test_processors_run_in_the_order_of_transformers(model: Any, path: str, asked: dict[str, Any]) -> None:
+    ends = list(range(0, model.config.vocab_size, 2))
+    call = {**BATCH, "do_sample": False, "max_new_tokens": 12, "eos_token_id": ends, **asked}
+    ids = torch.where(MASK.bool(), ROWS, torch.tensor(call["pad_token_id"]))
+    want = model_from(path).generate(**{**call, "input_ids": ids})
+    assert torch.equal(model.generate(**{**call, "input_ids": ids}), want)
+
+
+def test_a_ratio_rule_needs_no_seed(path: str) -> None:
+    """Its texts depend on the drafts, so that no seed could promise anything."""
+    found = outrider.patch(model_from(path), **{**SETTINGS, "speculation": {"method": "suffix", "rule": "token"}})
+    for sampled in (True, False):
+        assert found.generate(**BATCH, do_sample=sampled, max_new_tokens=4).shape == (3, 11)
+    outrider.unpatch(found)

@@ -238,7 +238,7 @@ def one_model_drafts_twice() -> None:
 
 
 def stages_have_no_faults() -> None:
-    """The drafter of this stage draws, and the stage says that what it has verified was drawn from its own probabilities."""
+    """The drafter of this stage draws, and what the stage has verified counts as drawn from its own probabilities."""
     name = _tiny().engine.runner.loaded.name
     drafter = {"method": "draft_model", "model": name, "num_draft_tokens": 2}
     stage = {"method": "staged", "model": name, "dtype": "float32", "drafter": drafter}

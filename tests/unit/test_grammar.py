@@ -345,10 +345,12 @@ def test_masks_that_take_long_end_their_own_request(
     token = compiler._tokenizer.encode("a")[0]
     monkeypatch.setattr(grammar, "thread_time", Clock(milliseconds))
     for count in range(1, num_masks or 2000):
-        texts[count % 2].allowed((token,) * count, 4096)
+        texts[count % 2]._masks.clear()
+        texts[count % 2].allowed((), 4096)
     if num_masks is not None:
+        texts[0]._masks.clear()
         with pytest.raises(grammar.GrammarError, match=f"too much work: its {num_masks} masks took {milliseconds} ms each"):
-            texts[0].allowed((token,), 4096)
+            texts[0].allowed((), 4096)
     monkeypatch.undo()
     assert other.allowed((token,), 4096) is not None
 
@@ -362,8 +364,42 @@ def test_what_it_takes_to_come_to_a_mask_counts_too(compiler: GrammarCompiler, m
     with pytest.raises(grammar.GrammarError, match="too much work: its 0 masks"):
         state.advance(token)
     other._matcher = Spent()  # the other texts of the request end without more work
+    other._masks.clear()
     with pytest.raises(grammar.GrammarError, match="too much work: its 0 masks"):
-        other.allowed((token,), 4096)
+        other.allowed((), 4096)
+
+
+def test_looks_along_drafts_count_where_the_text_comes_there(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = compiler.start(StructuredOutputs(regex="[ab]*"))
+    token = compiler._tokenizer.encode("a")[0]
+    monkeypatch.setattr(grammar, "thread_time", Clock(20.0))
+    for count in range(1, 30):
+        assert state.allowed((token,) * count, 4096) is not None
+    assert not state.follows_drafts, "such looks take too long, and the text goes on without drafts"
+    _repeat(4, lambda: state.advance(token))  # each of them takes 20 ms, and the look at its place 20 ms
+    with pytest.raises(grammar.GrammarError, match="too much work"):
+        _repeat(20, lambda: state.advance(token))
+
+
+def test_a_look_that_breaks_the_automaton_costs_the_draft(compiler: GrammarCompiler) -> None:
+    """A literal of this size is too much in the middle of a text, and the text never comes to it."""
+    rng = random.Random(1)
+    literal = "".join(rng.choice("abcdefghijklmnop") for _ in range(60_000))
+    state = compiler.start(StructuredOutputs(regex=f"([0-9]|{literal})*"))
+    seven, draft = compiler._tokenizer.encode("7")[0], compiler._tokenizer.encode(literal[:40])
+    other = state.copy()
+    state.advance(seven)
+    with pytest.raises(grammar.GrammarError, match="too many expressions"):  # noqa: PT012
+        for size in range(1, len(draft)):
+            state.allowed(tuple(draft[:size]), 4096)
+    assert (state.follows_drafts, other.follows_drafts) == (False, True)
+    for each in (state, other):
+        _repeat(3, lambda each=each: each.advance(seven))  # type: ignore[misc]
+        found = each.allowed((), 4096)
+        assert found is not None
+        assert found[seven]
 
 
 def _repeat(times: int, act: Callable[[], object]) -> None:

@@ -40,15 +40,22 @@ def check_request(
     _check_memory(len(tokens), params, loaded, blocks)
 
 
-def _check_coupled(seed: int, speculation: SpeculationConfig, place: str = "") -> None:
-    """Raise ContradictionError where settings, or some inside them, ask for a ratio test for a seeded text."""
+def rule_against_seeds(speculation: SpeculationConfig, place: str = "") -> str | None:
+    """The rule, with its place in the settings, that asks for a ratio test, which no seeded text may have; None where there
+    is none."""
     if speculation.rule in ("token", "block"):
-        rule = f"{place}rule={speculation.rule!r}"
+        return f"{place}rule={speculation.rule!r}"
+    nested = {} if speculation.method is None else speculation.method.nested
+    found = (rule_against_seeds(inner, f"{place}{own}.") for own, inner in nested.items())
+    return next(filter(None, found), None)
+
+
+def _check_coupled(seed: int, speculation: SpeculationConfig) -> None:
+    """Raise ContradictionError where settings, or some inside them, ask for a ratio test for a seeded text."""
+    rule = rule_against_seeds(speculation)
+    if rule is not None:
         problem = f"{rule} makes the text depend on the drafts, and a seed promises that it does not"
         raise ContradictionError("seed", seed, problem, "Use rule='auto', or leave the seed out.")
-    if speculation.method is not None:
-        for own, inner in speculation.method.nested.items():
-            _check_coupled(seed, inner, f"{place}{own}.")
 
 
 def check_prompt_ids(tokens: tuple[int, ...], vocab_size: int) -> None:

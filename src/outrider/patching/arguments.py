@@ -15,16 +15,21 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from outrider.errors import InvalidParameterError, InvalidPromptError, UnsupportedParameterError
 from outrider.params import LogitsProcessor, SamplingParams
 
-#: What transformers makes of settings that SamplingParams has too.
-_SETTINGS = (
+#: What transformers puts behind all other processors, and SamplingParams has too. The others run as they are, in the order
+#: that transformers gives them.
+_WARPERS = (
     stock.LogitNormalization,
-    stock.MinLengthLogitsProcessor,
-    stock.MinNewTokensLengthLogitsProcessor,
     stock.MinPLogitsWarper,
-    stock.RepetitionPenaltyLogitsProcessor,
     stock.TemperatureLogitsWarper,
     stock.TopKLogitsWarper,
     stock.TopPLogitsWarper,
+)
+#: What is given as a setting and not as a processor.
+_SETTINGS = (
+    *_WARPERS,
+    stock.MinLengthLogitsProcessor,
+    stock.MinNewTokensLengthLogitsProcessor,
+    stock.RepetitionPenaltyLogitsProcessor,
 )
 _LEAVE = "Leave it out, or call outrider.unpatch(model) first."
 _ONLY_TOKENS = "tokens are all that a draft is checked for"
@@ -131,38 +136,48 @@ def split_rows(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[tuple
 
 
 def params_of(
-    config: GenerationConfig, columns: int, processors: Sequence[LogitsProcessor], padding: torch.Tensor
+    config: GenerationConfig,
+    columns: int,
+    processors: Sequence[LogitsProcessor],
+    padding: torch.Tensor,
+    *,
+    seeded: bool = True,
 ) -> SamplingParams:
-    """The parameters of one text. A drawn text is seeded by torch's generator, so that torch.manual_seed repeats it.
+    """The parameters of one text.
 
     Args:
         config: As transformers has prepared it.
         columns: Tokens of a padded prompt.
         processors: All of them, as transformers has prepared them.
         padding: Token ids in front of the prompt, which processors see as with transformers.
+        seeded: Whether a drawn text is seeded by torch's generator, so that torch.manual_seed repeats it.
 
     Raises:
         InputError: A value is out of range.
     """
-    max_tokens = config.max_length - columns
-    fewest = max(config.min_new_tokens or 0, (config.min_length or 0) - columns)
     ends = getattr(config, "_eos_token_tensor", None)
     drawn = {
         "temperature": 1.0 if config.temperature is None else config.temperature,
         "top_k": config.top_k or 0,
         "top_p": 1.0 if config.top_p is None else config.top_p,
         "min_p": config.min_p or 0.0,
-        "seed": int(torch.randint(2**63 - 1, ())),
+        "seed": int(torch.randint(2**63 - 1, ())) if seeded else None,
     }
+    before = [each for each in processors if not isinstance(each, _WARPERS)]
     return SamplingParams(
         **(drawn if config.do_sample else {"temperature": 0.0}),
-        repetition_penalty=config.repetition_penalty or 1.0,
-        logits_processors=tuple(_with_padding(each, padding) for each in processors if not isinstance(each, _SETTINGS)),
-        max_tokens=max_tokens,
-        min_tokens=min(fewest, max_tokens),
+        logits_processors=tuple(_with_padding(_of_row(each, len(padding)), padding) for each in before),
+        max_tokens=config.max_length - columns,
         ignore_eos=True,
         stop_token_ids=() if ends is None else tuple(ends.flatten().tolist()),
     )
+
+
+def _of_row(processor: Any, padding: int) -> Any:
+    """A processor for one row alone, in place of one that knows how much padding each row of the batch has."""
+    if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+        return stock.RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=padding)
+    return processor
 
 
 def _with_padding(processor: LogitsProcessor, padding: torch.Tensor) -> LogitsProcessor:

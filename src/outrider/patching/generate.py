@@ -11,6 +11,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from outrider.engine.admission import rule_against_seeds
 from outrider.errors import InvalidParameterError, UnsupportedParameterError
 from outrider.llm import LLM
 from outrider.params import SamplingParams
@@ -21,6 +22,8 @@ M = TypeVar("M", bound=nn.Module)
 
 def patch(model: M, **settings: Any) -> M:
     """Let `model.generate` speculate: the same arguments, the same greedy tokens, the same distribution where it draws.
+
+    `torch.manual_seed` repeats drawn texts, unless the rule is "token" or "block", with which they depend on the drafts.
 
     The weights are copied once into the engine's own layout, and the model goes on working as before; `consume=True` takes
     them without a copy, and then the model can do nothing else. `model.generate.llm` is the engine, with its statistics.
@@ -109,7 +112,8 @@ class SpeculativeGenerate:
         """The texts behind prompts, which transformers has repeated; of what else it has prepared, the mask is of use."""
         check_prepared(generation_config, stopping_criteria)
         rows, columns = split_rows(input_ids, prepared.get("attention_mask")), input_ids.shape[1]
-        params = [params_of(generation_config, columns, logits_processor, padding) for padding, _ in rows]
+        seeded = rule_against_seeds(self.llm.speculation) is None
+        params = [params_of(generation_config, columns, logits_processor, padding, seeded=seeded) for padding, _ in rows]
         prompts = [prompt for _, prompt in rows]
         if streamer is None:
             texts = [output.first for output in self.llm.generate(prompts, params)]

@@ -8,8 +8,9 @@ the work of later masks too, and a text that comes to a bound is ended alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import takewhile
 from threading import Lock
 from time import thread_time
@@ -73,37 +74,74 @@ class _Times:
         self._check()
         begun = thread_time()
         yield
-        self._seconds += thread_time() - begun
-        self._num_masks += num_masks
+        self.add(thread_time() - begun, num_masks)
         self._check()
 
+    def add(self, seconds: float, num_masks: int) -> None:
+        """Work was done for so many masks."""
+        self._seconds += seconds
+        self._num_masks += num_masks
+
+    @property
+    def too_much(self) -> bool:
+        """Whether the work takes too long."""
+        return self._seconds > _SECONDS + _SECONDS_A_MASK * self._num_masks
+
     def _check(self) -> None:
-        if self._seconds > _SECONDS + _SECONDS_A_MASK * self._num_masks:
+        if self.too_much:
             mean = 1000 * self._seconds / max(self._num_masks, 1)
             raise GrammarError(_gave_up(f"too much work: its {self._num_masks:,} masks took {mean:.1f} ms each"))
+
+
+@dataclass
+class _Wear:
+    """Whether drafts have used an automaton, which all texts share that began as copies of one."""
+
+    by_drafts: bool = False
 
 
 class GrammarState:
     """Where one text stands in its structure.
 
+    A look along a draft may be too much for the automaton where the text itself is not, and then the automaton cannot be
+    used any more. That costs the draft: the automaton begins anew and follows the text, and from the next step on the text
+    has no drafts. The time of such a look counts against the text only as far as the text comes there.
+
     Args:
         matcher: An llguidance.LLMatcher.
+        renew: Makes the same matcher anew, at the beginning of a text.
         bits: Its mask; None where it is not known yet.
         times: Of all texts of its request; None for the first of them.
+
+    Attributes:
+        follows_drafts: Whether drafts can be followed.
     """
 
-    def __init__(self, matcher: Any, bits: bytes | None = None, times: _Times | None = None) -> None:
+    def __init__(
+        self, matcher: Any, renew: Callable[[], Any], bits: bytes | None = None, times: _Times | None = None
+    ) -> None:
         self._matcher = matcher
+        self._renew = renew
         self._times = _Times() if times is None else times
+        self._taken: list[int] = []
         self._ahead: Path = ()  # tokens behind the committed text that the automaton has consumed
         #: By path, of what may follow it; None where the path itself may not. The draft and the target ask for the same.
         self._masks: dict[Path, bytes | None] = {} if bits is None else {(): bits}
+        #: By path, the seconds of its mask; and the tokens that were committed since.
+        self._looks: dict[Path, float] = {}
+        self._walked: Path = ()
+        self._look_times = _Times()
+        self._wear = _Wear()
+        self.follows_drafts = True
 
     def copy(self) -> GrammarState:
         """Another text of the same request, at the same place. They share what the automaton has computed, so nothing is
-        compiled anew, and where one has failed all have. So is the time that their masks may take."""
+        compiled anew, and where one has failed all have, until they begin anew. They share the time that their masks may
+        take, too."""
         self._go_to(())
-        return GrammarState(self._matcher.deep_copy(), self._masks.get(()), self._times)
+        twin = GrammarState(self._matcher.deep_copy(), self._renew, self._masks.get(()), self._times)
+        twin._taken, twin._wear = list(self._taken), self._wear
+        return twin
 
     def advance(self, token_id: int) -> None:
         """A token was committed; one that the structure allows.
@@ -112,13 +150,20 @@ class GrammarState:
             GrammarError: It does not allow it, or the automaton gave up.
         """
         self._masks.clear()
+        self._walked = (*self._walked, token_id)
+        if self._walked in self._looks:
+            self._times.add(self._looks[self._walked], 1)
         with self._times.counted(num_masks=0):
             known = self._ahead[:1] == (token_id,)
             self._go_to(self._ahead[:1] if known else ())
             taken = known or self._matcher.consume_token(token_id)
+            if not taken and self._wear.by_drafts:
+                self._begin_anew()
+                taken = self._matcher.consume_token(token_id)
             self._ahead = ()
         if not taken:
             raise GrammarError(_gave_up(self._matcher.get_error()))
+        self._taken.append(token_id)
 
     def allowed(self, path: Path, vocab_size: int) -> Tensor | None:
         """Tokens [vocab_size] bool that may follow the committed text and `path`; None where the path itself may not.
@@ -148,23 +193,55 @@ class GrammarState:
         return flags.bit_length() - 1 if flags.bit_count() == 1 else None
 
     def _mask(self, path: Path) -> bytes | None:
+        if not self._masks:
+            self._looks.clear()
+            self._walked = ()
         if path not in self._masks:
-            with self._times.counted(num_masks=1):
-                self._masks[path] = self._compute() if self._go_to(path) else None
+            self._masks[path] = self._ahead_mask(path) if path else self._own_mask()
         return self._masks[path]
+
+    def _own_mask(self) -> bytes | None:
+        """Of what may follow the text. If it fails and drafts may have worn the automaton out, a new one is asked."""
+        with self._times.counted(num_masks=1):
+            try:
+                return self._compute(())
+            except GrammarError:
+                if not self._wear.by_drafts:
+                    raise
+                self._begin_anew()
+                return self._compute(())
+
+    def _ahead_mask(self, path: Path) -> bytes | None:
+        """Of what may follow a draft."""
+        begun, self._wear.by_drafts = thread_time(), True
+        try:
+            return self._compute(path)
+        except GrammarError:
+            self.follows_drafts = False
+            self._begin_anew()
+            raise
+        finally:
+            self._looks[path] = thread_time() - begun
+            self._look_times.add(self._looks[path], 1)
+            self.follows_drafts = self.follows_drafts and not self._look_times.too_much
+
+    def _begin_anew(self) -> None:
+        """Follow the text with a new automaton."""
+        self._matcher, self._ahead, self._wear = self._renew(), (), _Wear()
+        self._matcher.try_consume_tokens(self._taken)
 
     def _go_to(self, path: Path) -> bool:
         """Let the automaton stand behind `path`; False where the path may not follow. Paths of one draft begin alike, so it
         goes back no farther than to where they part."""
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._ahead, path, strict=False)))
-        if len(self._ahead) > shared and not self._matcher.is_error():
+        if len(self._ahead) > shared:
             self._matcher.rollback(len(self._ahead) - shared)
         taken = self._matcher.try_consume_tokens(list(path[shared:])) if len(path) > shared else 0
         self._ahead = path[: shared + taken]
         return len(self._ahead) == len(path)
 
-    def _compute(self) -> bytes:
-        bits: bytes = self._matcher.compute_bitmask()
+    def _compute(self, path: Path) -> bytes | None:
+        bits = self._matcher.compute_bitmask() if self._go_to(path) else None
         if self._matcher.is_error():
             raise GrammarError(_gave_up(self._matcher.get_error()))
         return bits
@@ -210,8 +287,10 @@ class GrammarCompiler:
             refusal = self.trials.verdict(written, self._read_vocabulary)
             if refusal is not None:
                 raise _refused(structure, refusal)
+        vocabulary = self._wrapped
         try:
-            return GrammarState(*compiled(written, self._wrapped, library))
+            matcher, bits = compiled(written, vocabulary, library)
+            return GrammarState(matcher, lambda: compiled(written, vocabulary, library)[0], bits)
         except StructureError as error:
             raise _refused(structure, error) from error
 

@@ -83,6 +83,11 @@ class Processing:
             or self._forbids_ends(())
         )
 
+    @property
+    def follows_drafts(self) -> bool:
+        """Whether rows of drafts can be processed from here on."""
+        return self._grammar is None or self._grammar.follows_drafts
+
     def apply(self, logits: Tensor, paths: Sequence[Path]) -> Processed:
         """Logits as the parameters leave them.
 

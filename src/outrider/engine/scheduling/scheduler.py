@@ -322,6 +322,8 @@ class Scheduler:
 
     def useful_depth(self, seq: Sequence) -> int:
         """Longest path of draft tokens that may enter the text, the target's own next token left room for."""
+        if not seq.view.processing.follows_drafts:
+            return 0
         depth = min(seq.request.params.max_tokens - seq.num_output_tokens, self.max_model_len - len(seq.token_ids)) - 1
         longest = seq.state.longest_draft(len(seq.token_ids))
         return depth if longest is None else min(depth, longest)
