@@ -12,6 +12,7 @@ import pytest
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.propose import registry
 from outrider.prove.findings import Check
+from outrider.prove.one_method import UNASKED, method_settings
 from outrider.prove.suite import num_method_checks, run_method_suite
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write_a_proposer.md"
@@ -87,6 +88,14 @@ def test_namespaces_are_kept_apart(llm: LLM) -> None:
 
 def test_the_page_states_how_many_checks_there_are(bigram: Any) -> None:
     assert f"all {num_method_checks(ASKED)} checks hold (joints of " in PAGE.read_text("utf-8")
+
+
+def test_the_page_of_losslessness_lists_what_is_asked(bigram: Any) -> None:
+    page = (PAGE.parents[1] / "explanation" / "losslessness.md").read_text("utf-8")
+    table = page.split("## What the proof of a method asks")[1].split("##")[0]
+    drafted = {"method": "draft_model", "model": "any"}
+    names = {setting.name for asked in (ASKED, drafted, {**drafted, "tree": (2,)}) for setting in method_settings(asked)}
+    assert [name for name in (*sorted(names), *UNASKED) if name not in table] == []
 
 
 def test_some_of_its_checks_hold(bigram: Any) -> None:

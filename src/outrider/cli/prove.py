@@ -124,6 +124,8 @@ def _show(report: Report, title: str, *, markdown: bool) -> None:
         sys.stdout.write(views.markdown(report.checks) + "\n")
         return
     console.print(views.table(report.checks))
+    if report.unasked:
+        console.print(f"not asked: {', '.join(report.unasked)}", style="dim", markup=False, highlight=False)
     horizon = f" ({report.horizon})" if report.horizon else ""
     failed = sum(not check.passed for check in report.checks)
     if failed:

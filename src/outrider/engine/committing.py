@@ -115,7 +115,7 @@ class Committing:
         seq.stats.num_target_passes += 1
         self._stats.num_committed_tokens += num_written
         self._tenants.charge(seq, num_written)
-        seq.view.round += 1  # also where a drawn draft was lost: its keys are spent
+        seq.view.round += 1  # also where nothing was drafted: the keys of a round may be spent
         self._teach(seq, step, verdict)
         if len(draft):
             rejected = num_written > num_accepted and verdict.origin is TokenOrigin.RECOVERED

@@ -71,9 +71,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks of one run. It passes where there are checks and all of them pass."""
+    """All checks of one run. It passes where there are checks and all of them pass.
+
+    Attributes:
+        checks: In order.
+        unasked: What can be asked for, and no check asks; empty where nobody looked.
+    """
 
     checks: tuple[Check, ...]
+    unasked: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -88,7 +94,8 @@ class Report:
         return f"joints of {reach[0]} tokens" if len(reach) == 1 else f"joints of {reach[0]} to {reach[-1]} tokens"
 
     def as_dict(self) -> dict[str, Any]:
-        return {"passed": self.passed, "horizon": self.horizon, "checks": [check.as_dict() for check in self.checks]}
+        found = {"passed": self.passed, "horizon": self.horizon, "checks": [check.as_dict() for check in self.checks]}
+        return {**found, "not_asked": list(self.unasked)} if self.unasked else found
 
 
 def table(checks: Sequence[Check]) -> Table:

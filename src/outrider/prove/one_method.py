@@ -41,7 +41,7 @@ _DOUBT = 0.33
 #: What can be asked for and no proof of a method asks.
 UNASKED = (
     "structured_outputs", "bad_words and stop as text", "texts longer than the joint distributions",
-    "more than two samples", "a source that an encoder reads", "decoder_prompt",
+    "more than two samples", "a source that an encoder reads",
 )  # fmt: skip
 #: Methods that draft with layers of the model whose tokens they guess.
 _LAYERS = frozenset({"early_exit", "layer_skip"})

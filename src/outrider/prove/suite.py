@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +19,7 @@ from outrider.propose.speculation import SpeculationConfig
 from outrider.prove.deep_rounds import DEEP_SETTINGS, prove_deep
 from outrider.prove.engine_distribution import EngineProof
 from outrider.prove.findings import Check, Finding, Report
-from outrider.prove.one_method import method_proofs, speculations
+from outrider.prove.one_method import UNASKED, method_proofs, speculations
 from outrider.prove.own_model import OwnModel
 from outrider.prove.reference import ReferenceRule
 from outrider.prove.rules_distribution import (
@@ -109,7 +110,7 @@ def run_method_suite(
     with TemporaryDirectory() as folder:
         crossed = isinstance(method, CrossVocabulary)
         tiny = _TinyPair(Path(folder) / "tiny", num_layers=_layers_for(method), crossed=crossed)
-        return run_proofs(method_proofs(asked, tiny.prove, own, quick=quick), on_check)
+        return replace(run_proofs(method_proofs(asked, tiny.prove, own, quick=quick), on_check), unasked=UNASKED)
 
 
 def _layers_for(method: Method | None) -> int:
