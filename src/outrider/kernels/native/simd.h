@@ -173,23 +173,20 @@ INLINE floats floats_from_int8(const int8_t *bytes) {
 #endif
 }
 
-/* Bytes as whole numbers of 32 bits. */
+/* Bytes as whole numbers of 32 bits. By instruction: compilers make of the plain conversion a load and an insertion for each byte. */
 INLINE int_lanes wide_bytes(const uint8_t *bytes) {
-    typedef uint8_t few __attribute__((vector_size(FLOAT_LANES), aligned(1), may_alias));
-    return __builtin_convertvector(*(const few *)bytes, int_lanes);
-}
-
-INLINE floats floats_from_uint8(const uint8_t *bytes) {
 #if defined(__AVX512F__)
-    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes)));
+    return (int_lanes)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
 #elif defined(__AVX2__)
-    return (floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes)));
+    return (int_lanes)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
 #elif defined(__aarch64__)
-    return (floats)vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8((uint8x8_t)four_bytes(bytes)))));
+    return (int_lanes)vmovl_u16(vget_low_u16(vmovl_u8((uint8x8_t)four_bytes(bytes))));
 #else
-    return (floats){bytes[0], bytes[1], bytes[2], bytes[3]};
+    return (int_lanes){bytes[0], bytes[1], bytes[2], bytes[3]};
 #endif
 }
+
+INLINE floats floats_from_uint8(const uint8_t *bytes) { return __builtin_convertvector(wide_bytes(bytes), floats); }
 
 INLINE floats floats_from_bf16(const uint16_t *values) {
 #if defined(__AVX512F__)
