@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from http.client import HTTPResponse
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.server.running import Server, running
@@ -127,14 +126,14 @@ def test_headers_up_to_the_limit_are_taken(server: Server) -> None:
 def test_json_is_utf_8(server: Server, encoding: str, size: int) -> None:
     """In another encoding the values of a body would stand between other bytes, and could not be counted unread."""
     body = json.dumps({"prompt": [0x2C2C] * size, "max_tokens": 1}).encode(encoding)
-    response = httpx.post(f"{server.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    response = server.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code in (400, 413)
     assert response.json()["error"]["code"] in ("invalid_json", "body_too_large")
 
 
 def test_a_mark_of_utf_8_may_stand_before_a_body(server: Server) -> None:
     body = b"\xef\xbb\xbf" + b'{"prompt": "x", "max_tokens": 1}'
-    response = httpx.post(f"{server.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    response = server.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 200
 
 
@@ -155,7 +154,7 @@ def test_numbers_of_many_digits(server: Server, name: str, digits: int) -> None:
     number = "-" * (name == "priority") + "9" * digits
     written = f"[{number}]" if name == "stop_token_ids" else number
     body = f'{{"prompt": ["x", "y"], "max_tokens": 1, "{name}": {written}}}'.encode()
-    response = httpx.post(f"{server.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    response = server.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["code"] in ("invalid_value", "invalid_json")
 

@@ -138,7 +138,7 @@ def test_refused_requests_give_their_places_back(server: Server) -> None:
         bad = {"prompt": "x", "stream": True, "guided_regex": "(", "n": 2}
         assert server.post("/v1/completions", bad, headers=ANN).status_code == 400
     for _ in range(5):
-        with httpx.stream("POST", f"{server.url}/v1/completions", json={**ENDLESS, "stream": True, "n": 2}, headers=BOB):
+        with server.stream("/v1/completions", {**ENDLESS, "stream": True, "n": 2}, headers=BOB):
             pass  # left before the first event is read
         assert server.rests()
     assert server.post("/v1/completions", {"prompt": "x", "n": 3}, headers=ANN).status_code == 400, "two sequences run"
@@ -148,9 +148,8 @@ def test_refused_requests_give_their_places_back(server: Server) -> None:
 def test_too_much_is_refused(server: Server) -> None:
     response = server.post("/v1/completions", {"prompt": "x" * 3000}, headers=ANN)
     assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
-    chunked = httpx.post(
-        f"{server.url}/v1/completions", content=iter([b"x" * 1000] * 3), headers={**ANN, "content-type": "application/json"}
-    )
+    kind = {**ANN, "content-type": "application/json"}
+    chunked = server.post("/v1/completions", content=iter([b"x" * 1000] * 3), headers=kind)
     assert chunked.status_code == 413
     assert server.post("/v1/completions", {"prompt": ["x"] * 4}, headers=ANN).status_code == 400
     huge = {**ANN, "x-request-id": "y" * 200_000}
@@ -203,7 +202,7 @@ def test_what_does_not_finish_in_time_is_ended() -> None:
     with running("--request-seconds", "0.3") as server:
         found = server.post("/v1/completions", ENDLESS)
         assert (found.status_code, found.json()["error"]["code"]) == (503, "timeout")
-        with httpx.stream("POST", f"{server.url}/v1/completions", json={**ENDLESS, "stream": True}) as response:
+        with server.stream("/v1/completions", {**ENDLESS, "stream": True}) as response:
             lines = [line for line in response.iter_lines() if line]
         assert '"code":"timeout"' in lines[-2]
         assert lines[-1] == "data: [DONE]"

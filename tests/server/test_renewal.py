@@ -70,7 +70,7 @@ def test_a_new_head_drafts_while_texts_finish_with_the_old_one(write: Write, tmp
     body = {"prompt": "import os", "max_tokens": 200, "ignore_eos": True, "seed": 7}
     with running("--profile", str(tmp_path / "profile.json")) as server:
         assert drafted(server) == 2
-        with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=120) as answer:
+        with server.stream("/v1/completions", {**body, "stream": True}) as answer:
             pieces = chunks(answer)
             told = [next(pieces)]
             write(method="medusa", model=new, num_draft_tokens=3)

@@ -50,7 +50,7 @@ def nothing_is_left(server: Server) -> Iterator[None]:
     assert server.metric("outrider:broken_steps_total") == 0
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
 
@@ -83,7 +83,7 @@ def refused(server: Server, path: str = "/v1/completions", **fields: Any) -> dic
 
 
 def events(server: Server, path: str, **fields: Any) -> list[Any]:
-    with httpx.stream("POST", f"{server.url}{path}", json={**fields, "stream": True}, timeout=120) as response:
+    with server.stream(path, {**fields, "stream": True}) as response:
         lines = [line for line in response.iter_lines() if line]
         assert response.headers["content-type"].startswith("text/event-stream")
     assert lines[-1] == "data: [DONE]"
@@ -450,7 +450,7 @@ MALFORMED = [
 
 @pytest.mark.parametrize("body", MALFORMED, ids=range(len(MALFORMED)))
 def test_malformed_bodies(server: Server, body: bytes) -> None:
-    response = httpx.post(f"{server.url}/v1/completions", content=body, headers=JSON, timeout=60)
+    response = server.post("/v1/completions", content=body, headers=JSON)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.server.running import TEMPLATE, Server, running
@@ -48,7 +47,7 @@ def spans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spans]:
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_a_span_tells_of_the_request_and_of_its_rounds(spans: Spans, streamed: bool) -> None:
     asked = {**BODY, "stream": streamed}
-    with httpx.stream("POST", f"{spans.server.url}/v1/completions", json=asked, headers=HEADERS, timeout=60) as response:
+    with spans.server.stream("/v1/completions", asked, headers=HEADERS) as response:
         told = response.read()
     assert b'"trace"' not in told, "the client has asked for none"
     span = spans.next()
