@@ -1,12 +1,13 @@
 # Two commands, each from nothing on a fresh machine:
 #   make demo    environment, install of what this needs, then the default pair writes code with and without speculation, and is timed in turns
-#   make test    environment, install of everything, then lint, types and the tests, in some 25 minutes on two cores
+#   make test    environment, install of everything, then lint, types and the tests, in some 8 minutes on two cores
 # and further ones:
 #   make playground  the pages of the server at http://127.0.0.1:8000/, on the wide target, where speculation gains
 #   make pages       builds the pages from web/ again; needs Node.js
 #   make docs        builds the documentation site into site/; a link that leads nowhere is an error
 # and two for those who have longer:
-#   make test-all    every test, also those marked slow. Tests beside other programs skip themselves unless these are there:
+#   make test-all    every test, in an hour; TESTS=tests/train, or another folder, runs those of it alone. Tests beside other
+#                    programs skip themselves unless these are there:
 #                    .venv/bin/python -m pip install -c constraints.txt -e '.[dev,peers,harness,clients]'
 #   make arm         the tests of the kernels once more, on 64-bit ARM as QEMU runs it; needs Debian's package qemu-user
 #   make soak        200 streaming clients on a real server for 5 minutes; a table and a plot go to results/soak/
@@ -55,12 +56,14 @@ browser:
 	@command -v firefox-esr > /dev/null || command -v firefox > /dev/null \
 	|| { $(APT) firefox-esr > /dev/null; } || echo "No Firefox was found or could be installed: the pages will be tested in Chromium alone."
 
-# Lint and types keep one core busy for a while. The tests begin meanwhile.
+# The core of the tests, and those of what a change touches (tests/tiers.py); BASE=REVISION says since when.
 test: $(STAMP) browser
-	{ $(LINT); } & lint=$$!; $(PYTEST) -m "not slow"; tests=$$?; wait $$lint && exit $$tests
+	$(LINT)
+	$(PYTEST) --fast $(TESTS)
 
 test-all: $(STAMP) browser
-	{ $(LINT); } & lint=$$!; $(PYTEST); tests=$$?; wait $$lint && exit $$tests
+	$(LINT)
+	$(PYTEST) $(TESTS)
 
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.server.soak

@@ -1,9 +1,9 @@
 """Which tests `make test` runs: the core, and of the tests by change those whose code a change touches.
 
-A test belongs to one of three tiers. *Core* tests always run. Tests *by change* are those of the files in BY_CHANGE, but for the
-tests in them that are marked `core`, and those marked `by_change(path, ...)`; `make test` runs them where one of their paths changed
-since the base. Tests marked `slow` run in `make test-all` alone, which runs every test. The base is the environment's BASE, else
-the last tag, else the parent of the last commit.
+A test belongs to one of three tiers. *Core* tests always run. Tests *by change* are those below a path of BY_CHANGE, except
+what is marked `core` among them, and all that are marked `by_change(path, ...)`. `make test` runs them where a file
+below one of their paths differs from the base, which is what the variable BASE of the environment names, else the last tag,
+else the commit before the last one. Tests marked `slow` run in `make test-all` alone, which runs every test.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ BY_CHANGE: dict[str, tuple[str, ...]] = {
 @cache
 def changed_paths() -> frozenset[str]:
     """What differs from the base, in commits and in the working tree; nothing where git cannot tell."""
-    base = os.environ.get("BASE") or _git("describe", "--tags", "--abbrev=0") or _git("rev-parse", "--verify", "--quiet", "HEAD~1")
+    base = (
+        os.environ.get("BASE")
+        or _git("describe", "--tags", "--abbrev=0")
+        or _git("rev-parse", "--verify", "--quiet", "HEAD~1")
+    )
     since = _git("merge-base", base, "HEAD") if base else ""
     changes = _git("diff", "--name-only", since) if since else ""
     return frozenset([*changes.splitlines(), *_git("ls-files", "--others", "--exclude-standard").splitlines()])

@@ -20,6 +20,7 @@ from tests.mutation.feature_mutants import FEATURE_MUTANTS
 from tests.mutation.judge import CHECKS, CLAIM, judge, judge_planted
 from tests.mutation.mutants import MUTANTS, PROBE_DIFFERS, Mutant
 from tests.mutation.native_mutants import NATIVE_MUTANTS
+from tests.mutation.room_mutants import ROOM_MUTANTS
 from tests.mutation.running_mutants import RUNNING_MUTANTS
 from tests.mutation.triton_mutants import TRITON_MUTANTS
 
@@ -37,32 +38,23 @@ PLANTED = (
 KILLED = [m for m in PLANTED if m.killer]
 #: A line to break.
 _FALLBACK = next(m.old for m in MUTANTS if m.killer == "empty_residual")
-SURVIVORS = [m for m in PLANTED if not m.killer]
-#: Checks whose very settings tests/statistical proves too, as it does those of all checks of deep rounds.
-PROVEN = frozenset(
-    {
-        *("law_block", "law_token", "law_walk", "law_structure", "law_tree", "law_recursive", "law_merged", "law_staged"),
-        *("law_staged_filtered", "law_mixed_noise", "law_guess_behind", "law_of_stages", "turns_drawn", "turns_coupled"),
-        *("heads_drawn", "running_chain", "running_tree"),
-    }
-)
 
 
-def one_of_each_kind(mutants: Sequence[Mutant]) -> list[ParameterSet]:
-    """Mutants as parameters: the first that a killer has to catch always runs, its others are slow."""
-    seen: set[str] = set()
-    found = []
-    for mutant in mutants:
-        marks = [pytest.mark.slow] if mutant.killer in seen else []
-        seen.add(mutant.killer)
-        found.append(pytest.param(mutant, id=mutant.name, marks=marks))
-    return found
+def by_change(mutants: Sequence[Mutant]) -> pytest.MarkDecorator:
+    """`make test` runs what stands for these mutants where a file in which one is planted changed, or their check did."""
+    checks = {CHECKS[m.killer].__module__.replace(".", "/") for m in mutants}
+    return pytest.mark.by_change(*{f"src/outrider/{m.path}" for m in mutants}, *(f"{check}.py" for check in checks))
 
 
-def checks() -> list[ParameterSet]:
-    """Every check of these mutants; those are slow whose settings tests/statistical proves of the real engine anyway."""
-    marked = {name: [pytest.mark.slow] for name in CHECKS if name.startswith("deep_") or name in PROVEN}
-    return [pytest.param(name, marks=marked.get(name, [])) for name in sorted({m.killer for m in KILLED})]
+def kills(mutants: Sequence[Mutant]) -> list[ParameterSet]:
+    """Mutants as parameters."""
+    return [pytest.param(mutant, id=mutant.name, marks=by_change([mutant])) for mutant in mutants]
+
+
+def checks(mutants: Sequence[Mutant]) -> list[ParameterSet]:
+    """Every check of these mutants, as a parameter."""
+    mine = {name: [m for m in mutants if m.killer == name] for name in sorted({m.killer for m in mutants})}
+    return [pytest.param(name, marks=by_change(found)) for name, found in mine.items()]
 
 
 def plant(mutant: Mutant, folder: Path) -> Path:
@@ -75,7 +67,6 @@ def plant(mutant: Mutant, folder: Path) -> Path:
         _copy_files(source, here, beside=name)
         here, source = here / name, source / name
     text = here.read_text("utf-8")
-    assert text.count(mutant.old) == 1, f"{mutant.name}: its place in {mutant.path} is gone or doubled"
     here.write_text(text.replace(mutant.old, mutant.new), "utf-8")
     return folder
 
@@ -103,33 +94,27 @@ def assert_caught(mutant: Mutant, result: subprocess.CompletedProcess[str]) -> N
         assert mutant.refused.says in stopped
 
 
-@pytest.mark.parametrize("check", checks())
+@pytest.mark.parametrize("check", checks(KILLED))
 def test_the_real_engine_passes(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", "off")
     assert judge(CHECKS[check]) is None
 
 
-@pytest.mark.parametrize("mutant", one_of_each_kind(KILLED))
+@pytest.mark.parametrize("mutant", kills(KILLED))
 def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     assert_caught(mutant, judge_planted(mutant.killer, plant(mutant, tmp_path), "off"))
 
 
-@pytest.mark.parametrize("mutant", [*PLANTED, *NATIVE_MUTANTS, *TRITON_MUTANTS], ids=lambda m: m.name)
-def test_every_bug_still_has_its_place(mutant: Mutant) -> None:
-    """Also of those that `make test` leaves out."""
-    assert (PACKAGE / mutant.path).read_text("utf-8").count(mutant.old) == 1
-    assert mutant.killer in CHECKS or mutant.survives
+def test_every_bug_still_has_its_place() -> None:
+    for mutant in (*PLANTED, *NATIVE_MUTANTS, *TRITON_MUTANTS, *ROOM_MUTANTS):
+        found = (PACKAGE / mutant.path).read_text("utf-8").count(mutant.old)
+        assert found == 1, f"{mutant.name}: its place in {mutant.path} is gone or doubled"
+    for mutant in PLANTED:
+        assert mutant.killer or len(mutant.survives) > 20, f"{mutant.name} has no check, and no reason why none can tell"
 
 
-@pytest.mark.parametrize(
-    "crash",
-    [
-        "raise TypeError('x')",
-        "assert False",
-        pytest.param("import nothing_of_the_kind", marks=pytest.mark.slow),
-        pytest.param("return owed /", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.by_change("tests/mutation/", "tests/warm.py")
+@pytest.mark.parametrize("crash", ["raise TypeError('x')", "assert False", "import nothing_of_the_kind", "return owed /"])
 def test_a_crash_is_no_catch(crash: str, tmp_path: Path) -> None:
     broken = Mutant("a patch that does not fit", 8, "verify/rules.py", _FALLBACK, crash, "empty_residual")
     result = judge_planted(broken.killer, plant(broken, tmp_path), "off")
@@ -139,6 +124,7 @@ def test_a_crash_is_no_catch(crash: str, tmp_path: Path) -> None:
         assert_caught(replace(broken, refused=PROBE_DIFFERS), result)
 
 
+@pytest.mark.by_change("tests/mutation/", "tests/warm.py")
 def test_a_bug_that_makes_no_difference_is_no_catch(tmp_path: Path) -> None:
     harmless = Mutant("nothing", 8, "verify/rules.py", _FALLBACK, f"{_FALLBACK}  # harmless", "empty_residual")
     with pytest.raises(AssertionError, match="nothing survives empty_residual"):
@@ -154,9 +140,3 @@ def test_the_page_lists_every_pitfall_and_says_why_some_are_not_planted() -> Non
     assert planted == {mutant.pitfall for mutant in (*MUTANTS, *RUNNING_MUTANTS)}
     assert planted | others == set(range(1, 27))
     assert planted & others == {17}  # windows are planted; there is no proposer to plant the rest in
-
-
-@pytest.mark.parametrize("mutant", SURVIVORS, ids=lambda m: m.name)
-def test_a_survivor_says_why(mutant: Mutant, tmp_path: Path) -> None:
-    plant(mutant, tmp_path)
-    assert len(mutant.survives) > 20

@@ -8,13 +8,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from outrider.kernels.library import available_sets
 from tests.mutation.judge import CHECKS, judge, judge_planted
 from tests.mutation.mutants import Mutant
 from tests.mutation.native_mutants import NATIVE_MUTANTS
-from tests.mutation.test_mutants import PACKAGE, assert_caught, one_of_each_kind, plant
+from tests.mutation.test_mutants import PACKAGE, assert_caught, checks, kills, plant
 
 NATIVE = "kernels/native/"
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
@@ -31,19 +30,13 @@ def build_script() -> ModuleType:
     return module
 
 
-def checks() -> list[ParameterSet]:
-    """Every check of these mutants; what is a unit test of its own, run on these kernels anyway, is slow here."""
-    names = sorted({mutant.killer for mutant in NATIVE_MUTANTS})
-    return [pytest.param(n, marks=[pytest.mark.slow] if n == "kernels_exact_laws" else []) for n in names]
-
-
-@pytest.mark.parametrize("check", checks())
+@pytest.mark.parametrize("check", checks(NATIVE_MUTANTS))
 def test_the_real_kernels_pass(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", "generic")
     assert judge(CHECKS[check]) is None
 
 
-@pytest.mark.parametrize("mutant", one_of_each_kind(NATIVE_MUTANTS))
+@pytest.mark.parametrize("mutant", kills(NATIVE_MUTANTS))
 def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     source = plant(mutant, tmp_path)
     if mutant.path.startswith(NATIVE):  # the others have the library as it was built
@@ -51,6 +44,7 @@ def test_the_bug_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     assert_caught(mutant, judge_planted(mutant.killer, source, "generic"))
 
 
+@pytest.mark.by_change(f"src/outrider/{NATIVE}", "hatch_build.py")
 def test_a_source_that_does_not_compile_is_an_error(tmp_path: Path) -> None:
     mutant = Mutant("nonsense", 0, "kernels/native/team.c", "static parallel_function parallel;", "static nonsense;")
     source = plant(mutant, tmp_path) / "outrider" / NATIVE
@@ -59,6 +53,7 @@ def test_a_source_that_does_not_compile_is_an_error(tmp_path: Path) -> None:
         build_script().compile_kernels(source, ("generic",))
 
 
+@pytest.mark.by_change(f"src/outrider/{NATIVE}", "hatch_build.py")
 def test_a_set_that_the_compiler_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = plant(NATIVE_MUTANTS[0], tmp_path) / "outrider" / NATIVE
     kernels = source / "kernels.c"

@@ -15,9 +15,6 @@ import pytest
 
 from outrider.kernels.library import FILE, available_sets
 
-#: A wheel is compiled for all instruction sets, which takes most of a minute.
-pytestmark = pytest.mark.slow
-
 for needed in ("ziglang", "auditwheel", "build"):
     pytest.importorskip(needed, reason="the extra `release` is not installed")
 

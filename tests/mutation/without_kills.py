@@ -1,0 +1,142 @@
+"""Measures which planted bugs the core of the tests catches without the tests of this folder.
+
+    python -m tests.mutation.without_kills map REACH.json            which core tests run which lines of the package
+    python -m tests.mutation.without_kills run REACH.json OUT.jsonl  plants every bug, and runs core tests that come by it
+
+A bug counts as caught where a core test turns red. Of the tests that come by its lines, the quickest of each file run
+first, until one is red or BUDGET seconds are over. C has no lines here: for a bug in it, tests that come by the kernels run. `map`
+needs the package coverage. `run` goes on where it was ended.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.mutation.mutants import Mutant
+from tests.mutation.native_mutants import NATIVE_MUTANTS
+from tests.mutation.room_mutants import ROOM_MUTANTS
+from tests.mutation.test_mutants import KILLED, PACKAGE, ROOT, plant
+from tests.mutation.test_native_mutants import NATIVE, build_script
+from tests.mutation.triton_mutants import TRITON_MUTANTS
+from tests.warm import warm_python
+
+#: Seconds for one bug, and how many tests a process runs before the next one begins.
+BUDGET, AT_ONCE = 240.0, 60
+#: Modules whose lines stand for those of the compiled kernels.
+_KERNELS = ("kernels/",)
+
+
+class Reach:
+    """A plugin of pytest: the lines of the package that each test runs, and its seconds.
+
+    Attributes:
+        lines: By file of the package and line, the numbers of tests.
+        tests: Their names and seconds.
+    """
+
+    def __init__(self) -> None:
+        import coverage
+
+        self.tests: list[tuple[str, float]] = []
+        self.lines: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        self._coverage = coverage.Coverage(data_file=None, source_pkgs=["outrider"], config_file=False)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._coverage.erase()
+        self._coverage.start()
+        began = time.perf_counter()
+        try:
+            return (yield)
+        finally:
+            self._coverage.stop()
+            number, data = len(self.tests), self._coverage.get_data()
+            self.tests.append((item.nodeid, time.perf_counter() - began))
+            for file in data.measured_files():
+                name = Path(file).relative_to(PACKAGE).as_posix()
+                for line in data.lines(file) or ():
+                    self.lines[name][line].append(number)
+
+
+def map_tests(out: Path) -> int:
+    reach = Reach()
+    status = pytest.main(["--fast", "-q", "-p", "no:xdist", f"--ignore={Path(__file__).parent}"], plugins=[reach])
+    out.write_text(json.dumps({"tests": reach.tests, "lines": reach.lines}), "utf-8")
+    return int(status)
+
+
+def tests_by(mutant: Mutant, reach: dict[str, dict]) -> list[str]:
+    """Core tests that come by a bug: the quickest of every file, then the second quickest, and so on."""
+    lines: dict[str, dict[str, list[int]]] = reach["lines"]
+    if mutant.path.startswith(NATIVE):
+        found = {t for file in lines if file.startswith(_KERNELS) for tests in lines[file].values() for t in tests}
+    else:
+        text = (PACKAGE / mutant.path).read_text("utf-8")
+        first = text[: text.index(mutant.old)].count("\n") + 1
+        own = range(first, first + mutant.old.rstrip("\n").count("\n") + 1)
+        found = {t for line in own for t in lines.get(mutant.path, {}).get(str(line), ())}
+    ranks: dict[str, int] = defaultdict(int)
+    order = []
+    for number in sorted(found, key=lambda t: reach["tests"][t][1]):
+        name, seconds = reach["tests"][number]
+        order.append((ranks[name.partition("::")[0]], seconds, name))
+        ranks[name.partition("::")[0]] += 1
+    return [name for _, _, name in sorted(order)]
+
+
+def red(mutant: Mutant, tests: list[str]) -> tuple[str, float]:
+    """The first test that is red with the bug in the package, or why there is none, and the seconds until then."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        source = plant(mutant, Path(folder))
+        kernels = "auto"
+        if mutant.path.startswith(NATIVE):
+            build_script().compile_kernels(source / "outrider" / NATIVE, ("generic",))
+            kernels = "generic"
+        for first in range(0, len(tests), AT_ONCE):
+            left = BUDGET - (time.monotonic() - began)
+            if left <= 0:
+                return "", time.monotonic() - began
+            arguments = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests[first : first + AT_ONCE]]
+            environment = {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+            if kernels != "auto":
+                environment["OUTRIDER_KERNELS"] = kernels
+            try:
+                done = warm_python().run("pytest", *arguments, folder=ROOT, timeout=left + 60, **environment)
+            except subprocess.TimeoutExpired:
+                return "no end", time.monotonic() - began
+            if done.returncode:
+                lines = done.stdout.splitlines()
+                found = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+                return (found or lines[-1:] or ["?"])[0][:300], time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+def run(reach_file: Path, out: Path) -> None:
+    reach = json.loads(reach_file.read_text("utf-8"))
+    known = {json.loads(line)["name"] for line in out.read_text("utf-8").splitlines()} if out.exists() else set()
+    for mutant in (*ROOM_MUTANTS, *KILLED, *NATIVE_MUTANTS, *TRITON_MUTANTS):
+        if mutant.name in known:
+            continue
+        tests = tests_by(mutant, reach)
+        by, seconds = red(mutant, tests)
+        found = {"name": mutant.name, "path": mutant.path, "tests": len(tests), "red": by, "seconds": round(seconds, 1)}
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+        sys.stdout.write(f"{mutant.path}: {mutant.name}: {by or 'not caught'} ({seconds:.0f} s)\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "map":
+        sys.exit(map_tests(Path(sys.argv[2])))
+    run(Path(sys.argv[2]), Path(sys.argv[3]))
