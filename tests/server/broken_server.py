@@ -1,17 +1,18 @@
 """`outrider serve` with planted faults, each to be had by a signal.
 
 SIGUSR1 lets the next verification raise, in the middle of a step. SIGUSR2 does the same and loses a block from the books,
-so that the engine must begin anew. With OUTRIDER_HANGS in the environment the verification hangs for ever instead. With
-OUTRIDER_PLANTED a defect is there from the beginning. If it is "a tenant's requests take long to prepare", those of the
-tenant `flood` take until SIGUSR1 comes.
+so that the engine must begin anew. With OUTRIDER_HANGS in the environment the verification says that it hangs, and hangs
+for ever instead. With OUTRIDER_TAKES the system takes so few bytes of an answer for a client that does not read, and no
+megabytes. With OUTRIDER_PLANTED a defect is there from the beginning. If it is "a tenant's requests take long to prepare",
+those of the tenant `flood` take until SIGUSR1 comes.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -25,6 +26,7 @@ from outrider.server import run
 from outrider.server.api.answers import CompletionAnswer
 from outrider.server.api.jobs import Job, JobMaker
 from outrider.server.api.schemas import CommonRequest
+from outrider.server.logs import log
 from outrider.server.service import Service
 
 _due: list[int] = []
@@ -40,9 +42,10 @@ def plant_faults() -> None:
         if _due:
             if _due.pop() == signal.SIGUSR2:
                 plan.items[0].seq.state.block_table.pop()
-            while "OUTRIDER_HANGS" in os.environ:
+            if "OUTRIDER_HANGS" in os.environ:
                 run._HANGING_SECONDS = run.PARTING_SECONDS = 1  # it waits no longer than this for what never comes
-                time.sleep(1)
+                log("it hangs", {})
+                threading.Event().wait()
             raise RuntimeError("a planted fault")
         return sound(self, plan, drafts, out)
 
@@ -50,6 +53,18 @@ def plant_faults() -> None:
     Verification.verify = verify  # type: ignore[method-assign]
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, arm)
+
+
+def take_little(num_bytes: int) -> None:
+    """Have the system take few bytes of an answer that is not read."""
+    listen = run.listen
+
+    def listen_to(*given: Any) -> socket.socket:
+        place = listen(*given)
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)  # its connections have the same
+        return place
+
+    run.listen, run.PARTING_SECONDS = listen_to, 1
 
 
 def plant_defect(name: str) -> None:
@@ -111,5 +126,7 @@ def plant_defect(name: str) -> None:
 
 if __name__ == "__main__":
     plant_faults()
+    if "OUTRIDER_TAKES" in os.environ:
+        take_little(int(os.environ["OUTRIDER_TAKES"]))
     plant_defect(os.environ.get("OUTRIDER_PLANTED", ""))
     main()

@@ -307,8 +307,10 @@ def soak(server: Server, load: Load, tasks: Sequence[Task]) -> Findings:
     before = asyncio.run(_once(server.url))
     found = asyncio.run(Crowd(server.url, load, tasks).run())
     found.before = before
-    if not server.rests():
-        found.wrong.append("the engine does not come to rest")
+    try:
+        server.rests(60)
+    except AssertionError as error:
+        found.wrong.append(str(error))
     found.after = asyncio.run(_once(server.url))
     server.process.send_signal(signal.SIGTERM)
     code = server.process.wait(60)

@@ -517,10 +517,7 @@ def test_a_client_that_leaves_frees_its_memory(server: Server, streamed: bool) -
         async with httpx.AsyncClient() as client:
             body = {"prompt": "x", "stream": streamed, **ENDLESS}
             task = asyncio.create_task(client.post(f"{server.url}/v1/completions", json=body, timeout=60))
-            for _ in range(200):
-                await asyncio.sleep(0.01)
-                if await asyncio.to_thread(server.metric, "vllm:num_requests_running"):
-                    break
+            await asyncio.to_thread(server.busy)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

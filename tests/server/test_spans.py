@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.server.running import TEMPLATE, Server, running
+from tests.waiting import wait_until
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
@@ -25,14 +25,13 @@ class Spans:
 
     def next(self) -> Any:
         """The next one, which is the only one that there is."""
-        for _ in range(200):
-            lines = self._path.read_text("utf-8").splitlines() if self._path.exists() else []
-            if len(lines) > self._seen:
-                assert len(lines) == self._seen + 1
-                self._seen += 1
-                return json.loads(lines[-1])
-            time.sleep(0.02)
-        raise AssertionError("no span has come")
+        lines = wait_until(lambda: self._lines()[self._seen :], "span of the request")
+        assert len(lines) == 1
+        self._seen += 1
+        return json.loads(lines[0])
+
+    def _lines(self) -> list[str]:
+        return self._path.read_text("utf-8").splitlines() if self._path.exists() else []
 
 
 @pytest.fixture(scope="module")
