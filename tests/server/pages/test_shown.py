@@ -15,6 +15,7 @@ from tests.server.running import Server
 def test_both_texts_are_shown_with_the_numbers_of_the_api(page: Any, server: Server) -> None:
     open_playground(page, server)
     page.fill("#prompt", "def read(path):\n")
+    page.select_option("#method", "draft_model")
     plain, fast = run(page)
     assert plain["asked"]["prompt"] == fast["asked"]["prompt"] == "def read(path):\n"
     assert plain["asked"]["speculation"] == "off"
