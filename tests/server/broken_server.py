@@ -20,6 +20,7 @@ from typing import Any
 
 from outrider.cache.state import SequenceState
 from outrider.cli.main import main
+from outrider.engine.scheduling.waiting import WaitingLine
 from outrider.engine.verification import Verification
 from outrider.propose.methods.draft_model import DraftModelProposer
 from outrider.server import run
@@ -27,7 +28,7 @@ from outrider.server.api.answers import CompletionAnswer
 from outrider.server.api.jobs import Job, JobMaker
 from outrider.server.api.schemas import CommonRequest
 from outrider.server.logs import log
-from outrider.server.service import Service
+from outrider.server.tenancy.limits import Meter
 
 _due: list[int] = []
 
@@ -70,15 +71,15 @@ def take_little(num_bytes: int) -> None:
 def plant_defect(name: str) -> None:
     """Put a defect in that a soak must find."""
     if name == "a place is kept":
-        place = Service.place
+        place = Meter.place
 
         @contextmanager
-        def keep(service: Service, num_texts: int) -> Iterator[None]:
-            with place(service, num_texts):
+        def keep(meter: Meter, num_texts: int) -> Iterator[None]:
+            with place(meter, num_texts):
                 yield
-                service.num_texts += 1  # not reached where the block raises
+                meter.num_texts += 1  # not reached where the block raises
 
-        Service.place = keep  # type: ignore[method-assign]
+        Meter.place = keep  # type: ignore[method-assign]
     elif name == "a piece is told twice":
         delta = CompletionAnswer._delta
 
@@ -111,15 +112,14 @@ def plant_defect(name: str) -> None:
 
         JobMaker.make = wait  # type: ignore[method-assign]
     elif name == "the newest comes first":
-        from outrider.engine.scheduling.scheduler import Scheduler
+        add = WaitingLine.add
 
-        add = Scheduler.add
+        def push(line: WaitingLine, seq: Any) -> None:
+            if seq.request.arrival is None:
+                seq.request.arrival = -next(line._arrivals)
+            add(line, seq)
 
-        def push(scheduler: Any, seq: Any) -> None:
-            add(scheduler, seq)
-            scheduler.waiting.rotate(1)
-
-        Scheduler.add = push  # type: ignore[method-assign]
+        WaitingLine.add = push  # type: ignore[method-assign]
     elif name:
         raise ValueError(name)
 

@@ -168,10 +168,11 @@ def test_the_log_names_tenants_and_no_keys(server: Server) -> None:
 
 
 def test_what_does_not_finish_in_time_is_ended() -> None:
-    with running("--request-seconds", "0.3") as server:
-        found = server.post("/v1/completions", ENDLESS)
+    body = {**ENDLESS, "n": 4}
+    with running("--request-seconds", "0.6") as server:
+        found = server.post("/v1/completions", body)
         assert (found.status_code, found.json()["error"]["code"]) == (503, "timeout")
-        with server.stream("/v1/completions", {**ENDLESS, "stream": True}) as response:
+        with server.stream("/v1/completions", {**body, "stream": True}) as response:
             lines = [line for line in response.iter_lines() if line]
         assert '"code":"timeout"' in lines[-2]
         assert lines[-1] == "data: [DONE]"
