@@ -88,14 +88,13 @@ class Server:
 
         return wait_until(at_rest, f"rest: {', '.join(names)} are not all 0", limit)
 
-    def logged(self, event: str, **facts: Any) -> dict[str, Any]:
-        """Waits for a line of the log that tells of an event, with these facts."""
+    def logged(self, **facts: Any) -> dict[str, Any]:
+        """Waits for a line of the log with these facts; the log comes some time after the answer that it tells of."""
 
         def line() -> dict[str, Any] | None:
-            wanted = {"event": event, **facts}.items()
-            return next((line for line in list(self.lines) if wanted <= line.items()), None)
+            return next((line for line in list(self.lines) if facts.items() <= line.items()), None)
 
-        found = wait_until(line, f"line of the log with {event!r} and {facts}")
+        found = wait_until(line, f"line of the log with {facts}")
         assert found is not None
         return found
 

@@ -142,7 +142,7 @@ def test_a_server_whose_engine_hangs_comes_to_its_end() -> None:
             asked = asyncio.create_task(stream(server.url, {"prompt": "x", **ENDLESS}, told := Told()))
             await asyncio.wait_for(told.begun.wait(), 60)
             server.process.send_signal(signal.SIGUSR1)
-            await asyncio.to_thread(server.logged, "it hangs")
+            await asyncio.to_thread(lambda: server.logged(event="it hangs"))
             server.process.send_signal(signal.SIGTERM)
             return (await asked).error
 
@@ -294,7 +294,7 @@ def test_readers_that_stop_reading_are_cut_off_and_hold_up_nobody(
             async with Connection(server.url, receive_bytes=4096) as connection:
                 answer = await connection.ask("/v1/completions", json.dumps(LARGE).encode())
                 name = answer.headers["x-request-id"]
-                await asyncio.to_thread(server.logged, "request", request_id=name)  # so it has ended
+                await asyncio.to_thread(lambda: server.logged(event="request", request_id=name))  # it has ended
 
         async with undisturbed(server.url, texts):
             await asyncio.gather(*(stop() for _ in range(3)))

@@ -188,7 +188,7 @@ def test_fields_that_change_no_text_are_passed_over_with_a_warning(server: Serve
     assert found.headers["x-ignored-fields"] == ", ".join(sorted(HABITS))
     assert "x-ignored-fields" not in plain.headers
     name = found.headers["x-request-id"]
-    (line,) = (line for line in server.lines if line.get("request_id") == name and "ignored" in line["event"])
+    line = server.logged(request_id=name, event="fields of a request were ignored")
     assert (line["level"], line["fields"]) == ("warning", sorted(HABITS))
     if not streamed:
         assert found.json()["choices"] == plain.json()["choices"]

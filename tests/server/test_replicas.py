@@ -99,10 +99,11 @@ def test_answers_have_one_id_and_errors_their_usual_form(server: Server) -> None
 
 
 def test_the_log_tells_that_replicas_start(server: Server) -> None:
+    server.logged(running=2)
     events = [line["event"] for line in server.lines]
     assert events[:2] == ["loading", "replicas start"]
     assert events.index("replicas run") < events.index("listening")
-    assert max(line.get("running", 0) for line in server.lines) == 2
+    assert max(line.get("running", 0) for line in server.lines) == 2, "and no more"
 
 
 def test_the_pages_work_through_the_ingress(server: Server) -> None:
@@ -173,7 +174,7 @@ def test_a_replica_is_killed_under_fifty_streams(server: Server, texts: list[tup
     assert [_text(answer) for answer in answers] == [_text(answer) for answer in again]
     wait_until(lambda: len(replicas(server)) == 2, "replica in the place of the one that was killed", 600)
     assert len(set(engine_pids(server)) & set(before)) == 1
-    assert [line["running"] for line in server.lines if line["event"] == "a replica was lost"] == [1]
+    assert server.logged(event="a replica was lost")["running"] == 1
     assert server.rests()
 
 
@@ -203,7 +204,7 @@ def test_sigterm_lets_requests_finish_and_refuses_new_ones() -> None:
     async def ask(server: Server) -> tuple[Told, httpx.Response]:
         async def end() -> None:
             server.process.send_signal(signal.SIGTERM)
-            await asyncio.to_thread(server.logged, "ending")
+            await asyncio.to_thread(lambda: server.logged(event="ending"))
             await asyncio.to_thread(wait_until, lambda: server.get("/ready").status_code == 503, "answer of 503")
 
         body = {"prompt": "import os\n", "max_tokens": 1500, "ignore_eos": True}
