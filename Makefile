@@ -10,6 +10,7 @@
 #                    programs skip themselves unless these are there:
 #                    .venv/bin/python -m pip install -c constraints.txt -e '.[dev,peers,harness,clients]'
 #   make arm         the tests of the kernels once more, on 64-bit ARM as QEMU runs it; needs Debian's package qemu-user
+#   make gpu STAGE=smoke   whether the engine is right on a GPU of NVIDIA; installs nothing, and takes PYTHON as it is
 #   make soak        200 streaming clients on a real server for 5 minutes; a table and a plot go to results/soak/
 # None of them needs PIP_FLAGS. Where pip would take a PyTorch with CUDA, it may name another index for builds for CPUs:
 #   make demo PIP_FLAGS="--extra-index-url URL"     with the address that https://pytorch.org/get-started/locally/ shows
@@ -29,7 +30,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # Installs a package of Debian; fails elsewhere, and for others than root.
 APT := test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq && apt-get install -qq -y --no-install-recommends
 
-.PHONY: install demo playground pages docs browser test test-all soak lint bench wheels arm clean
+.PHONY: install demo playground pages docs browser test test-all soak lint bench gpu wheels arm clean
 
 install: $(STAMP)
 
@@ -73,6 +74,13 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/outrider bench --wide --dtype float32 --dtype bfloat16 --out results/bench
+
+# Results go to a file in GPU_RESULTS. The machine's own Python has a PyTorch for its GPU; the package is read from src.
+STAGE ?= smoke
+GPU_RESULTS ?= results/gpu
+
+gpu:
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.gpu $(STAGE) --out $(GPU_RESULTS)/$(STAGE).json
 
 NATIVE := src/outrider/kernels/native
 BUILT  := pyproject.toml constraints.txt hatch_build.py $(wildcard $(NATIVE)/*.[ch] $(NATIVE)/*.inc $(NATIVE)/formats/*.inc)

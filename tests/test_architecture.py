@@ -6,12 +6,14 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "outrider"
-MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
+#: The source of every module, by its path in the package.
+SOURCES = {path.relative_to(PACKAGE): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 
 #: Lower first; a module may import from its own layer and from those before it.
 LAYERS = (
@@ -57,8 +59,13 @@ NO_TORCH = (
 )
 
 
-def imports(source: str) -> Iterator[tuple[str, bool]]:
+@cache
+def imports(source: str) -> tuple[tuple[str, bool], ...]:
     """Every absolute import, those inside functions too: (module, only for type checking)."""
+    return tuple(_imports(source))
+
+
+def _imports(source: str) -> Iterator[tuple[str, bool]]:
     tree = ast.parse(source)
     guarded = {
         id(inner)
@@ -72,6 +79,10 @@ def imports(source: str) -> Iterator[tuple[str, bool]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             yield from ((f"{node.module}.{alias.name}", id(node) in guarded) for alias in node.names)
+
+
+def imports_of(package: str, source: str) -> bool:
+    return any(module.split(".")[0] == package for module, _ in imports(source))
 
 
 def layer_of(module: str) -> str | None:
@@ -89,14 +100,12 @@ def upward_imports(source: str, layer: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_point_downward(path: Path) -> None:
-    relative = path.relative_to(PACKAGE)
-    layer = relative.parts[0].removesuffix(".py")
-    if layer == "__init__":
-        return  # names the public surface, loaded on first use
-    assert layer in RANK, f"{relative} belongs to no layer"
-    assert upward_imports(path.read_text("utf-8"), layer) == []
+def test_imports_point_downward() -> None:
+    for path, source in SOURCES.items():
+        layer = path.parts[0].removesuffix(".py")
+        if layer != "__init__":  # which names the public surface, loaded on first use
+            assert layer in RANK, f"{path} belongs to no layer"
+            assert upward_imports(source, layer) == [], path
 
 
 def test_an_upward_import_is_noticed() -> None:
@@ -104,29 +113,26 @@ def test_an_upward_import_is_noticed() -> None:
     assert not upward_imports("from outrider.verify.noise import Key\n", "propose")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_transformers_is_imported_only_where_models_live(path: Path) -> None:
-    relative = path.relative_to(PACKAGE)
-    allowed = relative.parts[0] in ("model", "patching", "convert", "prove", "measure", "bench", "train", "cli")
-    assert allowed or not any(module.split(".")[0] == "transformers" for module, _ in imports(path.read_text("utf-8")))
+def test_transformers_is_imported_only_where_models_live() -> None:
+    where = {path.parts[0] for path, source in SOURCES.items() if imports_of("transformers", source)}
+    assert where <= {"model", "patching", "convert", "prove", "measure", "bench", "train", "cli"}
 
 
-@pytest.mark.parametrize("name", NO_TORCH)
-def test_bookkeeping_needs_no_torch(name: str) -> None:
-    assert not any(module.split(".")[0] == "torch" for module, _ in imports((PACKAGE / name).read_text("utf-8")))
+def test_bookkeeping_needs_no_torch() -> None:
+    assert [name for name in NO_TORCH if imports_of("torch", SOURCES[Path(name)])] == []
 
 
 def test_modules_do_not_import_each_other_in_circles() -> None:
-    names = {".".join(("outrider", *p.relative_to(PACKAGE).with_suffix("").parts)): p for p in MODULES}
+    names = {".".join(("outrider", *path.with_suffix("").parts)): source for path, source in SOURCES.items()}
     edges = {
         name: {
             target
-            for module, only_types in imports(path.read_text("utf-8"))
+            for module, only_types in imports(source)
             if not only_types
             for target in (module, module.rpartition(".")[0])
             if target in names and target != name
         }
-        for name, path in names.items()
+        for name, source in names.items()
     }
     done: set[str] = set()
 
@@ -141,12 +147,11 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
         visit(name, ())
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_the_command_line_prints(path: Path) -> None:
-    if path.relative_to(PACKAGE).parts[0] == "cli":
-        return
-    calls = (n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Call))
-    assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls)
+def test_only_the_command_line_prints() -> None:
+    for path, source in SOURCES.items():
+        calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+        prints = any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls)
+        assert path.parts[0] == "cli" or not prints, path
 
 
 @pytest.mark.parametrize("statement", ["import outrider", "import outrider.cli.app"])

@@ -31,13 +31,16 @@ BY_CHANGE: dict[str, tuple[str, ...]] = {
 
 @cache
 def changed_paths() -> frozenset[str]:
-    """What differs from the base, in commits and in the working tree; nothing where git cannot tell."""
-    base = (
-        os.environ.get("BASE")
-        or _git("describe", "--tags", "--abbrev=0")
-        or _git("rev-parse", "--verify", "--quiet", "HEAD~1")
-    )
+    """What differs from the base, in commits and in the working tree; nothing where there is no history.
+
+    Raises:
+        UsageError: BASE names no commit that the working tree has a common ancestor with.
+    """
+    asked = os.environ.get("BASE", "")
+    base = asked or _git("describe", "--tags", "--abbrev=0") or _git("rev-parse", "--verify", "--quiet", "HEAD~1")
     since = _git("merge-base", base, "HEAD") if base else ""
+    if asked and not since:
+        raise pytest.UsageError(f"BASE={asked!r}: git finds no common ancestor with it. Give a commit, a branch or a tag.")
     changes = _git("diff", "--name-only", since) if since else ""
     return frozenset([*changes.splitlines(), *_git("ls-files", "--others", "--exclude-standard").splitlines()])
 

@@ -50,7 +50,7 @@ class ModelConfig(Frozen):
     Attributes:
         model: Local folder or hub id, as transformers takes it; for a model that is loaded already, what to call it.
         dtype: Weights and activations; "auto" takes the checkpoint's own.
-        device: A torch device; None takes CUDA where there is one, else the CPU.
+        device: A torch device; None takes the CPU, also where there is a GPU.
         revision: Hub revision.
         trust_remote_code: Whether transformers may run code that the checkpoint brings.
         attention_backend: "fused" (our kernels: Llama-like decoders on CPUs), "paged" (most models), "gather" (portable)

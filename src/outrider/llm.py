@@ -78,7 +78,7 @@ class LLM:
         profile: A file that `outrider tune` wrote, in place of both: its settings are used. Where it was made for another
             dtype or another machine, a warning says so and it is ignored.
         dtype: "auto" (the checkpoint's), "float64", "float32", "bfloat16" or "float16", or PyTorch's own name for one.
-        device: A torch device; None takes CUDA where there is one.
+        device: A torch device; None takes the CPU, also where there is a GPU.
         revision: Hub revision.
         trust_remote_code: Whether transformers may run code that this checkpoint brings; a draft model's is not run.
         attention_backend: "auto" probes; "fused" is fastest, "paged" fast, "gather" portable.
@@ -97,7 +97,7 @@ class LLM:
             not as near to the original.
         draft_quantization: What quantization is, for draft models, whose own settings may say otherwise.
         batch_invariant: Same seed, same bits: with any proposer or none, in any batch, in any chunks. Free where
-            our kernels run the model; elsewhere every row is computed alone, which is slow.
+            our kernels run the model; elsewhere every row is computed alone, which is slow. On a GPU it is refused.
 
     Raises:
         InputError: A setting is unknown, out of range or contradicts another.

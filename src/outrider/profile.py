@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from outrider import __version__
 from outrider.errors import InputError, InvalidParameterError, ProfileMismatchError
 from outrider.model.loading.sources import check_sources
-from outrider.model.processor import processor_name
+from outrider.model.processor import device_name
 from outrider.model.runner import ModelRunner
 from outrider.propose.compositions import parts_of
 from outrider.propose.methods.draft_model import DraftModel
@@ -64,13 +64,12 @@ class Identity(BaseModel):
         loaded = runner.loaded
         config = json.loads(loaded.model.config.to_json_string(use_diff=True))
         kept = {name: value for name, value in config.items() if name not in _IDLE_FIELDS}
-        on_cuda = loaded.device.type == "cuda"
         return cls(
             model=loaded.name,
             config=hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:24],
             dtype=str(loaded.dtype).removeprefix("torch."),
             quantization=quantization,
-            processor=torch.cuda.get_device_name(loaded.device) if on_cuda else processor_name(),
+            processor=device_name(loaded.device),
             kernels=runner.backend.instruction_set(loaded.model),
             threads=torch.get_num_threads(),
         )

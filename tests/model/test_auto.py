@@ -18,6 +18,7 @@ from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.govern.governor import Governor
 from outrider.model import keeping
 from outrider.model.pass_costs import measure_context, measure_passes
+from outrider.model.processor import device_name
 from outrider.propose.auto import Auto
 from outrider.propose.base import Proposer
 from outrider.propose.method import Method
@@ -298,6 +299,17 @@ def test_costs_are_measured_once_and_kept(pair: tuple[str, str], folder: Path, m
     monkeypatch.setattr(calibration, "measure_passes", lambda runner: pytest.fail("measured again"))
     monkeypatch.setattr(calibration, "measure_context", lambda runner, passes: pytest.fail("measured again"))
     loaded(pair)
+
+
+def test_costs_of_another_device_are_not_believed(
+    pair: tuple[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: f"the GPU {device}")
+    assert device_name(torch.device("cuda:1")) == "the GPU cuda:1"
+    loaded(pair)
+    monkeypatch.setattr(calibration, "device_name", lambda device: "another one")
+    loaded(pair)
+    assert len(list(folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
+from outrider.config import ModelConfig
 from outrider.embedded import default_model
 from outrider.errors import (
     ContradictionError,
@@ -21,6 +23,7 @@ from outrider.errors import (
     UnsupportedParameterError,
     VocabularyMismatchError,
 )
+from outrider.model.loading import loader
 from outrider.model.loading.devices import usable_device
 from outrider.params import StructuredOutputs
 from tests.model import checkpoints
@@ -366,6 +369,21 @@ def test_missing_weights(tmp_path: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match="missing"):
         LLM(str(folder))
+
+
+def test_a_gpu_is_taken_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert usable_device(None) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_bits_that_hold_in_any_batch_are_refused_on_a_gpu(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a weight is read, with the reason."""
+    model = loader.load_model(ModelConfig(model=default_model("draft"))).model if given else default_model("draft")
+    monkeypatch.setattr(loader, "usable_device", torch.device)
+    with pytest.raises(ContradictionError, match="order that depends on the number of rows") as caught:
+        LLM(model, device="cuda", batch_invariant=True)
+    assert (caught.value.field, caught.value.value) == ("batch_invariant", True)
 
 
 def test_corrupt_configuration(tmp_path: Path) -> None:

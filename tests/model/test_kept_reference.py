@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from base64 import b64encode
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 
 from outrider import LLM
 from outrider.kernels.library import available_sets
-from outrider.model import factory, keeping
+from outrider.model import factory, keeping, kept_reference
 from outrider.model.backends.fused import FusedDecoder
+from outrider.model.kept_reference import read_reference
+from outrider.model.loading.loaded_model import LoadedModel
 from tests.model.test_rounded_rows_of_files import write
 
 pytest.importorskip("gguf")
@@ -77,6 +80,33 @@ def test_a_wrong_backend_is_still_found(loads: Loads, monkeypatch: pytest.Monkey
     monkeypatch.setattr(FusedDecoder, "forward", wrong)
     assert loads.backend() == "paged"
     assert loads.passes == 2
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that lies where NumPy cannot read it."""
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def to(self, device: Any, *rest: Any) -> torch.Tensor:
+        return torch.Tensor.to(self, device, *rest).as_subclass(torch.Tensor if device == "cpu" else OnGpu)
+
+
+def test_it_comes_from_the_device_and_goes_there(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = factory.reference
+    monkeypatch.setattr(
+        factory, "reference", lambda loaded: replace(found := stock(loaded), logits=found.logits.as_subclass(OnGpu))
+    )
+    found: list[LoadedModel] = []
+    monkeypatch.setattr(factory, "read_reference", lambda loaded: found.append(loaded))
+    assert loads.backend() == "fused"
+    kept = read_reference(found[0])
+    assert kept is not None
+    path = kept_reference._path(found[0])
+    monkeypatch.setattr(kept_reference, "_path", lambda loaded: path)
+    there = read_reference(replace(found[0], device=torch.device("meta")))
+    assert there is not None
+    assert (kept.logits.device.type, there.logits.device.type) == ("cpu", "meta")
 
 
 def test_nothing_is_kept_where_nothing_may_be(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from outrider.config import CacheConfig, ModelConfig, SchedulerConfig
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.kernels.library import available_sets
 from outrider.model import hf
-from outrider.model.factory import make_runner
+from outrider.model.factory import make_runner, ways_of
 from outrider.model.fused.families import FAMILIES
 from outrider.model.fused.layer_builder import decoder_layer
 from outrider.model.loading.loader import load_model
@@ -44,6 +44,12 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"attention_post_norm": None}),
     ("gpt2", {"positions": None}),
 ]
+
+
+def test_weights_are_packed_for_the_kernels_of_cpus_alone() -> None:
+    """On a GPU the packed experts would wait for the device in every layer."""
+    ways = {name: ways_of("paged", torch.device(name), batch_invariant=False) for name in ("cpu", "cuda")}
+    assert ways == {"cpu": [("paged", True), ("paged", False)], "cuda": [("paged", False)]}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

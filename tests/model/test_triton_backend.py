@@ -15,7 +15,7 @@ from outrider.kernels.triton import kv_write
 from outrider.kernels.triton.attention import TritonAttention
 from outrider.prove.tiny import save_tiny_llama
 from tests.model import checkpoints
-from tests.unit.interpreted import even_products
+from tests.unit.interpreted import DEVICE, even_products
 
 PROMPTS = [[1, 5, 9, 2, 7, 7, 3, 11, 4], [3, 1, 4]]
 GREEDY, SEEDED = (SamplingParams(temperature=t, seed=7, max_tokens=6, logprobs=0) for t in (0.0, 1.0))
@@ -36,7 +36,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def load(path: str, **how: Any) -> LLM:
-    return LLM(path, **{"dtype": "float32", "attention_backend": "paged", "block_size": 4, "kv_cache_tokens": 64, **how})
+    settings = {"dtype": "float32", "attention_backend": "paged", "block_size": 4, "kv_cache_tokens": 64}
+    return LLM(path, **{**settings, "device": DEVICE.type, **how})
 
 
 def test_texts_are_those_of_stock_attention(
@@ -54,6 +55,7 @@ def test_texts_are_those_of_stock_attention(
             )
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU refuses this mode")
 def test_bits_and_so_seeds_hold_in_batch_invariant_mode(tmp_path: Path, interpreted: list[str]) -> None:
     """The load compares bits of whole passes with those of chunks, neighbours and trees; then seeded texts are equal."""
     path = save_tiny_llama(tmp_path / "llama", seed=1, vocab_size=13)

@@ -4,8 +4,8 @@
     python -m tests.mutation.without_kills run REACH.json OUT.jsonl  plants every bug, and runs core tests that come by it
 
 A bug counts as caught where a core test turns red. Of the tests that come by its lines, the quickest of each file run
-first, until one is red or BUDGET seconds are over. C has no lines here: for a bug in it, tests that come by the kernels run. `map`
-needs the package coverage. `run` goes on where it was ended.
+first, until one is red or BUDGET seconds are over. C has no lines here: for a bug in it, tests that use the kernels run.
+`map` needs the package coverage. `run` goes on where it was ended.
 """
 
 from __future__ import annotations

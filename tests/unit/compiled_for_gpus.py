@@ -1,7 +1,9 @@
 """Compiles the Triton kernels for a GPU of some compute capability, which needs no GPU.
 
-`python -m tests.unit.compiled_for_gpus 90` writes a line of JSON for each kernel: its name, and how many bytes of shared
-memory it takes. It is a process of its own, since a process either interprets the kernels or compiles them.
+`python -m tests.unit.compiled_for_gpus 90 whole` writes a line of JSON for each kernel: its name, the type of its first
+argument, and how many bytes of shared memory it takes. With `ptx` in place of `whole` it ends before NVIDIA's assembler,
+which takes most of the time and has no part in these. It is a process of its own, since a process either interprets the
+kernels or compiles them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
 from outrider.kernels.triton import attention, draws, kv_write, probabilities
@@ -25,7 +28,7 @@ I32, F32 = "*i32", "*fp32"
 def attention_cases() -> Iterator[Case]:
     rows = dict.fromkeys(("firsts", "tiles", "positions", "path_at", "paths", "tables"), I32)
     found = dict.fromkeys(("all_sums", "all_largest", "all_totals"), F32)
-    for dtype, dim, trees in (("bf16", 128, True), ("fp16", 256, False), ("fp32", 64, False)):
+    for dtype, dim, trees in (("bf16", 128, True), ("bf16", 128, False), ("fp16", 256, False), ("fp32", 256, False)):
         queries = attention.QUERIES if dim <= 128 else attention.QUERIES_OF_WIDE_HEADS
         sizes = {"GROUP": 4, "QUERIES": queries, "SPLIT": attention.SPLIT, "DIM": dim, "PADDED": dim}
         memory = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
@@ -37,10 +40,11 @@ def attention_cases() -> Iterator[Case]:
 
 
 def kv_cases() -> Iterator[Case]:
-    rows = dict.fromkeys(("keys", "values", "key_memory", "value_memory"), "*bf16")
     strides = dict.fromkeys(("key_row", "key_head", "value_row", "value_head"), "i32")
     sizes = {"HEADS": 8, "KEY_DIM": 80, "VALUE_DIM": 80, "WIDTH": 1024}
-    yield kv_write._write, {**rows, "slots": "*i64", **strides}, sizes
+    for dtype in ("bf16", "fp16", "fp32"):
+        rows = dict.fromkeys(("keys", "values", "key_memory", "value_memory"), f"*{dtype}")
+        yield kv_write._write, {**rows, "slots": "*i64", **strides}, sizes
 
 
 def sampling_cases() -> Iterator[Case]:
@@ -52,24 +56,40 @@ def sampling_cases() -> Iterator[Case]:
 
 
 def draw_cases() -> Iterator[Case]:
-    rows = {"probs": "*fp32", "stride": "i32", "noise": "*i64", "tokens": "*i64", "size": "i32"}
-    yield draws._race, rows, {"ENTRIES": draws.ENTRIES}
-    yield draws._invert, rows, {"ENTRIES": draws.ENTRIES}
     places = dict.fromkeys(("target_group", "target_row", "draft_group", "draft_row", "size"), "i32")
-    reals = dict.fromkeys(("target", "draft", "weights", "mass", "probs"), "*fp32")
-    yield draws._debt, {**reals, **places}, {"ENTRIES": draws.ENTRIES, "PROBS": True}
+    for real in ("*fp32", "*fp64"):
+        rows = {"probs": real, "stride": "i32", "noise": "*i64", "tokens": "*i64", "size": "i32"}
+        yield draws._race, rows, {"ENTRIES": draws.ENTRIES}
+        yield draws._invert, rows, {"ENTRIES": draws.ENTRIES}
+        reals = dict.fromkeys(("target", "draft", "weights", "mass", "probs"), real)
+        yield draws._debt, {**reals, **places}, {"ENTRIES": draws.ENTRIES, "PROBS": True}
+
+
+def without_assembler() -> None:
+    """Let the compiler end where it would call NVIDIA's assembler."""
+    add = CUDABackend.add_stages
+
+    def add_stages(self: Any, stages: dict[str, Any], *arguments: Any) -> None:
+        add(self, stages, *arguments)
+        stages["cubin"] = lambda source, metadata: b""
+
+    CUDABackend.add_stages = add_stages
 
 
 def compiled(case: Case, capability: int) -> dict[str, Any]:
     kernel, types, constants = case
+    first = types[kernel.arg_names[0]]
     types = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     source = ASTSource(kernel, types, constants)
-    made = triton.compile(source, GPUTarget("cuda", capability, 32), attention.OPTIONS)
-    return {"kernel": kernel.__name__, "shared": made.metadata.shared}
+    stages = attention.STAGES_OF_FLOAT32 if first == F32 else attention.STAGES
+    made = triton.compile(source, GPUTarget("cuda", capability, 32), {**attention.OPTIONS, "num_stages": stages})
+    return {"kernel": kernel.__name__, "of": first, "shared": made.metadata.shared}
 
 
 if __name__ == "__main__":
-    sizes_of = {"attention": attention_cases, "kv": kv_cases, "sampling": sampling_cases, "draws": draw_cases}
-    for name in sys.argv[2:] or sizes_of:
-        for each in sizes_of[name]():
-            sys.stdout.write(json.dumps(compiled(each, int(sys.argv[1]))) + "\n")
+    capability, depth = int(sys.argv[1]), sys.argv[2]
+    if depth == "ptx":
+        without_assembler()
+    for cases in (attention_cases, kv_cases, sampling_cases, draw_cases):
+        for each in cases():
+            sys.stdout.write(json.dumps(compiled(each, capability)) + "\n")

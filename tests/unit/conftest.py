@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.kernels.library import available_sets
+from tests.kernel_sets import instruction_sets
 
 
-@pytest.fixture(params=["off", *available_sets()])
+@pytest.fixture(params=["off", *instruction_sets()])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test with stock operators and with the kernels of every instruction set that this machine has."""
     monkeypatch.setenv("OUTRIDER_KERNELS", request.param)

@@ -14,6 +14,7 @@ from outrider.kernels.library import available_sets, kernels_for
 from outrider.model.backends.pass_rows import pass_rows
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import visible
+from tests.kernel_sets import instruction_sets
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 
@@ -68,7 +69,7 @@ def attended(instruction_set: str, segments: tuple[Segment, ...], query: Tensor,
     return PassAttention(kernels_for(instruction_set), pass_rows(batch)).attend(query, *memory, **how)
 
 
-@pytest.mark.parametrize("instruction_set", available_sets())
+@pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "+".join(way) or "plain")
 @pytest.mark.parametrize(("kv_heads", "group", "dim"), [(2, 3, 5), (3, 1, 16), (1, 4, 72), (5, 3, 16)])
 def test_every_row_attends_to_what_it_sees(

@@ -73,6 +73,7 @@ def test_peers_write_in_batches_too() -> None:
     assert {cell.batch: cell.peers for cell in cells} == {1: ("p",), 4: ("p",)}
 
 
+@pytest.mark.by_change("src/outrider/measure/", "src/outrider/bench/")
 def test_one_name_stands_for_all_workloads_with_long_prompts() -> None:
     assert list(plan(workloads=("json", "long", "long_diffs")).tasks) == ["json", *LONG_WORKLOADS]
     assert not set(LONG_WORKLOADS) & set(plan().tasks)  # a usual run is short

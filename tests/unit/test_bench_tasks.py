@@ -23,6 +23,7 @@ def test_every_workload_holds_enough_different_prompts(workload: str) -> None:
     assert max(len(task.prompt) for task in tasks) < 800  # short enough for a context of 1024 tokens
 
 
+@pytest.mark.by_change("src/outrider/measure/", "src/outrider/bench/")
 @pytest.mark.parametrize("workload", LONG_WORKLOADS)
 def test_long_prompts_have_the_tokens_that_were_promised(workload: str) -> None:
     tasks = long_tasks(workload)
@@ -43,6 +44,7 @@ def test_a_passage_holds_the_answer_to_its_question() -> None:
         assert f"{opening} brought " in book
 
 
+@pytest.mark.by_change("src/outrider/measure/", "src/outrider/bench/")
 def test_a_diff_is_one_for_the_file_before_it() -> None:
     for task in long_tasks("long_diffs"):
         before, _, rest = task.prompt.partition("\n\n# A diff for ")

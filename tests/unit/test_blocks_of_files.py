@@ -21,6 +21,7 @@ from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.layout import Operand
 from outrider.kernels.library import available_sets, kernels_for
 from outrider.kernels.packed import PackedWeights, product
+from tests.kernel_sets import instruction_sets
 
 gguf = pytest.importorskip("gguf")
 needs_kernels = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
@@ -98,7 +99,7 @@ def test_values_are_those_of_the_file_to_the_bit(which: str | tuple[int, int, to
 
 
 @needs_kernels
-@pytest.mark.parametrize("instruction_set", available_sets())
+@pytest.mark.parametrize("instruction_set", instruction_sets())
 def test_units_and_weights_are_those_of_the_stock_operators(instruction_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for library in (kernels_for(instruction_set), None):
@@ -116,7 +117,7 @@ def test_units_and_weights_are_those_of_the_stock_operators(instruction_set: str
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("instruction_set", available_sets())
+@pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.parametrize("which", CASES, ids=str)
 def test_products_are_those_of_the_values_and_the_same_for_any_number_of_rows(
     instruction_set: str, which: str | tuple[int, int, torch.dtype, bool, bool], dtype: torch.dtype
@@ -166,7 +167,7 @@ def largest_nearby(weights: Tensor) -> Tensor:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("instruction_set", available_sets())
+@pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.parametrize("which", CASES, ids=str)
 def test_packed_weights_come_back_and_rows_are_read_to_the_bit(
     instruction_set: str, which: str | tuple[int, int, torch.dtype, bool, bool], dtype: torch.dtype
@@ -190,7 +191,7 @@ def test_packed_weights_come_back_and_rows_are_read_to_the_bit(
 
 
 @needs_kernels
-@pytest.mark.parametrize("instruction_set", available_sets())
+@pytest.mark.parametrize("instruction_set", instruction_sets())
 def test_rows_of_several_formats_are_one_matrix(instruction_set: str) -> None:
     library = kernels_for(instruction_set)
     parts = [

@@ -39,6 +39,7 @@ def ci(venv: Path, source: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.by_change(".ci/", "Makefile", "pyproject.toml")
 def test_continuous_integration_refuses_a_machine_without_kernels(venv: Path, tmp_path: Path) -> None:
     copy = tmp_path / "src" / "outrider"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("assets", "__pycache__", "kernels.so"))
@@ -49,6 +50,7 @@ def test_continuous_integration_refuses_a_machine_without_kernels(venv: Path, tm
     assert "ruff" not in result.stdout  # it did not come to the tests
 
 
+@pytest.mark.by_change(".ci/", "Makefile", "pyproject.toml")
 @pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 def test_with_kernels_it_names_what_is_missing_alone() -> None:
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
@@ -80,9 +82,11 @@ def test_the_demo_installs_only_what_the_package_needs(tmp_path: Path) -> None:
 
 
 def test_what_is_slow_is_left_out_and_what_is_all_is_all(venv: Path) -> None:
-    assert '-m "not slow"' in dry("test", venv)
-    assert "-m pytest" in dry("test-all", venv)
-    assert '"not slow"' not in dry("test-all", venv)
+    for target in ("test", "test-all"):
+        lint, _, tests = dry(target, venv).partition("-m pytest")
+        assert "ruff check" in lint
+        assert "mypy" in lint
+        assert ("--fast" in tests) is (target == "test")
 
 
 def test_the_tests_get_a_browser_and_go_on_without_one(venv: Path) -> None:

@@ -276,6 +276,7 @@ def _fails(value: object) -> None:
     raise InvalidParameterError("prompt", pickle if value == "module" else value, "refused", "Use another.")
 
 
+@pytest.mark.by_change("src/outrider/errors.py")
 def test_a_worker_process_hands_its_error_over() -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(_fails, value) for value in (5, "module")]

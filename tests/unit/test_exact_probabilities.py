@@ -128,13 +128,13 @@ kinds = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(rows(), kinds)
 def test_probabilities_are_what_the_parameters_mean(logits: Tensor, params: SamplingParams) -> None:
     assert_exact(logits, params)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     size=st.integers(511, 516) | st.sampled_from([1200, 17_000]),  # the kernels search until few entries are left: 512
     zeros=st.lists(st.sampled_from([0.0, -0.0]), min_size=1, max_size=4),

@@ -20,12 +20,13 @@ from outrider.kernels.formats.stored import StoredWeight
 from outrider.kernels.layout import NormKind
 from outrider.kernels.library import KernelLibrary, available_sets, kernels_for
 from outrider.kernels.packed import PackedWeights
+from tests.kernel_sets import instruction_sets
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 EPSILON = 1e-5
 
 
-@pytest.fixture(params=available_sets())
+@pytest.fixture(params=instruction_sets())
 def library(request: pytest.FixtureRequest) -> KernelLibrary:
     return kernels_for(request.param)
 

@@ -19,6 +19,7 @@ from outrider.kernels.library import available_sets, kernels_for
 from outrider.kernels.linear import use_packed_linear, use_stock_linear
 from outrider.kernels.packed import PackedWeights, product
 from outrider.kernels.weights import quantise_linears
+from tests.kernel_sets import instruction_sets
 
 needs_kernels = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 NAMES = sorted(QUANTIZATIONS)
@@ -48,7 +49,7 @@ def test_every_name_has_a_format() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("instruction_set", available_sets())
+@pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_products_are_those_of_the_dequantised_weights(instruction_set: str, dtype: torch.dtype, name: str) -> None:
@@ -63,7 +64,7 @@ def test_products_are_those_of_the_dequantised_weights(instruction_set: str, dty
 
 
 @needs_kernels
-@pytest.mark.parametrize("instruction_set", available_sets())
+@pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(instruction_set: str, dtype: torch.dtype, name: str) -> None:
@@ -82,7 +83,7 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(instruction_set: str,
 
 
 @needs_kernels
-@pytest.mark.parametrize("instruction_set", available_sets())
+@pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_come_back_as_they_were_stored(instruction_set: str, dtype: torch.dtype, name: str) -> None:

@@ -76,6 +76,7 @@ def crossed() -> Iterator[ParameterSet]:
             yield pytest.param(name, passes, seed, id=f"{name}, {kind}", marks=marks)
 
 
+@pytest.mark.by_change("src/outrider/govern/")
 @pytest.mark.parametrize(("name", "passes", "seed"), [*crossed()])
 def test_it_is_near_the_best_fixed_choice_in_hindsight(name: str, passes: dict[int, float], seed: int) -> None:
     methods, tokens = WORLDS[name]
@@ -84,6 +85,7 @@ def test_it_is_near_the_best_fixed_choice_in_hindsight(name: str, passes: dict[i
     assert run(world, governor_of(world), tokens=tokens).pace <= best * (1.0 + REGRET)
 
 
+@pytest.mark.by_change("src/outrider/govern/")
 @pytest.mark.parametrize("passes", [FLAT, STEEP], ids=["rows cost little", "rows cost much"])
 @pytest.mark.parametrize("batch", [4, 8, 16, 32])
 def test_the_same_for_batches(batch: int, passes: dict[int, float]) -> None:
@@ -129,6 +131,7 @@ def test_it_is_off_within_20_steps_of_a_method_going_bad(kind: str, passes: dict
     assert sum(log.on[turned + 20 :]) <= 0.02 * len(log.on[turned + 20 :])
 
 
+@pytest.mark.by_change("src/outrider/govern/")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("passes", [FLAT, STEEP], ids=["rows cost little", "rows cost much"])
 @pytest.mark.parametrize("kind", ["draft", "lookup"])
@@ -142,6 +145,7 @@ def test_it_is_on_within_200_steps_of_a_method_turning_good(kind: str, passes: d
     assert log.on[turned + 200 :].count(0.0) <= 0.15 * len(log.on[turned + 200 :])
 
 
+@pytest.mark.by_change("src/outrider/govern/")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_it_does_not_oscillate(seed: int) -> None:
     """Acceptance just where drafting breaks even, the worst place for a threshold."""
@@ -532,6 +536,7 @@ BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]]
 }
 
 
+@pytest.mark.by_change("src/outrider/govern/")
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bugs_turn_their_test_red(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, check = BUGS[name]

@@ -156,6 +156,7 @@ def structured(seed: int) -> Drawn:
     return replace(found, world=replace(found.world, forced=forced))
 
 
+@pytest.mark.by_change("src/outrider/govern/")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_it_keeps_its_promise_beside_forced_tokens(seed: int) -> None:
     assert worst(structured(seed).run(), structured(seed).stretch) >= PROMISE
@@ -191,6 +192,7 @@ def together(chance: float, texts: int, seed: int) -> float:
     return sum(log.plain) / sum(log.true)
 
 
+@pytest.mark.by_change("src/outrider/govern/")
 @pytest.mark.parametrize("chance", [0.45, 0.5, 0.55, 0.6])
 def test_it_keeps_its_promise_where_nobody_takes_the_places_of_texts_that_end(chance: float) -> None:
     assert min(together(chance, 8, seed) for seed in (0, 1)) >= PROMISE
@@ -259,6 +261,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.by_change("src/outrider/govern/")
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bugs_break_the_promise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)

@@ -72,6 +72,7 @@ def worlds(seed: int) -> dict[str, World]:
     }
 
 
+@pytest.mark.by_change("src/outrider/govern/")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", worlds(0))
 def test_it_is_near_the_best_fixed_choice_in_hindsight(name: str, seed: int) -> None:
@@ -116,6 +117,7 @@ def crowds(*sizes: int, each: int) -> Load:
     return lambda step: sizes[step // each] if step < each * len(sizes) else 1
 
 
+@pytest.mark.by_change("src/outrider/govern/")
 @pytest.mark.parametrize("sizes", [(6,), (8, 16), (16,)], ids=str)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_text_gains_within_a_second_of_a_crowd(sizes: tuple[int, ...], seed: int) -> None:
@@ -197,6 +199,7 @@ BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], object]
 }
 
 
+@pytest.mark.by_change("src/outrider/govern/")
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bugs_turn_their_test_red(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, check = BUGS[name]

@@ -20,6 +20,7 @@ from outrider.structured.grammar import GrammarCompiler
 from outrider.structured.trials import Trials
 
 llguidance = pytest.importorskip("llguidance")
+BY_CHANGE = pytest.mark.by_change("src/outrider/structured/")
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -229,7 +230,11 @@ def careful(compiler: GrammarCompiler) -> Iterator[GrammarCompiler]:
     found.trials.close()
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+#: One of each kind; the others where structures change.
+_ONE_OF_EACH = ("references, 18 links", "multiples, a large one", "alternatives")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in _ONE_OF_EACH else BY_CHANGE) for name in ENDLESS])
 def test_what_would_never_end_is_refused_after_a_trial(careful: GrammarCompiler, name: str) -> None:
     before = time.process_time()
     with pytest.raises(InvalidParameterError, match="structured_outputs=") as caught:
@@ -250,6 +255,7 @@ def test_a_trial_gives_the_same_reasons(careful: GrammarCompiler, compiler: Gram
     assert found[0] == found[1]
 
 
+@BY_CHANGE
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_what_explodes_is_refused_at_once(compiler: GrammarCompiler, name: str) -> None:
     """The processor's own time is bounded, whoever else uses the machine."""
@@ -384,6 +390,7 @@ def test_a_large_step_ends_where_it_is_come_to(compiler: GrammarCompiler) -> Non
         _advance(state, 3)
 
 
+@BY_CHANGE
 @pytest.mark.parametrize("rule", ["e e e e e e | /./ |", "e e e e | /./ |", 'e e | e e e | "a" | "b" | /[a-z]/'])
 def test_an_ambiguous_grammar_ends_before_a_mask_takes_long(compiler: GrammarCompiler, rule: str) -> None:
     longest, before = 0.0, time.thread_time()

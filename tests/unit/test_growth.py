@@ -160,7 +160,7 @@ def test_drawn_tokens_carry_what_they_were_drawn_from(
 @pytest.mark.parametrize("tree", [(), (2,), (3,), (1, 2)])
 def test_siblings_are_drawn_one_after_another_without_replacement(tree: tuple[int, ...]) -> None:
     """Against the law of such draws, multiplied out."""
-    n, width = 6000, tree[-1] if tree else 1
+    n, width = 1500, tree[-1] if tree else 1
     asked = [request(sum(tree) if tree else 1, tree=tree, seed=seed) for seed in range(n)]
     level = torch.tensor([0.1, 0.3, 0.4, 0.15, 0.05]).log()
     drafts = grown(asked, lambda path: level)

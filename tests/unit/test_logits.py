@@ -176,14 +176,12 @@ def test_the_models_own_minus_infinity_stays_impossible() -> None:
 # -- extremes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("temperature", [1e-3, 1e-12, 1e-38, 1e-45, 1e-300, 5e-324])
 @pytest.mark.parametrize("setting", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
-def test_a_tiny_temperature_is_nearly_greedy_and_never_nan(
-    temperature: float, dtype: torch.dtype, setting: dict[str, float]
-) -> None:
-    law = one(torch.tensor([-30.0, 12.0, 40.0, float("-inf")], dtype=dtype), temperature=temperature, **setting)
-    assert law.tolist() == [0.0, 0.0, 1.0, 0.0]
+def test_a_tiny_temperature_is_nearly_greedy_and_never_nan(setting: dict[str, float]) -> None:
+    for dtype in (torch.float32, torch.float64):
+        for temperature in (1e-3, 1e-12, 1e-38, 1e-45, 1e-300, 5e-324):
+            law = one(torch.tensor([-30.0, 12.0, 40.0, float("-inf")], dtype=dtype), temperature=temperature, **setting)
+            assert law.tolist() == [0.0, 0.0, 1.0, 0.0], (dtype, temperature)
 
 
 def test_large_logits_do_not_overflow() -> None:

@@ -340,6 +340,7 @@ def test_a_registration_in_this_process_comes_before_a_plugin() -> None:
     assert methods.names().count("mine") == 1
 
 
+@pytest.mark.by_change("src/outrider/propose/")
 def test_methods_are_imported_only_when_they_are_found() -> None:
     code = (
         "import sys; from outrider.propose import registry; registry.names();"

@@ -17,6 +17,7 @@ from outrider.kernels.library import available_sets, kernel_library
 from outrider.kernels.linear import PackedLinear, PackedTransposed, use_packed_linear, use_stock_linear
 from outrider.kernels.packed import PackedWeights
 from outrider.kernels.weights import quantise_linears, stored_weight
+from tests.kernel_sets import instruction_sets
 from tests.model.gguf_files import blocks
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
@@ -24,7 +25,7 @@ SHAPES = [(1, 1), (16, 8), (33, 48), (64, 65), (200, 31)]
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 8e-3}
 
 
-@pytest.fixture(params=available_sets())
+@pytest.fixture(params=instruction_sets())
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("OUTRIDER_KERNELS", request.param)
     return str(request.param)

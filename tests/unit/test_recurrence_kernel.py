@@ -12,6 +12,7 @@ from outrider.kernels.library import available_sets, kernels_for
 from outrider.kernels.recurrence import MatrixRows, advance
 from outrider.model.running.function import StateRows
 from outrider.model.running.recurrence import Recurrence
+from tests.kernel_sets import instruction_sets
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 
@@ -50,7 +51,7 @@ def shapes(count: int) -> list[tuple[str, int, int, int, int]]:
     ]
 
 
-@pytest.mark.parametrize("instruction_set", available_sets())
+@pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.parametrize("dtype", BOUND)
 def test_rows_are_what_their_definition_says(instruction_set: str, dtype: torch.dtype) -> None:
     for place, shape in enumerate(shapes(24)):
@@ -65,7 +66,7 @@ def test_rows_are_what_their_definition_says(instruction_set: str, dtype: torch.
             assert torch.allclose(found.double(), expected, rtol=0, atol=BOUND[dtype] * float(expected.abs().max())), shape
 
 
-@pytest.mark.parametrize("instruction_set", available_sets())
+@pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.parametrize("dtype", BOUND)
 def test_the_bits_of_a_row_are_its_own(instruction_set: str, dtype: torch.dtype) -> None:
     """In one pass, in passes of other numbers of rows, and as branches of a tree with siblings that stand between them."""

@@ -10,6 +10,7 @@ from outrider.kernels.formats.registry import FORMATS
 from outrider.kernels.library import available_sets
 from outrider.kernels.rounding import parts, rounded, unrounded
 from outrider.kernels.weights import quantise_linears
+from tests.kernel_sets import instruction_sets
 
 DTYPES = [torch.float32, torch.bfloat16]
 needs_kernels = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
@@ -29,7 +30,7 @@ def weights(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     return found.to(dtype)
 
 
-@pytest.fixture(params=available_sets())
+@pytest.fixture(params=instruction_sets())
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("OUTRIDER_KERNELS", request.param)
     return str(request.param)

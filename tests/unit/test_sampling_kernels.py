@@ -13,6 +13,7 @@ from outrider.params import SamplingParams
 from outrider.verify import noise
 from outrider.verify.logits import target_probs
 from outrider.verify.rules import block_acceptance, residual
+from tests.kernel_sets import instruction_sets
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 SETS = available_sets()
@@ -90,7 +91,7 @@ def test_large_vocabularies(spread: float, grid: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("instruction_set", instruction_sets())
 def test_min_p_behind_a_limit_that_rounding_keeps_out_of_reach(instruction_set: str, dtype: torch.dtype) -> None:
     for seed in range(20):
         logits = (torch.randn(1, 32_000, generator=torch.Generator().manual_seed(seed)) * 2).round(decimals=1).to(dtype)
@@ -100,7 +101,7 @@ def test_min_p_behind_a_limit_that_rounding_keeps_out_of_reach(instruction_set: 
             assert torch.equal(with_kernels(instruction_set, target_probs, logits, [params]) > 0, want)
 
 
-@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("instruction_set", instruction_sets())
 def test_top_k_where_denormals_are_zero(instruction_set: str) -> None:
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush denormals")
@@ -111,7 +112,7 @@ def test_top_k_where_denormals_are_zero(instruction_set: str) -> None:
         torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("instruction_set", instruction_sets())
 def test_the_smallest_debt_becomes_probabilities(instruction_set: str) -> None:
     target = torch.full((1, 10), 0.1, dtype=torch.float64)
     target[0, 3] = 5e-310

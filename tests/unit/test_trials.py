@@ -187,6 +187,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.by_change("src/outrider/structured/")
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc")
 @pytest.mark.parametrize("at_work", [False, True])
 def test_it_ends_with_whoever_started_it(at_work: bool) -> None:

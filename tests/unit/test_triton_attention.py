@@ -14,9 +14,10 @@ from outrider.cache.layer_spec import LayerReach
 from outrider.kernels.triton import attention
 from outrider.kernels.triton.attention import SPLIT, TILE, TritonAttention
 from outrider.kernels.triton.kv_write import write_rows
+from outrider.kernels.triton.row_tiles import RowTiles
 from outrider.model.backends.pass_rows import pass_rows
 from outrider.model.batch import RaggedBatch, Segment
-from tests.unit.interpreted import even_products
+from tests.unit.interpreted import DEVICE, even_products
 from tests.unit.test_attention_kernel import BLOCK, defined
 
 CPU = torch.device("cpu")
@@ -48,10 +49,12 @@ def inputs(kv_heads: int, group: int, dim: int, dtype: torch.dtype, rows: int) -
 
 
 def attended(segments: tuple[Segment, ...], query: Tensor, keys: Tensor, values: Tensor, **how: Any) -> Tensor:
-    taken = TritonAttention(pass_rows(RaggedBatch(segments, BLOCK, CPU)), CPU)
+    taken = TritonAttention(pass_rows(RaggedBatch(segments, BLOCK, CPU)), DEVICE)
     assert taken.takes(query, keys, values)
+    there = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in how.items()}
     with even_products():
-        return taken.attend(query, keys, values, **{"window": 0, "chunk": 0, "scale": 0.3, **how})
+        moved = (rows.to(DEVICE) for rows in (query, keys, values))
+        return taken.attend(*moved, **{"window": 0, "chunk": 0, "scale": 0.3, **there}).cpu()
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[2]} numbers, {way[3]}")
@@ -117,13 +120,27 @@ def test_what_a_row_does_not_see_may_be_infinite() -> None:
     assert torch.equal(torch.cat([got[:17], got[27:]]), torch.cat([want[:17], want[27:]]))
 
 
+@pytest.mark.parametrize("count", range(1, 6))
+def test_rows_begin_where_no_kernel_is_compiled_anew(count: int) -> None:
+    """Triton compiles a kernel for pointers that are multiples of 16 bytes, and once more for others."""
+    segments = (
+        Segment([0] * count, count, BLOCKS[:count]),
+        Segment([0] * count, 1, BLOCKS[20:23], (-1, *range(count - 1))),
+    )
+    tiles = RowTiles.of(pass_rows(RaggedBatch(segments, BLOCK, CPU)), 2, CPU)
+    parts = (tiles.tiles, tiles.positions, tiles.path_at, tiles.paths, tiles.tables)
+    assert [part.storage_offset() * part.element_size() % 16 for part in parts] == [0] * 5
+    assert tiles.positions.tolist() == [*range(count, 2 * count), *range(1, 1 + count)]
+    assert tiles.tables.tolist() == [*BLOCKS[:count], *BLOCKS[20:23]]
+
+
 def test_keys_and_values_go_to_their_slots() -> None:
     keys, values = torch.randn(3, 5, 6).transpose(0, 1), torch.randn(5, 3, 4)  # as a model and latent attention have them
-    key_memory, value_memory = torch.zeros(20, 3, 6), torch.zeros(20, 3, 4)
+    key_memory, value_memory = torch.zeros(20, 3, 6, device=DEVICE), torch.zeros(20, 3, 4, device=DEVICE)
     slots = torch.tensor([7, 0, 19, 3, 8])
-    write_rows(keys, values, key_memory, value_memory, slots)
-    assert torch.equal(key_memory, torch.zeros(20, 3, 6).index_copy_(0, slots, keys))
-    assert torch.equal(value_memory, torch.zeros(20, 3, 4).index_copy_(0, slots, values))
+    write_rows(keys.to(DEVICE), values.to(DEVICE), key_memory, value_memory, slots.to(DEVICE))
+    assert torch.equal(key_memory.cpu(), torch.zeros(20, 3, 6).index_copy_(0, slots, keys))
+    assert torch.equal(value_memory.cpu(), torch.zeros(20, 3, 4).index_copy_(0, slots, values))
 
 
 def test_what_the_kernel_does_not_take_is_told() -> None:

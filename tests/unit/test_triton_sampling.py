@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from outrider.verify import noise
 from outrider.verify.logits import target_probs
 from outrider.verify.rules import owed_mass, residual
 from outrider.verify.verifier import Candidate, CandidateKeys, Rule, Verdict, Verifier
+from tests.unit.interpreted import DEVICE
 
 #: Every way to cut a distribution, some together, and a greedy row.
 PARAMS = (
@@ -47,12 +50,28 @@ def test_probabilities_are_the_stock_ones(size: int, dtype: torch.dtype) -> None
     logits, rows = logits_of(size, dtype), [SamplingParams(**params) for params in PARAMS]
     want = target_probs(logits, rows)
     got = probabilities.target_probs(
-        logits,
+        logits.to(DEVICE),
         [0.0 if row.greedy else row.temperature for row in rows],
         *([getattr(row, name) for row in rows] for name in ("top_k", "top_p", "min_p")),
-    )
+    ).cpu()
     assert torch.equal(got > 0, want > 0)
-    assert torch.allclose(got, want, rtol=1e-12 if dtype is torch.float64 else 2e-6, atol=0)
+    rounding = 1e-12 if dtype is torch.float64 else 2e-6 if DEVICE.type == "cpu" else 2e-5  # GPUs approximate powers
+    assert torch.allclose(got, want, rtol=rounding, atol=0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_no_number_of_rows_compiles_the_kernel_anew(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles a kernel for pointers that are multiples of 16 bytes, and once more for others."""
+    real, launches = probabilities._target_probs, []
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+            return lambda *args, **sizes: (launches.append(args), real[grid](*args, **sizes))
+
+    monkeypatch.setattr(probabilities, "_target_probs", Launched())
+    probabilities.target_probs(torch.randn(count, 9, device=DEVICE), *([value] * count for value in (1.0, 3, 0.9, 0.0)))
+    cuts = launches[0][2:6]
+    assert [cut.storage_offset() * cut.element_size() % 16 for cut in cuts] == [0] * 4
 
 
 def test_draws_have_the_noise_of_the_stock_ones() -> None:
@@ -61,21 +80,22 @@ def test_draws_have_the_noise_of_the_stock_ones() -> None:
     probs[:20, draws.ENTRIES - 1 :] *= 50
     probs[3, 8:] = 0
     bits = torch.from_numpy(noise.mix_fields(torch.arange(200).view(40, 5).numpy().astype("uint64")))
-    assert torch.equal(draws.race(probs, bits), noise.gumbel_max(probs, bits))
-    assert torch.equal(draws.invert(probs, bits), noise.invert_cdf(probs, bits))
+    there = probs.to(DEVICE), bits.to(DEVICE)
+    assert torch.equal(draws.race(*there).cpu(), noise.gumbel_max(probs, bits))
+    assert torch.equal(draws.invert(*there).cpu(), noise.invert_cdf(probs, bits))
 
 
 def test_debts_are_the_stock_ones() -> None:
-    p, q = ((torch.randn(2, 3, draws.ENTRIES + 7, dtype=torch.float64) * 3).softmax(-1) for _ in range(2))
-    weight = torch.rand(2, 3, dtype=torch.float64)
+    p, q = ((torch.randn(2, 3, draws.ENTRIES + 7, dtype=torch.float64) * 3).softmax(-1).to(DEVICE) for _ in range(2))
+    weight = torch.rand(2, 3, dtype=torch.float64).to(DEVICE)
     q[1, 2], weight[1, 2] = p[1, 2], 1.0  # nothing is owed
     assert torch.allclose(draws.owed_mass(p, q, weight), owed_mass(p, q, weight), rtol=1e-12, atol=1e-15)
     want = torch.stack([residual(p[:, i], q[:, i], weight[:, i]) for i in range(3)], 1)
     assert torch.allclose(draws.owed_probs(p, q, weight), want, rtol=1e-12, atol=1e-15)
-    tiny = torch.full((1, 1, 10), 0.1, dtype=torch.float64)
+    tiny = torch.full((1, 1, 10), 0.1, dtype=torch.float64, device=DEVICE)
     tiny[..., 3] = 5e-310
     assert torch.equal(
-        draws.owed_probs(tiny, tiny * (tiny > 1e-9), torch.ones(1, 1, dtype=torch.float64)),
+        draws.owed_probs(tiny, tiny * (tiny > 1e-9), torch.ones(1, 1, dtype=torch.float64, device=DEVICE)).cpu(),
         torch.eye(10, dtype=torch.float64)[None, 3:4],
     )
 
@@ -88,6 +108,7 @@ def verdicts(seed: int) -> list[Verdict]:
     probs[1] = probs[0]  # siblings of one law
     tokens = [int(token) for token in probs.multinomial(1, generator=generator)[:, 0]]
     tokens[1] = (tokens[0] + 1) % 11
+    logits, probs = logits.to(DEVICE), probs.to(DEVICE)
     chain, tree = Draft.chain(tokens, Law.SAMPLED, probs), Draft(tuple(tokens), (-1, -1, 0), (Law.SAMPLED,) * 3, probs)
     kinds = ((chain, Rule.TOKEN), (chain, Rule.BLOCK), (tree, Rule.RECURSIVE), (tree, Rule.TRAVERSAL))
     sampling = SamplingParams(temperature=0.9)

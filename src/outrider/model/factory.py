@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from outrider.config import CacheConfig, SchedulerConfig
@@ -62,7 +63,7 @@ def make_runner(
         ModelLoadError: Its logits are no numbers.
         ModelTooLargeError: There is no memory for the running states of so many texts.
     """
-    ways, known = _ways(attention_backend, batch_invariant=batch_invariant), read_reference(loaded)
+    ways, known = ways_of(attention_backend, loaded.device, batch_invariant=batch_invariant), read_reference(loaded)
     if known is not None:  # where the first way does not agree with it, nothing is believed that was kept
         found, _ = _first_fitting(loaded, ways[:1], known.logits, bits=batch_invariant)
         if found is not None:
@@ -112,11 +113,11 @@ def _runner(
     return ModelRunner(loaded, backend, make_blocks(loaded, cache, scheduling, taken), taken.by_text)
 
 
-def _ways(choice: str, *, batch_invariant: bool) -> list[tuple[str, bool]]:
-    """Backends to try, each with linear layers over packed weights first, where there are kernels, then with stock ones: a
-    model that reads its weights past its layers would find none in a packed one."""
+def ways_of(choice: str, device: torch.device, *, batch_invariant: bool) -> list[tuple[str, bool]]:
+    """Backends to try, each with linear layers and experts over packed weights first, where there are kernels, then with
+    stock ones: a model that reads its weights past its layers would find none in a packed one. The kernels are for CPUs."""
     names = (INVARIANT if batch_invariant else AUTO) if choice == "auto" else (choice,)
-    packed = (False,) if kernel_library() is None else (True, False)
+    packed = (False,) if kernel_library() is None or device.type != "cpu" else (True, False)
     return [(name, p) for name in names for p in ((False,) if name == FusedDecoder.name else packed)]
 
 

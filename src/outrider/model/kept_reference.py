@@ -20,20 +20,20 @@ from outrider.model import keeping
 from outrider.model.loading.gguf.header import is_gguf, parts_of
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.probe import Reference
-from outrider.model.processor import processor_name
+from outrider.model.processor import device_name
 
 
 def read_reference(loaded: LoadedModel) -> Reference | None:
     """What was kept of this file; None where nothing was."""
     path = _path(loaded)
-    return None if path is None else keeping.read(path, lambda content: _parsed(content, loaded.vocab_size))
+    return None if path is None else keeping.read(path, lambda content: _parsed(content, loaded))
 
 
 def keep_reference(loaded: LoadedModel, reference: Reference) -> None:
     """Keep what the stock model said, if the model is from a GGUF file. `reference` is that of a causal model."""
     path = _path(loaded)
     if path is not None:
-        logits = reference.logits.to(torch.float32).numpy()
+        logits = reference.logits.to("cpu", torch.float32).numpy()
         keeping.write(path, {"shape": logits.shape, "logits": b64encode(logits.tobytes()).decode()})
 
 
@@ -51,13 +51,13 @@ def _path(loaded: LoadedModel) -> Path | None:
             "dtype": str(loaded.dtype),
             "rounds_rows": loaded.rounds_rows,
             "versions": [__version__, torch.__version__, version("transformers")],
-            "machine": [processor_name(), str(loaded.device), library.instruction_set if library else None],
+            "machine": [device_name(loaded.device), str(loaded.device), library.instruction_set if library else None],
         },
     )
 
 
-def _parsed(content: Any, vocab_size: int) -> Reference:
+def _parsed(content: Any, loaded: LoadedModel) -> Reference:
     logits = torch.from_numpy(np.frombuffer(b64decode(content["logits"]), np.float32).copy()).reshape(content["shape"])
-    if logits.ndim != 3 or logits.shape[-1] != vocab_size or not bool(logits.isfinite().all()):
-        raise ValueError(f"logits of shape {list(logits.shape)} are none of {vocab_size} tokens")
-    return Reference(logits, is_causal=True)
+    if logits.ndim != 3 or logits.shape[-1] != loaded.vocab_size or not bool(logits.isfinite().all()):
+        raise ValueError(f"logits of shape {list(logits.shape)} are none of {loaded.vocab_size} tokens")
+    return Reference(logits.to(loaded.device), is_causal=True)

@@ -1,9 +1,11 @@
-"""The name of the processor."""
+"""The name of the processor, and of the device that a model lies on."""
 
 from __future__ import annotations
 
 import platform
 from pathlib import Path
+
+import torch
 
 
 def processor_name() -> str:
@@ -12,3 +14,8 @@ def processor_name() -> str:
     lines = facts.read_text("utf-8").splitlines() if facts.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU that a device is, or of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()

@@ -14,6 +14,7 @@ from outrider import __version__
 from outrider.govern.costs import CostTable
 from outrider.model import keeping
 from outrider.model.pass_costs import measure_context, measure_passes, sizes_of
+from outrider.model.processor import device_name
 from outrider.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def _facts(runner: ModelRunner) -> dict[str, Any]:
     loaded = runner.loaded
     return keeping.identity(runner) | {
         "dtype": str(loaded.dtype),
-        "device": str(loaded.device),
+        "device": [str(loaded.device), device_name(loaded.device)],
         "backend": runner.backend.name,
         "kernels": runner.backend.instruction_set(loaded.model),
         "bytes": runner.backend.weight_bytes(loaded.model),

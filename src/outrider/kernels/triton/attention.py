@@ -27,6 +27,8 @@ QUERIES, QUERIES_OF_WIDE_HEADS = 64, 32
 FOUND_BYTES = 64 * 2**20
 #: A product and a sum are rounded one after the other, so that the bits are those of the source, however it is compiled.
 OPTIONS = {"enable_fp_fusion": False}
+#: Tiles of keys and values under way at a time. Those of float32 would not fit into the shared memory.
+STAGES, STAGES_OF_FLOAT32 = 3, 1
 KNOWN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST_HEAD = 256
 
@@ -77,12 +79,14 @@ class TritonAttention:
         largest, totals = torch.empty(2, *sums.shape[:3], device=query.device)
         out = torch.empty_like(query)
         sizes = {"GROUP": group, "QUERIES": queries, "SPLIT": SPLIT, "DIM": dim, "PADDED": padded, **OPTIONS}
+        stages = STAGES_OF_FLOAT32 if query.dtype == torch.float32 else STAGES
         for begin, end in tiles.turns(len(sums)):
             here, first_row = tiles.tiles[begin:end], tiles.spans[begin][0]
             _find[(end - begin, keys.shape[1], num_splits)](
                 query, keys, values, firsts, here, tiles.positions, tiles.path_at, tiles.paths, tiles.tables,
                 sums, largest, totals, first_row, scale,
-                SOFTCAP=softcap or 0.0, TILE=TILE, BLOCK=tiles.block_size, TREES=tiles.has_trees, **sizes,
+                SOFTCAP=softcap or 0.0, TILE=TILE, BLOCK=tiles.block_size, TREES=tiles.has_trees, num_stages=stages,
+                **sizes,
             )  # fmt: skip
             _fold[(end - begin, keys.shape[1])](
                 sums, largest, totals, query if sinks is None else sinks, firsts, here, tiles.positions, out,

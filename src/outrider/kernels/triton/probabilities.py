@@ -29,10 +29,12 @@ def target_probs(
     """Probabilities [n, vocab_size], see `outrider.verify.logits.target_probs`. Temperature 0 means a greedy row."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     probs = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    reals = torch.tensor([temperature, top_p, min_p, top_k], dtype=torch.float64).to(logits.device)
+    # Rows of even length begin at multiples of 16 bytes, so that the kernel is not compiled anew for odd numbers of rows.
+    reals = torch.zeros(4, len(logits) + len(logits) % 2, dtype=torch.float64)
+    reals[:, : len(logits)] = torch.tensor([temperature, top_p, min_p, top_k], dtype=torch.float64)
     if probs.numel():
         _target_probs[(len(logits),)](
-            logits, logits.stride(0), *reals, probs, probs.shape[1],
+            logits, logits.stride(0), *reals.to(logits.device), probs, probs.shape[1],
             BITS=8 * logits.element_size(), ENTRIES=ENTRIES, DIGITS=DIGITS, **OPTIONS,
         )  # fmt: skip
     return probs
@@ -85,17 +87,18 @@ def _target_probs(
     if temperature == 0:
         _write_likeliest(logits, size, largest, probs, ENTRIES)
     else:
-        temperature = tl.maximum(temperature, 2.2250738585072014e-308 if BITS == 64 else 1.17549435e-38)
-        temperature = temperature.to(logits.dtype.element_ty)
+        # A name of its own: a compiled branch may not give a name another type, though the interpreter lets it.
+        divisor = tl.maximum(temperature, 2.2250738585072014e-308 if BITS == 64 else 1.17549435e-38)
+        divisor = divisor.to(logits.dtype.element_ty)
         floor = _kth_largest(logits, size, tl.load(counts + row), BITS, ENTRIES, DIGITS)
         edge, ties, mass = _nucleus(
-            logits, size, largest, temperature, floor, tl.load(nuclei + row), BITS, ENTRIES, DIGITS
+            logits, size, largest, divisor, floor, tl.load(nuclei + row), BITS, ENTRIES, DIGITS
         )  # fmt: skip
         smallest = _key(tl.load(floors + row).to(logits.dtype.element_ty), BITS)
         if (tl.load(floors + row) > 0) & (smallest > edge):
             edge, ties = smallest, tl.full([], 2147483647, tl.int32)
-            mass = _mass(logits, size, largest, temperature, floor, edge, BITS, ENTRIES)
-        _write_kept(logits, size, largest, temperature, floor, edge, ties, mass, probs, BITS, ENTRIES)
+            mass = _mass(logits, size, largest, divisor, floor, edge, BITS, ENTRIES)
+        _write_kept(logits, size, largest, divisor, floor, edge, ties, mass, probs, BITS, ENTRIES)
 
 
 @triton.jit

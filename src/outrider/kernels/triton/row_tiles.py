@@ -12,6 +12,9 @@ from torch import Tensor
 
 from outrider.kernels.decoder import PassRows
 
+#: Each part begins at a multiple of 16 bytes. Triton compiles a kernel anew for pointers that do and for those that do not.
+ALIGNED = 4
+
 
 @dataclass(frozen=True)
 class RowTiles:
@@ -50,10 +53,14 @@ class RowTiles:
             for first in range(rows.first[segment], rows.first[segment + 1], rows_at_once)
         ]
         parts = [np.asarray(part, np.int32).reshape(-1) for part in (numbers, rows.positions, path_at, paths, rows.tables)]
-        ends = list(accumulate(len(part) for part in parts))
-        together = torch.from_numpy(np.concatenate(parts)).to(device)
-        begins = [0, *ends[:-1]]
-        tiles, positions, on_paths, all_paths, tables = [together[a:b] for a, b in zip(begins, ends, strict=True)]
+        begins = [0, *accumulate(-(-len(part) // ALIGNED) * ALIGNED for part in parts)]
+        together = np.zeros(begins[-1], np.int32)
+        for begin, part in zip(begins, parts, strict=False):
+            together[begin : begin + len(part)] = part
+        there = torch.from_numpy(together).to(device)
+        tiles, positions, on_paths, all_paths, tables = [
+            there[begin : begin + len(part)] for begin, part in zip(begins, parts, strict=False)
+        ]
         longest = max(rows.positions, default=-1) + 1
         spans = [(first, first + count) for first, count, _, _ in numbers]
         return cls(

@@ -6,17 +6,16 @@ from textwrap import shorten
 
 import torch
 
-from outrider.errors import InvalidParameterError
+from outrider.errors import ContradictionError, InvalidParameterError
 
 
 def usable_device(name: str | None) -> torch.device:
-    """The device of that name; for None CUDA where there is one, else the CPU.
+    """The device of that name; for None the CPU: a GPU is taken where the caller asks for it, since none was measured yet.
 
     Raises:
         InvalidParameterError: It cannot hold a tensor here.
     """
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    name = "cpu" if name is None else name
     try:
         device = torch.device(name)
         torch.empty(1, device=device).sum().item()  # a device without numbers, as "meta", is none
@@ -24,6 +23,17 @@ def usable_device(name: str | None) -> torch.device:
         reason = shorten(str(error).splitlines()[0], 160, placeholder=" ...")
         raise InvalidParameterError("device", name, f"it cannot be used here ({reason})", _device_remedy(name)) from error
     return device
+
+
+def check_invariant(batch_invariant: bool, device: torch.device) -> None:
+    """Raise ContradictionError where bits that do not depend on the batch are wanted of a GPU."""
+    if batch_invariant and device.type == "cuda":
+        raise ContradictionError(
+            "batch_invariant",
+            batch_invariant,
+            f"on {device} PyTorch adds up a row, as norms do, in an order that depends on the number of rows",
+            'Use device="cpu", or leave batch_invariant out.',
+        )
 
 
 def _device_remedy(name: str) -> str:

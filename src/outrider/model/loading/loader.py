@@ -25,7 +25,7 @@ from outrider.model.loading.configuration import (
     read_file_config,
     read_hf_config,
 )
-from outrider.model.loading.devices import usable_device
+from outrider.model.loading.devices import check_invariant, usable_device
 from outrider.model.loading.exclusive import exclusive_transformers
 from outrider.model.loading.fit import check_fit
 from outrider.model.loading.from_module import check_given, make_own
@@ -55,9 +55,11 @@ def load_model(config: ModelConfig, tokenizer: Any | None = None, *, kv_tokens: 
         ModelLoadError: Not on the hub, unreadable or corrupt.
         ModelTooLargeError: It takes more memory than there is. No weight has been read.
         InvalidParameterError: The device cannot be used, max_model_len exceeds the context, or the tokenizer is none.
+        ContradictionError: Its bits are not to depend on the batch, and on this device they do.
         UnsupportedModelError: Not a causal decoder.
     """
     device = usable_device(config.device)
+    check_invariant(config.batch_invariant, device)
     if is_gguf(config.model):
         return _load_gguf(config, tokenizer, device, kv_tokens)
     source = source_options(config)
@@ -82,7 +84,7 @@ def adopt_model(model: Any, config: ModelConfig, tokenizer: Any | None = None, *
 
     Raises:
         InvalidParameterError: The module, the device, the tokenizer or max_model_len cannot be used.
-        ContradictionError: A setting that says how to load a checkpoint.
+        ContradictionError: A setting that says how to load a checkpoint, or one that this device cannot keep.
         ModelLoadError: It cannot be copied.
         UnsupportedModelError: Not a causal decoder.
     """
@@ -91,6 +93,7 @@ def adopt_model(model: Any, config: ModelConfig, tokenizer: Any | None = None, *
     check_rounding(config, model.config)
     check_rounded_rows(config, brought=declared(model.config) is not None)
     device = usable_device(str(model.device) if config.device is None else config.device)
+    check_invariant(config.batch_invariant, device)
     longest = longest_text(config, model.config)
     own_tokenizer = None if tokenizer is None else given_tokenizer(tokenizer)
     # All that may be refused is refused by now: a module that is consumed is changed from here on.
