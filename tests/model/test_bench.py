@@ -29,7 +29,7 @@ from outrider.measure import machine
 from outrider.measure.decoding_config import parse_ways
 from outrider.measure.row_costs import row_costs
 from outrider.measure.run import EncodedTask, Run, write
-from outrider.measure.widen import stretched, widen
+from outrider.measure.widen import stretched, wide_module, widen
 from outrider.model.loading.configuration import read_context
 from outrider.model.pass_timer import PassTimer
 from outrider.params import SamplingParams
@@ -433,3 +433,12 @@ def test_a_wide_copy_computes_the_same_function(tmp_path: Path) -> None:
             AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits for path in (source, str(tmp_path))
         )
     assert torch.allclose(narrow, wide, atol=2e-3)
+
+
+def test_layers_that_are_added_to_a_wide_copy_change_nothing() -> None:
+    ids = torch.tensor([[5, 90, 17, 300]])
+    with torch.inference_mode():
+        wide, deep = (
+            wide_module(default_model("draft"), 3, 2, torch.float32, layers=layers)(ids).logits for layers in (None, 6)
+        )
+    assert torch.equal(wide, deep)
