@@ -321,6 +321,6 @@ def test_what_the_engine_chooses_depends_on_what_stood(proven):
 def test_the_engine_chooses_what_members_make_together(proven):
     """Otherwise these proofs would be about single methods."""
     chosen = Counter()
-    for name in ("a merge or its lookup", "then or a draft", "a nesting or a stage"):
+    for name in ("a merge of two drawn members", "a merge or its lookup", "then or a draft", "a nesting or a stage"):
         chosen += Counter(method for method, _ in proven(f"the engine chooses, {name}").chosen.elements())
-    assert {"merge", "then", "staged", "ngram"} <= chosen.keys()
+    assert {"merge", "then", "staged", "ngram"} <= chosen.keys(), chosen
