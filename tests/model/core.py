@@ -8,6 +8,11 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
+#: Of what reads and writes checkpoints in other formats than those of transformers.
+of_formats = pytest.mark.by_change(
+    *(f"src/outrider/{part}/" for part in ("model/loading", "convert", "heads/formats", "kernels/formats")), "tests/model/"
+)
+
 
 def core(values: Iterable[Any], chosen: Collection[Any], *paths: str) -> list[ParameterSet]:
     """All values as parameters, a tuple as several of one test.
@@ -25,3 +30,14 @@ def core(values: Iterable[Any], chosen: Collection[Any], *paths: str) -> list[Pa
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=[] if value in chosen else [mark])
         for value in values
     ]
+
+
+def in_turn(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """As many combinations as the longest axis has values, with those of the other axes in turn: each value occurs.
+
+    None where an axis is empty.
+    """
+    columns = [list(axis) for axis in axes]
+    if not all(columns):
+        return []
+    return [tuple(column[place % len(column)] for column in columns) for place in range(max(map(len, columns)))]
