@@ -54,6 +54,7 @@ def test_texts_are_those_of_stock_attention(
             )
 
 
+@pytest.mark.by_change("src/outrider/kernels/triton/", "src/outrider/model/backends/", "tests/model/test_triton_backend.py")
 def test_bits_and_so_seeds_hold_in_batch_invariant_mode(tmp_path: Path, interpreted: list[str]) -> None:
     """The load compares bits of whole passes with those of chunks, neighbours and trees; then seeded texts are equal."""
     path = save_tiny_llama(tmp_path / "llama", seed=1, vocab_size=13)
