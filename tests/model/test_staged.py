@@ -85,7 +85,7 @@ def llm() -> Iterator[LLM]:
 
 def drafted(llm: LLM, speculation: Any, **params: Any) -> list[list[tuple[int, ...]]]:
     """The draft of each round of each text."""
-    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24, **params), speculation=speculation, trace=True)
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=18, **params), speculation=speculation, trace=True)
     assert sum(output.stats.num_proposer_faults for output in outputs) == 0
     llm.engine.check_rest()
     return [[found.token_ids for found in output.outputs[0].rounds] for output in outputs]

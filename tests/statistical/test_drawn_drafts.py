@@ -180,6 +180,8 @@ LIKE_DRAFT_MODELS = (
     "a head to exit with, tree",
     "EAGLE-3, tree",
     "layer skip, tree",
+    "blockwise heads",
+    "EAGLE-2",
 )
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,7 +25,6 @@ from outrider.prove.settings.drafts import SETTINGS
 from outrider.prove.settings.parameters import PARAMETER_SETTINGS
 from outrider.prove.settings.structures import STRUCTURE_SETTINGS
 from outrider.prove.tiny import CROSSED_PIECES, save_tiny_llama
-from outrider.stats import RequestStats
 from outrider.structured.grammar import GrammarState
 from outrider.verify import verifier
 
@@ -45,28 +42,6 @@ def proof(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     yield EngineProof(save_tiny_llama(folder / "target", 1), save_tiny_llama(folder / "draft", 2))
     torch.set_num_threads(threads)
-
-
-@dataclass(frozen=True)
-class Proven:
-    """What came of a proof: the total variation, and the engine's statistics of its texts."""
-
-    measured: float
-    stats: RequestStats
-    chosen: Counter[tuple[str, int]]
-
-
-@pytest.fixture(scope="module")
-def proven(proof):
-    """Proves a setting as it is over three tokens, once however many tests ask."""
-
-    @cache
-    def run(name):
-        proof.llm.stats.reset()
-        measured = proof.prove(BY_NAME[name], 3).measured
-        return Proven(measured, proof.llm.stats.finished.copy(), Counter(proof.llm.stats.chosen))
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +129,8 @@ REPEATS = (
     *("staged, a drawn drafter", "staged, a drawn tree, token rule", "staged, two stages, walked", "staged, two samples"),
     *("staged, a drafter that keeps what the target held likely", "staged, in a merge"),
     *(f"staged, the drafter's fault: {fault}" for fault in ("raises", "truncated", "token outside")),
-    *("the engine chooses, two samples", "the engine chooses, a merge under the token rule", "block, fault: raises"),
+    *("the engine chooses", "the engine chooses, two samples"),
+    *("the engine chooses, a merge under the token rule", "block, fault: raises"),
     *("coupled drafts, or block by what was drafted", "coupled drafts, or token on a tree by what was drafted"),
 )
 #: Parameters that a stage reads as others do, once for its own rows and once for those of its draft model.
@@ -172,14 +148,27 @@ def repeats(setting):
 
 #: Settings that draft without a model.
 LOOKUPS = ("suffix", "token recycling", "lookahead")
+#: What the engine chooses in a proof, and how many tokens of it; otherwise the proof would not be about a choice.
+CHOSEN = {
+    "the engine chooses": {("none", 0), ("draft_model", 2)},
+    "the engine chooses, a lookup first": {("none", 0), ("ngram", 2)},
+    "the engine chooses, a merge of two drawn members": {("none", 0), ("merge", 2)},
+    "the engine chooses, a merge or its lookup": {("none", 0), ("ngram", 1)},
+    "the engine chooses, then or a draft": {("none", 0), ("then", 1)},
+    "the engine chooses, a nesting or a stage": {("none", 0), ("staged", 1)},
+}
 
 
 @pytest.mark.parametrize("name", core(BY_NAME, [name for name, setting in BY_NAME.items() if not repeats(setting)]))
-def test_joint_distribution_of_generate(proven, name):
-    found = proven(name)
-    assert found.measured <= BOUND
+def test_joint_distribution_of_generate(proof, name):
+    proof.llm.stats.reset()
+    assert proof.prove(BY_NAME[name], 3).measured <= BOUND
+    stats = proof.llm.stats
+    assert CHOSEN.get(name, set()) <= stats.chosen.keys()
     if name.startswith(LOOKUPS):
-        assert found.stats.num_accepted_tokens > 0, "the distribution is that of plain decoding, and proves nothing"
+        assert stats.finished.num_accepted_tokens > 0, "the distribution is that of plain decoding, and proves nothing"
+    if name.startswith("best-first tree, traversal"):
+        assert stats.finished.accepted_per_rank[1] > 0, "the distribution is that of chains, and proves nothing of trees"
 
 
 @pytest.mark.parametrize("name", ["plain", "block", "ngram", "greedy drafts", GUESS_BEHIND])
@@ -191,7 +180,7 @@ def test_every_setting_has_a_name_of_its_own():
     assert len(BY_NAME) == len(SETTINGS) + len(PARAMETER_SETTINGS)
     assert len(STRUCTURED) == len(STRUCTURE_SETTINGS)
     assert len(CROSSED) == len(CROSSED_SETTINGS)
-    assert BY_NAME.keys() > set(REPEATS)
+    assert BY_NAME.keys() > {*REPEATS, *CHOSEN}
 
 
 @pytest.mark.parametrize("name", ["stop behind a token of low confidence", "the same in a tree"])
@@ -278,13 +267,6 @@ def test_a_best_first_tree_that_looks_at_a_token_before_it_keeps_its_row_turns_r
     assert proof.prove(BY_NAME[name], 2).measured > 1e-3
 
 
-def test_best_first_trees_branch_in_the_proof(proven):
-    """Otherwise their distribution would be that of chains, and the proof would say nothing of trees."""
-    stats = proven("best-first tree, traversal").stats
-    assert len(stats.offered_per_rank) > 1
-    assert stats.accepted_per_rank[1] > 0
-
-
 def test_a_choice_that_is_made_after_the_draw_is_noticed(proof, monkeypatch):
     """The engine may choose by anything that it knew before a draft was drawn, and by nothing that came after."""
     ask = engine.propose_all
@@ -307,20 +289,3 @@ def test_what_earlier_processes_learnt_shapes_choices_and_never_the_law(proof, m
         assert proof.prove(setting, 3).measured <= BOUND
         chosen.append(dict(proof.llm.stats.chosen))
     assert chosen[0] != chosen[1]
-
-
-def test_what_the_engine_chooses_depends_on_what_stood(proven):
-    """Otherwise the proof would not be about a choice."""
-    chosen = proven("the engine chooses").chosen + proven("the engine chooses, a lookup first").chosen
-    assert chosen["none", 0]
-    assert chosen["draft_model", 1]
-    assert chosen["draft_model", 2]
-    assert chosen["ngram", 2]
-
-
-def test_the_engine_chooses_what_members_make_together(proven):
-    """Otherwise these proofs would be about single methods."""
-    chosen = Counter()
-    for name in ("a merge of two drawn members", "a merge or its lookup", "then or a draft", "a nesting or a stage"):
-        chosen += Counter(method for method, _ in proven(f"the engine chooses, {name}").chosen.elements())
-    assert {"merge", "then", "staged", "ngram"} <= chosen.keys(), chosen
