@@ -89,6 +89,7 @@ def test_the_page_states_how_many_checks_there_are(bigram: Any) -> None:
     assert f"all {num_method_checks(ASKED)} checks hold (joints of " in PAGE.read_text("utf-8")
 
 
+@pytest.mark.by_change("src/outrider/prove/", "docs/how-to/write_a_proposer.md", "tests/model/test_adding_a_proposer.py")
 def test_some_of_its_checks_hold(bigram: Any) -> None:
     report = run_method_suite(ASKED, quick=True)
     assert report.passed, [check for check in report.checks if not check.passed]

@@ -60,6 +60,7 @@ def test_texts_are_those_of_stock_attention(
             )
 
 
+@pytest.mark.by_change("src/outrider/kernels/triton/", "src/outrider/model/backends/", "tests/model/test_triton_backend.py")
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU refuses this mode")
 def test_bits_and_so_seeds_hold_in_batch_invariant_mode(tmp_path: Path, interpreted: list[str]) -> None:
     """The load compares bits of whole passes with those of chunks, neighbours and trees; then seeded texts are equal."""
