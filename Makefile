@@ -11,6 +11,7 @@
 #                    .venv/bin/python -m pip install -c constraints.txt -e '.[dev,peers,harness,clients]'
 #   make arm         the tests of the kernels once more, on 64-bit ARM as QEMU runs it; needs Debian's package qemu-user
 #   make gpu STAGE=smoke   whether the engine is right on a GPU of NVIDIA; installs nothing, and takes PYTHON as it is
+#                          STAGE=plain and STAGE=chain measure how fast it is there
 #   make soak        200 streaming clients on a real server for 5 minutes; a table and a plot go to results/soak/
 # None of them needs PIP_FLAGS. Where pip would take a PyTorch with CUDA, it may name another index for builds for CPUs:
 #   make demo PIP_FLAGS="--extra-index-url URL"     with the address that https://pytorch.org/get-started/locally/ shows

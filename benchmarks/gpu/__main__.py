@@ -1,6 +1,8 @@
 """Checks the engine on a GPU of NVIDIA. It needs no download; PyTorch, Triton and transformers are enough.
 
     python -m benchmarks.gpu smoke    kernels beside float64, bits of chains and trees, small engines, the kernels' tests
+    python -m benchmarks.gpu plain    a random model in the shape of an 8B, beside transformers: times, kernels, waits
+    python -m benchmarks.gpu chain    chains of a draft model beside plain decoding, on wide copies of the embedded pair
 
 A stage takes four minutes at most on an H100. Its parts are processes of their own, so that a fault in one leaves the
 others alone. Each part writes to a file after every step, and all of them go into `--out` at the end. `--device cpu` tries
@@ -14,6 +16,7 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-#: The parts of each stage: modules, functions, and the seconds after which no step begins. They run side by side.
+#: The parts of each stage: modules, functions, and the seconds after which no step begins.
 STAGES: dict[str, list[tuple[str, str, int]]] = {
     "smoke": [
         ("kernels", "attention", 190),
@@ -30,7 +33,11 @@ STAGES: dict[str, list[tuple[str, str, int]]] = {
         ("engines", "engines", 190),
         ("kernel_tests", "kernel_tests", 190),
     ],
+    "plain": [("plain", "plain", 80), ("plain", "static", 60)],
+    "chain": [("chain", "chain", 165)],
 }
+#: Stages that measure times: their parts run one after the other, those of others side by side.
+TIMED = ("plain", "chain")
 #: Seconds in which the last step of a part must end.
 GRACE = 30
 
@@ -66,54 +73,61 @@ def run_stage(stage: str, out: Path, device: str) -> None:
     begin = time.perf_counter()
     results: dict[str, Any] = {"stage": stage, "machine": about(device)}
     print(json.dumps(results, indent=1), flush=True)
-    running = [(name, seconds, *start(module, name, seconds, out, device)) for module, name, seconds in STAGES[stage]]
-    for name, seconds, process, path, reader in running:
-        results[name] = {"status": ended(process, begin + seconds + GRACE)}
-        reader.join(10)
-        if path.exists():
-            results[name]["steps"] = json.loads(path.read_text("utf-8"))
-    results["seconds"] = round(time.perf_counter() - begin, 1)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
-    for _, _, _, path, _ in running:
-        path.unlink(missing_ok=True)
+    parts = STAGES[stage]
+    for group in [[part] for part in parts] if stage in TIMED else [parts]:
+        for running in [Part(stage, *part, out, device) for part in group]:
+            results[running.name] = running.ended()
+            write(results, out, begin)
     summary(results, out)
 
 
-def start(
-    module: str, name: str, seconds: int, out: Path, device: str
-) -> tuple[subprocess.Popen[str], Path, threading.Thread]:
-    """Start a part; returns its process, its file, and the thread that prints what it says."""
-    path = out.with_name(f"{out.stem}-{name}.json")
-    path.unlink(missing_ok=True)
-    how = {"PYTHONUNBUFFERED": "1", "OUTRIDER_COSTS": "off"}
-    if device.startswith("cuda"):
-        how["TRITON_INTERPRET"] = "0"
-    here = [sys.executable, "-m", "benchmarks.gpu", "smoke", "--part", f"{module}:{name}:{seconds}"]
-    process = subprocess.Popen(
-        [*here, "--out", str(path), "--device", device],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **how},
-    )
-    reader = threading.Thread(target=relay, args=(process, name), daemon=True)
-    reader.start()
-    return process, path, reader
+def write(results: dict[str, Any], out: Path, begin: float) -> None:
+    results["seconds"] = round(time.perf_counter() - begin, 1)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+
+
+class Part:
+    """A part of a stage that runs in a process of its own."""
+
+    def __init__(self, stage: str, module: str, name: str, seconds: int, out: Path, device: str) -> None:
+        self.name = name
+        self._until = time.perf_counter() + seconds + GRACE
+        self._path = out.with_name(f"{out.stem}-{name}.json")
+        self._path.unlink(missing_ok=True)
+        how = {"PYTHONUNBUFFERED": "1", "OUTRIDER_COSTS": "off"}
+        if device.startswith("cuda"):
+            how["TRITON_INTERPRET"] = "0"
+        here = [sys.executable, "-m", "benchmarks.gpu", stage, "--part", f"{module}:{name}:{seconds}"]
+        self._process = subprocess.Popen(
+            [*here, "--out", str(self._path), "--device", device],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **how},
+            start_new_session=True,  # a compiler that it started ends with it
+        )
+        self._reader = threading.Thread(target=relay, args=(self._process, name), daemon=True)
+        self._reader.start()
+
+    def ended(self) -> dict[str, Any]:
+        """How it ended, and what its steps found."""
+        try:
+            status: int | str = self._process.wait(max(1.0, self._until - time.perf_counter()))
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            status = "killed: it took too long"
+        self._reader.join(10)
+        steps = json.loads(self._path.read_text("utf-8")) if self._path.exists() else {}
+        self._path.unlink(missing_ok=True)
+        return {"status": status, "steps": steps}
 
 
 def relay(process: subprocess.Popen[str], name: str) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         print(f"[{name}] {line}", end="", flush=True)
-
-
-def ended(process: subprocess.Popen[str], until: float) -> int | str:
-    try:
-        return process.wait(max(1.0, until - time.perf_counter()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return "killed: it took too long"
 
 
 def about(device: str) -> dict[str, Any]:

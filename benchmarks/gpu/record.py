@@ -42,6 +42,17 @@ class Record:
         print(f"{name}: {json.dumps(self.steps[name], default=str)[:1200]}", flush=True)
         return found
 
+    def step_of(self, name: str, work: Callable[[], Any], about: Callable[[Any], Any]) -> Any:
+        """As `step`, for work whose result is no JSON: what `about` says of it is kept."""
+        made: list[Any] = []
+
+        def both() -> Any:
+            made.append(work())
+            return about(made[0])
+
+        self.step(name, both)
+        return made[0] if made else None
+
     def write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self.steps, indent=1, default=str) + "\n", "utf-8")

@@ -19,7 +19,9 @@ QUICK = ("tutorial", "explanation/performance", "reference/command")
 @pytest.fixture(scope="module")
 def page() -> Iterator[Any]:
     with browsing() as browser:
-        yield browser.new_page(reduced_motion="reduce")
+        page = browser.new_page(reduced_motion="reduce")
+        page.set_default_timeout(60_000)
+        yield page
 
 
 def read(page: Any, address: str, name: str) -> None:

@@ -19,6 +19,7 @@ RECORD = json.loads((ROOT / "web" / "src" / "recorded.json").read_text("utf-8"))
 def page(address: str) -> Iterator[Any]:
     with browsing() as browser:
         page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+        page.set_default_timeout(60_000)
         page.watch = Watch(page)
         page.goto(f"{address}/")
         page.wait_for_selector("#lab-7 .experiment")

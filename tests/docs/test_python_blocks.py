@@ -27,7 +27,15 @@ def modules(code: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+#: Pages whose blocks always run: what most readers begin with.
+CORE = ("README.md", "docs/tutorial.md", "docs/how-to/python.md")
+
+
+def always(block: Block) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.core] if block.page in CORE else []
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, id=str(block), marks=always(block)) for block in BLOCKS])
 def test_it_runs(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
@@ -45,6 +53,7 @@ def test_it_runs(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch, re
     exec(compile(code, str(block), "exec"), {"__name__": "page"})
 
 
+@pytest.mark.core
 def test_there_are_blocks_of_every_kind_of_page() -> None:
     folders = {block.page.split("/")[1] for block in BLOCKS if block.page.startswith("docs/")}
     assert {"tutorial.md", "how-to", "reference"} <= folders

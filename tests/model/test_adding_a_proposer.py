@@ -98,6 +98,7 @@ def test_the_page_of_losslessness_lists_what_is_asked(bigram: Any) -> None:
     assert [name for name in (*sorted(names), *UNASKED) if name not in table] == []
 
 
+@pytest.mark.by_change("src/outrider/prove/", "docs/how-to/write_a_proposer.md", "tests/model/test_adding_a_proposer.py")
 def test_some_of_its_checks_hold(bigram: Any) -> None:
     report = run_method_suite(ASKED, quick=True)
     assert report.passed, [check for check in report.checks if not check.passed]

@@ -13,7 +13,9 @@ from outrider import LLM
 from outrider.cli.app import app
 from outrider.embedded import default_model
 from outrider.measure.agreement import Agreement, Reading, agreement, measure_rounding, read
+from tests.model.core import of_formats
 
+pytestmark = of_formats
 TEXTS = [
     "import os\n\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n",
     "class Reader:\n    pass\n",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from outrider.kernels.library import available_sets
 from tests.model.attention import HIDDEN, LONG, Attention, Layer, in_pieces, segment, text_of
+from tests.model.core import core, in_turn
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 
@@ -29,46 +31,61 @@ SHAPES = {
     **{f"heads of {size}": (Attention(head_dim=size), 140) for size in (6, 64, 80, 96, 128, 256)},
 }
 #: Attention that looks back over all runs, over two, and over those of its chunk.
-SEVERAL = [Attention(), Attention(group=5, kv_heads=1, window=270, sinks=True), Attention(chunk=259, head_dim=40)]
+SEVERAL = {
+    "all": Attention(),
+    "window and sinks": Attention(group=5, kv_heads=1, window=270, sinks=True),
+    "chunk": Attention(chunk=259, head_dim=40),
+}
 #: How far sums may be from those in float64, relative to the largest; bf16 rounds queries, keys, values and the output.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 2e-2}
 
 
-@pytest.mark.parametrize("instruction_set", available_sets())
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("name", SHAPES)
-def test_attention_is_the_sum_that_it_stands_for(name: str, dtype: torch.dtype, instruction_set: str) -> None:
-    attention, length = SHAPES[name]
-    layer = Layer(replace(attention, dtype=dtype), instruction_set)
-    hidden = text_of(length)
-    want = layer.reference(hidden)
-    error = (in_pieces(layer, hidden, [length - 9, length - 3]) - want).abs().max() / want.abs().max()
-    assert error < TOLERANCES[dtype]
+#: Kernels are compiled for each of these pairs.
+KERNELS = list(product(available_sets(), TOLERANCES))
 
 
-@pytest.mark.parametrize("instruction_set", available_sets())
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("attention", SEVERAL, ids=["all", "window and sinks", "chunk"])
-def test_bits_do_not_depend_on_chunks_neighbours_or_threads(
-    attention: Attention, dtype: torch.dtype, instruction_set: str
-) -> None:
-    attention = replace(attention, dtype=dtype)
+@pytest.mark.parametrize(("instruction_set", "dtype"), KERNELS, ids=str)
+def test_attention_is_the_sum_that_it_stands_for(dtype: torch.dtype, instruction_set: str) -> None:
+    for name, (attention, length) in SHAPES.items():
+        layer = Layer(replace(attention, dtype=dtype), instruction_set)
+        hidden = text_of(length)
+        want = layer.reference(hidden)
+        error = (in_pieces(layer, hidden, [length - 9, length - 3]) - want).abs().max() / want.abs().max()
+        assert error < TOLERANCES[dtype], name
+
+
+#: Every kernel with one kind of attention, and every kind.
+CASES = [(*kernel, kind) for kernel in KERNELS for kind in SEVERAL]
+FEW = in_turn(*zip(*KERNELS, strict=True), SEVERAL) if KERNELS else []
+
+
+@pytest.mark.parametrize(("instruction_set", "dtype", "kind"), core(CASES, FEW, "src/outrider/kernels/"), ids=str)
+def test_bits_do_not_depend_on_chunks_neighbours_or_threads(kind: str, dtype: torch.dtype, instruction_set: str) -> None:
+    attention = replace(SEVERAL[kind], dtype=dtype)
     one, two = (Layer(attention, instruction_set, threads) for threads in (1, 2))
     hidden = text_of(LONG)
     whole = in_pieces(one, hidden, [])
-    for cuts in ([1], [255, 256, 257, 300, 513], [97, 510, 511, 512, 529], list(range(40, LONG, 33))):
-        assert torch.equal(in_pieces(one, hidden, cuts), whole)
+    assert torch.equal(in_pieces(one, hidden, [1, 255, 256, 257, 300, 513]), whole)
+    for cuts in ([1, 255, 256, 257, 300, 513], [97, 510, 511, 512, 529], list(range(40, LONG, 33))):
         assert torch.equal(in_pieces(two, hidden, cuts), whole)
     assert torch.equal(in_pieces(two, hidden, [250, 520], beside=True), whole)
 
 
-@pytest.mark.parametrize("instruction_set", available_sets())
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("window", [0, 3, 90])
-@pytest.mark.parametrize("start", [0, 77, 250, 253, 256])
-def test_a_tree_has_the_bits_of_its_paths(start: int, window: int, dtype: torch.dtype, instruction_set: str) -> None:
+#: Windows, and where a tree begins: before, behind and across the border of a run.
+PLACES = [(0, 0), (0, 250), (3, 253), (90, 77), (90, 256)]
+
+
+@pytest.mark.parametrize(("instruction_set", "dtype"), KERNELS, ids=str)
+def test_a_tree_has_the_bits_of_its_paths(dtype: torch.dtype, instruction_set: str) -> None:
     """Two paths in turn, with leaves beside them that are not numbers: nobody but themselves may notice."""
-    depth, attention = 9, Attention(window=window, dtype=dtype)
+    for window, start in PLACES:
+        got, want = tree_and_paths(start, Attention(window=window, dtype=dtype), instruction_set)
+        assert torch.equal(got, want), (window, start)
+
+
+def tree_and_paths(start: int, attention: Attention, instruction_set: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the rows of both paths have in a tree, and what they have in texts of their own."""
+    depth = 9
     layer = Layer(attention, instruction_set, threads=2)
     texts = [torch.cat([text_of(start), text_of(depth, seed)]) for seed in (1, 2)]
     want = [in_pieces(layer, text, [])[start:] for text in texts]
@@ -84,12 +101,10 @@ def test_a_tree_has_the_bits_of_its_paths(start: int, window: int, dtype: torch.
     if start:
         layer.forward([texts[0][:start]], [segment(0, start, table)])
     got = layer.forward([torch.stack(rows)], [segment(start, start + len(rows), table, tuple(parents))])[0]
-    for path in range(2):
-        assert torch.equal(got[places[path]], want[path])
+    return torch.cat([got[places[path]] for path in range(2)]), torch.cat(want)
 
 
-@pytest.mark.parametrize("instruction_set", available_sets())
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("instruction_set", "dtype"), KERNELS, ids=str)
 def test_what_a_row_does_not_see_may_be_infinite(dtype: torch.dtype, instruction_set: str) -> None:
     """Rows behind it, and rows that left its window; a weight of zero would not silence them."""
     layer = Layer(Attention(window=20, dtype=dtype), instruction_set)

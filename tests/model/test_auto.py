@@ -25,6 +25,7 @@ from outrider.propose.method import Method
 from outrider.propose.methods import draft_model
 from outrider.prove.tiny import save_tiny_llama
 from outrider.server.metrics import EngineState, ServerMetrics
+from tests.model.core import core
 
 #: Rows cost nothing, so that whatever stands pays.
 FREE = CostTable(dict.fromkeys((1, 2, 4, 8, 16, 32, 64, 128), 1.0), 0.0, {"draft_model": {1: 0.01, 64: 0.01}})
@@ -350,7 +351,13 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+#: One of each kind: a number, a key, a type, and what is missing.
+FEW_DAMAGES = ("a pass of an age", "passes of other numbers of rows", "a truth for a time", "a draft model that is missing")
+
+
+@pytest.mark.parametrize(
+    "damage", core(DAMAGES, FEW_DAMAGES, "src/outrider/govern/", "src/outrider/model/", "src/outrider/engine/")
+)
 def test_a_table_that_cannot_be_true_is_measured_anew(
     damage: str, pair: tuple[str, str], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -382,7 +389,9 @@ QUESTIONS = (
 )
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize(
+    "question", core(QUESTIONS, ("begin", "decide", "observe_step"), "src/outrider/govern/", "src/outrider/engine/")
+)
 def test_what_a_governor_raises_costs_the_choice_and_no_request(
     question: str, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -29,13 +29,16 @@ from outrider.measure import machine
 from outrider.measure.decoding_config import parse_ways
 from outrider.measure.row_costs import row_costs
 from outrider.measure.run import EncodedTask, Run, write
-from outrider.measure.widen import stretched, widen
+from outrider.measure.widen import stretched, wide_module, widen
 from outrider.model.loading.configuration import read_context
 from outrider.model.pass_timer import PassTimer
 from outrider.params import SamplingParams
 from outrider.propose.method import Method, ProposerContext
 from outrider.prove.tiny import save_tiny_llama
 
+pytestmark = pytest.mark.by_change(
+    *("src/outrider/bench/", "src/outrider/measure/", "src/outrider/cli/bench.py", "tests/model/test_bench.py")
+)
 ANSWER = (0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 0)
 PROMPTS = "\n".join(json.dumps({"prompt": text}) for text in ('a"a', 'aa"', '"'))
 RECORDED = json.dumps({"prompt": "a", "answer": "".join('"a'[token] for token in ANSWER)})
@@ -62,6 +65,7 @@ def test_a_replay_is_followed_to_the_letter(llm: LLM, name: str) -> None:
     assert len(ANSWER) == (found.num_passes or 0) + found.drafts.num_accepted_tokens
 
 
+@pytest.mark.core
 def test_the_clock_adds_up(llm: LLM) -> None:
     tasks = [EncodedTask(f"t{i}", (1, 0, 1), 9) for i in range(3)]
     found = write(llm, tasks, parse_ways(["ngram:2"], None)[-1], 1.0)
@@ -408,6 +412,7 @@ def test_the_verb_writes_tables_page_numbers_and_plots(tiny: str, tmp_path: Path
     assert set(json.loads(as_json.stdout)["cells"]) == set(found["cells"])
 
 
+@pytest.mark.core
 def test_bad_usage_is_one_clear_line(tiny: str, tmp_path: Path) -> None:
     from outrider.errors import InputError
 
@@ -433,3 +438,12 @@ def test_a_wide_copy_computes_the_same_function(tmp_path: Path) -> None:
             AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits for path in (source, str(tmp_path))
         )
     assert torch.allclose(narrow, wide, atol=2e-3)
+
+
+def test_layers_that_are_added_to_a_wide_copy_change_nothing() -> None:
+    ids = torch.tensor([[5, 90, 17, 300]])
+    with torch.inference_mode():
+        wide, deep = (
+            wide_module(default_model("draft"), 3, 2, torch.float32, layers=layers)(ids).logits for layers in (None, 6)
+        )
+    assert torch.equal(wide, deep)

@@ -182,6 +182,7 @@ def _blocks_are_causal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(block_head, "_mask", lambda reach, *args: stock(block_head.BlockReach(reach.window, True), *args))
 
 
+@pytest.mark.by_change("tests/model/")  # of the tests themselves: it plants what they must see
 @pytest.mark.parametrize("plant", [_rejected_rows_are_kept, _blocks_are_causal])
 def test_control_a_head_that_reads_something_else_is_seen(
     made: Made, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ from outrider.propose.trees.growth import Growth, add_level
 from outrider.trace import RoundTrace
 from outrider.verify.noise import Key, KeyedNoise, Stream
 from tests.model import checkpoints
+from tests.model.core import core
 from tests.model.test_target import Oracle, close
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3, 9, 9, 4], [5, 6], [7, 7, 7, 7, 7, 8, 30]]
@@ -102,6 +103,7 @@ def shallow_llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         return LLM(path, batch_invariant=True, **how), Oracle(path)
 
 
+@pytest.mark.parametrize("shallow_llm", core([(way,) for way in BACKENDS], [(BACKENDS[0],), (BACKENDS[4],)]), indirect=True)
 @pytest.mark.parametrize(
     "params",
     [

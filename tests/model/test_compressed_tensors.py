@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,13 @@ from outrider.embedded import default_model
 from outrider.errors import InvalidParameterError, ModelLoadError, StorageError, UnsupportedModelError
 from outrider.kernels.formats.registry import FORMATS
 from tests.model import checkpoints
+from tests.model.core import core
 
+#: What writes such checkpoints, and the roundings themselves.
+WRITERS = ("src/outrider/convert/", "src/outrider/kernels/", "src/outrider/cli/", "tests/model/test_compressed_tensors.py")
 FAMILIES = ["llama", "gemma2"]  # a head of its own, and one that is tied
 NAMES = ["int4-g32", "int8", "int8-g32"]
+WAYS = list(product(FAMILIES, NAMES, [torch.bfloat16, torch.float32]))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -32,8 +37,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return checkpoints.save(request.param, folder, seed=4, intermediate_size=96)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("path", "name", "dtype"), core(WAYS, WAYS[::5], *WRITERS), indirect=["path"], ids=str)
 def test_transformers_loads_the_rounded_weights(path: str, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     pytest.importorskip("compressed_tensors")
     source = tmp_path / "source"
@@ -79,6 +83,7 @@ compressed_tensors.write_compressed(sys.argv[1], Path(sys.argv[2]), FORMATS["int
 """
 
 
+@pytest.mark.by_change(*WRITERS)
 @pytest.mark.parametrize("moment", [pytest.param(1, marks=pytest.mark.slow), 9])
 def test_what_is_killed_leaves_nothing_that_loads(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, moment: int

@@ -24,8 +24,8 @@ PROMPTS = [
     "import os\nimport sys\n\ndef main(",
     "x = [1, 2, 3]\ny = [1, 2, 3]\nz = [",
 ]
-GREEDY = SamplingParams(temperature=0, max_tokens=24)
-SEEDED = SamplingParams(seed=4, max_tokens=24)
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+SEEDED = SamplingParams(seed=4, max_tokens=16)
 PENALISED = SamplingParams(seed=5, max_tokens=16, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={300: 2.0})
 TWO = SamplingParams(seed=6, max_tokens=10, n=2)
 MATCHES = ("tokens", "text")
@@ -141,7 +141,7 @@ def test_what_is_kept_is_what_would_be_computed_anew(
     assert isinstance(proposer, DraftModelProposer)
     monkeypatch.setattr(proposer, "_max_rows", 1000)  # who forgets all reads all in one pass
     kept = drafted(llm, config, GREEDY)
-    assert sum(map(bool, kept)) > 20
+    assert sum(map(bool, kept)) > 15
     stock = proposer.begin_draft
 
     def forgetful(request: Any, requests: Any) -> Any:

@@ -17,6 +17,7 @@ from outrider.measure.figures import Spread
 from outrider.measure.run import Run
 from outrider.stats import RequestStats
 
+pytestmark = pytest.mark.by_change("examples/", "src/outrider/measure/", "tests/model/test_demo.py")
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
 

@@ -18,7 +18,12 @@ from outrider.prove.published_mtp import save_random_mtp
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model.vocabularies import save_permuted_and_cut
 
-pytestmark = pytest.mark.usefixtures("believing")
+pytestmark = [
+    pytest.mark.usefixtures("believing"),
+    pytest.mark.by_change(
+        "src/outrider/doctor/", "src/outrider/cli/", "src/outrider/measure/", "tests/model/test_doctor.py"
+    ),
+]
 SHORT = ("--num-prompts", "2", "--max-tokens", "48")
 
 
@@ -35,6 +40,7 @@ def topics(method: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {finding["topic"]: finding for finding in method["findings"]}
 
 
+@pytest.mark.core
 def test_the_embedded_pair_fits() -> None:
     """Its vocabulary, template, context and acceptance do. Whether it gains depends on the machine."""
     _, found = examined("--method", "draft_model")

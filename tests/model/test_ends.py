@@ -9,6 +9,7 @@ from outrider.embedded import default_model
 from outrider.engine.admission import MAX_STOP_CHARACTERS
 from outrider.engine.detokenizer import TextStream
 from outrider.errors import InvalidParameterError
+from tests.model.core import core
 
 PROMPT = "def read(self):\n    return self."
 
@@ -22,7 +23,7 @@ def speculations() -> list[SpeculationConfig | str]:
     return ["none", SpeculationConfig(method=Ngram(min_match=1)), SpeculationConfig(method="draft_model")]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", core(range(3), [0]))
 def test_stop_tokens_end_the_text_inside_a_draft(llm: LLM, seed: int) -> None:
     whole = llm.generate(PROMPT, SamplingParams(seed=seed, max_tokens=30), speculation="none")[0].token_ids
     for stop in (whole[9], whole[20]):

@@ -21,16 +21,23 @@ from outrider.model.batch import Segment
 from outrider.model.runner import ModelRunner
 from outrider.propose.methods.early_exit import EarlyExit
 from tests.model import checkpoints
+from tests.model.core import core
 
 PROMPT = [(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(23)]  # longer than window and chunk
 NGRAM = SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=4)
 EXIT = SpeculationConfig(method=EarlyExit(layers=2), num_draft_tokens=3)
 BRANCHES = SpeculationConfig(method=Suffix(min_match=1, branches=True), num_draft_tokens=4)
 TREE = (-1, 0, 0, 1, 2, 2, 4)  # two branches, with uncles
-BACKENDS = ("fused", "paged", "gather")
 
 
-@pytest.fixture(scope="module", params=checkpoints.FAMILIES)
+#: One family for each way of the backends: windows, both kinds of layers with capped scores, added positions, sinks and
+#: experts, keys and values of two widths, factors that change with the length, and attention that cannot be replaced.
+FEW = ("mistral", "gemma2", "gpt2", "gpt_oss", "deepseek_v3", "longrope", "falcon")
+#: Where a change may concern one family and no other.
+OF_FAMILIES = ("src/outrider/model/", "src/outrider/kernels/", "tests/model/checkpoints.py")
+
+
+@pytest.fixture(scope="module", params=core(checkpoints.FAMILIES, FEW, *OF_FAMILIES))
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp(request.param)
     return checkpoints.save(request.param, folder / request.param)
@@ -79,10 +86,10 @@ def test_writes_what_transformers_writes(path: str, stock_text: tuple[int, ...],
 
 
 def test_seeded_drafts_write_the_plain_text(path: str) -> None:
-    """Chains, trees and layers of the target's own."""
+    """Chains, and layers of the target's own."""
     llm, params = load(path, "auto"), SamplingParams(seed=7, max_tokens=20)
     plain = llm.generate(PROMPT, params, speculation="none")[0].token_ids
-    for speculation in (NGRAM, BRANCHES, EXIT):
+    for speculation in (NGRAM, EXIT):
         assert llm.generate(PROMPT, params, speculation=speculation)[0].token_ids == plain
     assert llm.stats.finished.num_proposer_faults == 0
 
@@ -136,7 +143,7 @@ def test_tree_rows_equal_plain_paths(path: str, backend: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "fused"])  # which knows it from the load
-@pytest.mark.parametrize("path", checkpoints.WINDOWED, indirect=True)
+@pytest.mark.parametrize("path", core(checkpoints.WINDOWED, ("mistral", "gemma2"), *OF_FAMILIES), indirect=True)
 def test_a_forgotten_window_is_noticed(
     path: str, stock_text: tuple[int, ...], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,8 +188,10 @@ def test_forgotten_sinks_and_soft_caps_are_noticed(
     assert llm.generate(PROMPT, params)[0].logprobs != want
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("layers", "seed"), [(1, 0), (4, 0), (4, 3), (4, 5)])
+ENCODERS = [(layers, seed, dtype) for layers, seed in ((1, 0), (4, 0), (4, 3), (4, 5)) for dtype in ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize(("layers", "seed", "dtype"), core(ENCODERS, ENCODERS[::3]))
 def test_encoders_are_refused(tmp_path: Path, layers: int, seed: int, dtype: Any) -> None:
     from transformers import BertConfig, BertLMHeadModel
 

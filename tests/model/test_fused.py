@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from outrider.model.loading.loader import load_model
 from outrider.model.probe import probe_bits, reference
 from outrider.model.runner import ModelRunner
 from tests.model import checkpoints
+from tests.model.core import core, in_turn
 from tests.model.double import Double
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
@@ -94,8 +96,15 @@ def test_logits_and_hidden_states_are_the_stock_ones(paths: dict[str, str], name
         torch.testing.assert_close(out.aux_hidden_states[layer], want.hidden_states[layer][0], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "granite"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+#: Where a change may concern one pair of a model and an instruction set.
+OF_KERNELS = ("src/outrider/kernels/", "src/outrider/model/fused/", "tests/model/checkpoints.py")
+NARROW = list(product(["llama", "gemma2", "gpt2", "granite"], ["float32", "bfloat16"], available_sets()))
+FEW_NARROW = [case for place, case in enumerate(NARROW) if case[2] == TAKEN or place % 5 == 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "instruction_set"), core(NARROW, FEW_NARROW, *OF_KERNELS), indirect=["instruction_set"]
+)
 def test_narrow_types_stay_close(paths: dict[str, str], name: str, dtype: str, instruction_set: str) -> None:
     runner = runner_of(paths[name], dtype)
     table = runner.blocks.allocate(12)
@@ -106,11 +115,15 @@ def test_narrow_types_stay_close(paths: dict[str, str], name: str, dtype: str, i
         assert (got - want).norm() <= (stock(paths[name], TEXT, torch.bfloat16).logits[0] - want).norm()
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2"])
+ACTIVATIONS = ["silu", "gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2"]
+GATED = [("llama", found) for found in available_sets()]
+ACTIVE = [(*pair, name) for pair in (*GATED, ("phi", TAKEN)) for name in ACTIVATIONS]
+#: Each of them with a gate, where some instruction set computes it, and without.
+FEW_ACTIVE = [case for case in ACTIVE if case[:2] == ("llama", TAKEN) or case[2] in ("relu2", "gelu_new")]
+
+
 @pytest.mark.parametrize(
-    ("name", "instruction_set"),
-    [*(("llama", found) for found in available_sets()), ("phi", TAKEN)],
-    indirect=["instruction_set"],
+    ("name", "instruction_set", "activation"), core(ACTIVE, FEW_ACTIVE, *OF_KERNELS), indirect=["instruction_set"]
 )
 def test_every_activation_with_and_without_a_gate(
     paths: dict[str, str], name: str, activation: str, instruction_set: str, tmp_path: Path
@@ -150,9 +163,16 @@ def in_pieces(runner: ModelRunner, cuts: list[int], beside: bool) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+#: Every model with the instruction set that is taken here, in one type, and every type with every instruction set.
+CHUNKED = ["llama", "qwen3", "phi3", "gemma2", "gpt_neox", "olmo2", "mixtral", "qwen3_moe_shares", "gpt_oss"]
+DTYPES = ["bfloat16", "float32", "float64"]
+FEW_CHUNKED = [*in_turn(CHUNKED, DTYPES, available_sets()[-1:]), *product(["mixtral"], DTYPES, available_sets())]
+
+
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "phi3", "gemma2", "gpt_neox", "olmo2", "mixtral", "qwen3_moe_shares", "gpt_oss"]
+    ("name", "dtype", "instruction_set"),
+    core(product(CHUNKED, DTYPES, available_sets()), FEW_CHUNKED, *OF_KERNELS),
+    indirect=["instruction_set"],
 )
 def test_bits_do_not_depend_on_the_chunk_or_the_batch(
     paths: dict[str, str], name: str, dtype: str, instruction_set: str
@@ -266,7 +286,7 @@ def test_threads_that_differ_do_not_meddle(paths: dict[str, str]) -> None:
     def passes(count: int) -> Tensor:
         torch.set_num_threads(count)
         runner = runners[count]
-        return torch.stack([in_pieces(runner, [7, 20], beside=True) for _ in range(40)])
+        return torch.stack([in_pieces(runner, [7, 20], beside=True) for _ in range(10)])
 
     threads = torch.get_num_threads()
     try:

@@ -21,9 +21,11 @@ from outrider.model.loading.gguf.header import read_gguf
 from outrider.prove.published_blocks import save_random_dflash
 from outrider.prove.published_heads import save_random_eagle
 from tests.model import checkpoints
+from tests.model.core import of_formats
 from tests.model.test_head_conversion import EAGLES, YARN
 from tests.model.test_hostile_heads import exchange
 
+pytestmark = of_formats
 IDS: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 HEADS: dict[str, dict[str, Any]] = {
     "all tokens": {"layout": "safeailab", **IDS, "own_output": False},

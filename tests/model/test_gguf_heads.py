@@ -16,9 +16,11 @@ from outrider.model.lone_layer import RotaryFactors
 from outrider.prove.published_blocks import save_random_dflash
 from outrider.prove.published_heads import save_random_eagle
 from tests.model import checkpoints
+from tests.model.core import of_formats
 from tests.model.gguf_heads import write_block_head, write_head
 from tests.model.test_hostile_heads import exchange
 
+pytestmark = of_formats
 LAYERS = [1, 2, 3]
 DRAFTED = (1, 2, 3, 5, 8, 13, 21, 30)
 _LLAMA_3 = {

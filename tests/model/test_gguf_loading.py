@@ -12,9 +12,11 @@ from outrider import LLM, SamplingParams
 from outrider.kernels.library import available_sets
 from outrider.measure.machine import MemoryWatch
 from outrider.model.loading.reading import watched_reading
+from tests.model.core import of_formats
 from tests.model.drawn_files import q4_k_m, write_drawn
 
 pytest.importorskip("gguf")
+pytestmark = of_formats
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
 SETTINGS = {"speculation": "none", "kv_cache_tokens": 64, "max_model_len": 64, "max_num_seqs": 1}
 

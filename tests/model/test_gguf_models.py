@@ -20,6 +20,7 @@ from outrider.model.loading.loader import load_model
 from outrider.train.models import existing, pruned
 from outrider.train.target import FrozenTarget
 from tests.model import checkpoints
+from tests.model.core import core
 from tests.model.gguf_files import Written, is_matrix
 
 pytest.importorskip("gguf")
@@ -63,7 +64,11 @@ FILES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FILES)
+#: Matrices of small and of large blocks, experts of both kinds, changed factors, and values from tables.
+FEW = ("qwen3-tied", "gemma2", "phi3-longrope", "qwen3moe", "gpt-oss", "llama-tables")
+
+
+@pytest.fixture(scope="module", params=core(FILES, FEW, "src/outrider/model/loading/", "src/outrider/kernels/"))
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
     family, kinds, changes = FILES[request.param]
     folder = tmp_path_factory.mktemp("gguf")

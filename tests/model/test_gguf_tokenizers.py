@@ -15,9 +15,11 @@ from outrider.doctor.pairing import examine_pairing
 from outrider.errors import OutriderError
 from outrider.model.loading.tokenizers import read_tokenizer
 from tests.model import checkpoints
+from tests.model.core import of_formats
 from tests.model.gguf_files import Written
 
 gguf = pytest.importorskip("gguf")
+pytestmark = of_formats
 CORPUS = [
     "Hello, world! It's what we've had: 12345 + 678 = 13023.",
     "  two spaces,\ttabs\n\n\nand  lines \r\n end  ",

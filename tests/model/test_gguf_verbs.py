@@ -13,10 +13,12 @@ from outrider.cli.app import app
 from outrider.convert.gguf import write_gguf
 from outrider.convert.gguf_vocabulary import own_vocabulary
 from tests.model import checkpoints
+from tests.model.core import of_formats
 from tests.model.test_gguf_vocabularies import byte_level_tokenizer
 from tests.server.running import running
 
 pytest.importorskip("gguf")
+pytestmark = of_formats
 SHAPE: dict[str, Any] = {"layers": 2, "hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 4096}
 
 

@@ -17,10 +17,12 @@ from outrider.embedded import default_model
 from outrider.errors import UnsupportedModelError
 from outrider.model.loading.gguf.tokenizer import SPLITTINGS
 from tests.model import checkpoints
+from tests.model.core import of_formats
 from tests.model.test_gguf_tokenizers import CORPUS, SPECIAL, TEMPLATE, byte_level, metadata_only, read
 from tests.warm import warm_python
 
 pytest.importorskip("gguf")
+pytestmark = of_formats
 SPACE = "\u2581"
 TEXTS = [
     "low",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from outrider.propose.methods.row_heads import RowHeadsProposer
 from outrider.prove.cache_truth import CacheAudit
 from outrider.prove.tiny_heads import save_random_heads
 from tests.model import checkpoints
+from tests.model.core import core, in_turn
 from tests.model.test_target import Oracle
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3, 9, 9, 4], [5, 6], [7, 7, 7, 7, 7, 8, 30]]
@@ -194,7 +196,11 @@ class Watch:
         return self._said[method.model, read][0 if exits else depth]
 
 
-@pytest.mark.parametrize("name", WAYS)
+#: All heads on one backend, and a kind of them on each of the others.
+DRAFTING = [*product(WAYS, BACKENDS[:1]), *in_turn(METHODS, BACKENDS[1:])]
+
+
+@pytest.mark.parametrize(("name", "crowded"), core(product(WAYS, BACKENDS), DRAFTING), indirect=["crowded"])
 def test_every_draft_is_what_the_heads_say_of_the_stock_models_states(
     crowded: LLM, made: Made, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +218,7 @@ def test_every_draft_is_what_the_heads_say_of_the_stock_models_states(
     assert stats.num_draft_tokens > stats.num_accepted_tokens
 
 
+@pytest.mark.by_change("tests/model/")  # of the tests themselves: it plants what they must see
 @pytest.mark.parametrize("bug", ["a row off", "the norm is forgotten", "a rejected row is read", "heads a place too far"])
 def test_control_heads_that_read_or_say_something_else_are_seen(
     made: Made, bug: str, monkeypatch: pytest.MonkeyPatch
@@ -249,13 +256,20 @@ def _wrong(stock: Callable[..., None], bug: str) -> Callable[..., None]:
 # -- no text changes ---------------------------------------------------------------------------------------------------
 
 
+ASKED: dict[str, SamplingParams] = {
+    "three samples": SEEDED.replace(n=3),
+    "greedy": GREEDY,
+    "seeded": SEEDED,
+    "penalties": SEEDED.replace(repetition_penalty=1.3, logit_bias={4: 2.0}),
+}
+
+
 @pytest.mark.parametrize(
-    "params",
-    [GREEDY, SEEDED, SEEDED.replace(n=3), SEEDED.replace(repetition_penalty=1.3, logit_bias={4: 2.0})],
-    ids=["greedy", "seeded", "three samples", "penalties"],
+    ("asked", "crowded"), core(product(ASKED, BACKENDS), in_turn(ASKED, BACKENDS)), indirect=["crowded"]
 )
-def test_a_crowded_batch_writes_what_each_writes_alone(crowded: LLM, made: Made, params: SamplingParams) -> None:
+def test_a_crowded_batch_writes_what_each_writes_alone(crowded: LLM, made: Made, asked: str) -> None:
     """All kinds of heads, a lookup and nobody, preempted, and with prefixes from the cache."""
+    params = ASKED[asked]
     ways = [*made.ways().values(), SpeculationConfig(method=Ngram(min_match=1)), SpeculationConfig()]
     prompts = [PROMPTS[i % 3] for i in range(len(ways))]
     plain = [crowded.generate(prompt, params, speculation="none")[0] for prompt in PROMPTS]
@@ -269,6 +283,7 @@ def test_a_crowded_batch_writes_what_each_writes_alone(crowded: LLM, made: Made,
     assert all(sum(sample.stats.num_draft_tokens for sample in output.outputs) > 0 for output in outputs[: len(WAYS)])
 
 
+@pytest.mark.parametrize("crowded", core(BACKENDS, ("fused", "gather")), indirect=True)
 def test_kv_is_that_of_a_fresh_prefill(crowded: LLM, made: Made) -> None:
     for i, speculation in enumerate(made.ways().values()):
         params = SEEDED.replace(max_tokens=12, n=2 if i == 0 else 1)

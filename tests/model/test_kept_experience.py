@@ -14,6 +14,7 @@ from outrider.engine import engine
 from outrider.govern.acceptance import KEPT, AcceptanceModel
 from outrider.model import keeping
 from outrider.prove.tiny import save_tiny_llama
+from tests.model.core import core
 from tests.model.test_auto import COPY, FREE, auto, steady
 
 
@@ -102,7 +103,9 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", core(DAMAGES, ("nothing", "a position too many", "no number"), "src/outrider/govern/", "src/outrider/engine/")
+)
 def test_what_cannot_be_true_is_ignored_and_written_anew(
     damage: str, pair: tuple[str, str], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,7 +122,9 @@ def test_what_cannot_be_true_is_ignored_and_written_anew(
         assert all(drafts > 0.0 for drafts in tried(llm).values())
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\0" * 100])
+@pytest.mark.parametrize(
+    "text", core(["", "{", "[]", "null", "\0" * 100], ["{", "null"], "src/outrider/govern/", "src/outrider/engine/")
+)
 def test_a_file_that_is_no_such_file_is_ignored(text: str, pair: tuple[str, str], folder: Path) -> None:
     used(*pair)
     for path in folder.iterdir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from outrider.propose.methods.early_exit import EarlyExit
 from outrider.propose.methods.layer_skip import LayerSkip
 from outrider.trace import RoundTrace
 from tests.model import checkpoints
+from tests.model.core import core, in_turn
 from tests.model.test_shared_layers import BACKENDS, EXIT, GREEDY, LENGTH, PROMPTS, SKIP, TREE, load
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module")
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -41,7 +43,7 @@ def scaled(folder: Path, layers: Sequence[int], factor: float) -> str:
 WITHOUT = {"early exit": ((2, 3), EarlyExit(layers=2)), "layer skip": ((1, 3), LayerSkip(skip=(1, 3)))}
 
 
-@pytest.fixture(scope="module", params=[(who, factor) for who in WITHOUT for factor in (0.0, 1e-3)], ids=str)
+@pytest.fixture(scope="module")
 def easy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Method, float]:
     who, factor = request.param
     layers, method = WITHOUT[who]
@@ -57,7 +59,15 @@ def full(found: Sequence[RoundTrace]) -> list[RoundTrace]:
     return [r for r in found if len(Draft(r.token_ids, r.parents).paths) and Draft(r.token_ids, r.parents).depth == LENGTH]
 
 
-@pytest.mark.parametrize("tree", [(), TREE], ids=["chain", "tree"])
+EASY = [(who, factor) for who in WITHOUT for factor in (0.0, 1e-3)]
+SHAPES = [(), TREE]
+#: All on one backend, and on the others each once.
+FEW = [*product(EASY, BACKENDS[:1], SHAPES), *in_turn(EASY, BACKENDS[1:], SHAPES)]
+
+
+@pytest.mark.parametrize(
+    ("easy", "backend", "tree"), core(product(EASY, BACKENDS, SHAPES), FEW), indirect=["easy", "backend"], ids=str
+)
 def test_what_hardly_counts_is_left_out_at_no_loss(
     easy: tuple[str, Method, float], backend: str, tree: tuple[int, ...]
 ) -> None:

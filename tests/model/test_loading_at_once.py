@@ -188,13 +188,21 @@ def begun(code: str) -> subprocess.Popen[str]:
     return process
 
 
+#: Processes that are interrupted take seconds to begin.
+of_loading = pytest.mark.by_change(
+    *("src/outrider/model/loading/", "src/outrider/engine/hosting/", "src/outrider/cli/", "src/outrider/llm.py"),
+    "tests/model/test_loading_at_once.py",
+)
+
+
+@of_loading
 @pytest.mark.parametrize(
     ("code", "seconds"),
     [
         pytest.param(LIBRARY, 1.0, id="library, many weights"),
         pytest.param(LIBRARY, 60.0, id="library, one weight", marks=pytest.mark.slow),
         pytest.param(COMMAND, 1.0, id="command, many weights", marks=pytest.mark.slow),
-        pytest.param(COMMAND, 60.0, id="command, one weight"),
+        pytest.param(COMMAND, 60.0, id="command, one weight", marks=pytest.mark.core),
     ],
 )
 def test_one_interrupt_ends_a_process_that_loads(code: str, seconds: float) -> None:
@@ -210,6 +218,7 @@ def test_one_interrupt_ends_a_process_that_loads(code: str, seconds: float) -> N
         assert (process.returncode, lines[-1]) == (-signal.SIGINT, "KeyboardInterrupt")
 
 
+@of_loading
 def test_a_second_interrupt_ends_it_at_once_and_does_not_abort() -> None:
     with begun(SLOW.format(seconds=60.0, patience=50.0) + LIBRARY) as process:
         assert process.stderr is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from outrider import LLM, DraftModel, Ngram, SamplingParams, SpeculationConfig
 from outrider.prove.cache_truth import CacheAudit
 from tests.model import checkpoints
 from tests.model.checkpoints import LONG_AFTER, VOCAB_SIZE
+from tests.model.core import core, in_turn
 
+BACKENDS = ("paged", "gather")
 LENGTHS = (9, LONG_AFTER - 3, LONG_AFTER, LONG_AFTER + 1, 47)
 PROMPTS = [[(7 * i * i + 3 * i + 1) % VOCAB_SIZE for i in range(n)] for n in LENGTHS]
 GREEDY = SamplingParams(temperature=0, max_tokens=26)  # short ones cross the line while they write
@@ -39,8 +42,7 @@ def ways(draft: str) -> list[SpeculationConfig]:
     ]
 
 
-@pytest.mark.parametrize("backend", ["paged", "gather"])
-@pytest.mark.parametrize("way", range(4))
+@pytest.mark.parametrize(("way", "backend"), core(product(range(4), BACKENDS), in_turn(range(4), BACKENDS)))
 def test_texts_cross_the_line_in_a_mixed_batch(
     paths: tuple[str, str], stock: list[tuple[int, ...]], way: int, backend: str
 ) -> None:

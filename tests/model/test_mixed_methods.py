@@ -81,7 +81,8 @@ def test_every_method_takes_part() -> None:
     assert {way["method"] for way in WAYS} == {"none", *registry._BUILT_IN}
 
 
-def test_a_batch_of_all_methods_writes_what_plain_decoding_writes_alone(llm: LLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shift", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_batch_of_all_methods_writes_what_plain_decoding_writes_alone(llm: LLM, shift: int, tmp_path: Path) -> None:
     """With different lengths, trees, rules, parameters and numbers of samples, and too little memory for all at once.
 
     All texts are greedy, or seeded under a rule that keeps to the seed, so that who drafted must not show in any of them.
@@ -95,8 +96,7 @@ def test_a_batch_of_all_methods_writes_what_plain_decoding_writes_alone(llm: LLM
     models["dflash"] = {"model": save_random_dflash(tmp_path / "dflash", default_model("target"), scale=0.1)}
     models["peagle"] = {"model": save_random_peagle(tmp_path / "peagle", default_model("target"), scale=0.1)}
     requests = [
-        (prompt, PARAMS[(place + turn) % len(PARAMS)], {**way, **models.get(way["method"], {})})
-        for turn, prompt in enumerate(PROMPTS)
+        (PROMPTS[(place + shift) % 2], PARAMS[(place // 2 + shift) % len(PARAMS)], {**way, **models.get(way["method"], {})})
         for place, way in enumerate(WAYS)
     ]
     prompts, params, ways = zip(*requests, strict=True)

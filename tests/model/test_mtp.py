@@ -84,10 +84,10 @@ def test_logits_are_those_of_the_reference_over_ten_levels(
     path = made(family, tmp_path)
     dtype = "float64" if family.layout == "qwen3_next" else "float32"  # a delta rule adds up what is rounded
     watch, llm = watched(family, path, monkeypatch), load(path, dtype=dtype)
-    outputs = llm.generate(PROMPTS[:2], GREEDY.replace(max_tokens=13), speculation=way(num_draft_tokens=11))
+    outputs = llm.generate(PROMPTS[:1], GREEDY.replace(max_tokens=13), speculation=way(num_draft_tokens=11))
     assert faults(outputs) == 0
     assert watch.worst <= BOUND
-    assert watch.num_rows > 20
+    assert watch.num_rows > 10
     assert watch.deepest == 10
 
 
@@ -212,6 +212,7 @@ def _prompt_not_read(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(feature_texts, "_keep", keep)
 
 
+@pytest.mark.by_change("tests/model/")  # of the tests themselves: it plants what they must see
 @pytest.mark.parametrize("plant", [_before_the_final_norm, _halves_swapped, _prompt_not_read])
 def test_control_a_head_that_reads_something_else_is_seen(
     plant: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write_a_proposer.md"
 SOURCES = Path(__file__).parents[2] / "src"
 
 
+#: Where the commands may change that look at such a method, or the method itself.
+of_commands = pytest.mark.by_change(
+    *("src/outrider/prove/", "src/outrider/cli/", "src/outrider/bench/", "docs/how-to/write_a_proposer.md"),
+    "tests/model/test_own_method.py",
+)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Holds my_file.py with the method of docs/how-to/write_a_proposer.md."""
@@ -32,6 +39,7 @@ def outrider(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return warm_python().run("outrider", *arguments, folder=folder, timeout=300, PYTHONPATH=str(SOURCES))
 
 
+@of_commands
 def test_it_is_proved_and_the_verdict_is_stated(folder: Path) -> None:
     done = outrider(folder, "prove", "--method", '{"method": "my_file:Bigram", "shared": true}', "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -63,6 +71,7 @@ def test_one_that_lies_behind_the_horizon_passes_and_the_result_says_how_far_it_
     assert [check["horizon"] for check in report["checks"]] == [3] * 4 + [None] * 4
 
 
+@of_commands
 def test_one_that_biases_the_output_fails(folder: Path) -> None:
     (folder / "liar.py").write_text(
         "from dataclasses import replace\n"
@@ -86,6 +95,7 @@ def test_one_that_biases_the_output_fails(folder: Path) -> None:
     assert report["horizon"] == "joints of 3 tokens"
 
 
+@of_commands
 def test_it_is_measured_beside_plain_decoding(folder: Path) -> None:
     ways = ("--way", "plain", "--way", "my_file:Bigram:3")
     sizes = ("-w", "json", "-n", "1", "--max-tokens", "8", "--sampling", "T=1", "--batch", "1", "--json")

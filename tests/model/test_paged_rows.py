@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from outrider.model.batch import Segment
 from outrider.model.runner import ModelRunner
 from outrider.propose.auto import Auto
 from tests.model import checkpoints
+from tests.model.core import core, in_turn
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 VOCAB = checkpoints.VOCAB_SIZE
@@ -84,16 +86,29 @@ class Passes:
         return found
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", checkpoints.OUTSIDE)
+#: Where a change may concern one family, or one instruction set.
+OF_FAMILIES = (
+    "src/outrider/model/",
+    "src/outrider/kernels/",
+    "tests/model/checkpoints.py",
+    "tests/model/test_paged_rows.py",
+)
+DTYPES = ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    core(product(checkpoints.OUTSIDE, DTYPES), in_turn(checkpoints.OUTSIDE, DTYPES), *OF_FAMILIES),
+)
 def test_the_bits_of_a_row_do_not_depend_on_other_rows(paths: dict[str, str], family: str, dtype: Any) -> None:
     runner = loaded(paths[family], dtype).engine.runner
     assert (runner.backend.name, runner.backend.invariant) == ("paged", True)
     assert Passes(runner).wrong(SIZES) == []
 
 
-@pytest.mark.parametrize("kernels", available_sets())
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("kernels", "dtype"), core(product(available_sets(), DTYPES), in_turn(available_sets(), DTYPES), *OF_FAMILIES)
+)
 def test_every_instruction_set_holds_them(
     paths: dict[str, str], kernels: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +155,9 @@ def _steady(work: StepWork, times: StepTimes) -> StepTimes:
     return StepTimes(0.01 if work.texts else 0.0001, 1.0, 0.01)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "vaultgemma", "qwen2_moe", "llama4_text"])
+@pytest.mark.parametrize(
+    "family", core(("deepseek_v3", "vaultgemma", "qwen2_moe", "llama4_text"), ("deepseek_v3", "llama4_text"), *OF_FAMILIES)
+)
 def test_greedy_and_seeded_texts_are_sped_up_and_stay_the_same(paths: dict[str, str], family: str) -> None:
     ways = ["none", SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=4)]
     ways.append(SpeculationConfig(method=Suffix(min_match=1, branches=True), num_draft_tokens=6))

@@ -120,6 +120,7 @@ def _the_first_token_is_seen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TextHead, "unseen", lambda self, layer: 0)
 
 
+@pytest.mark.by_change("tests/model/")  # of the tests themselves: it plants what they must see
 @pytest.mark.parametrize("plant", [_masks_have_the_feature_of_the_text, _rows_see_later_ones, _the_first_token_is_seen])
 def test_control_a_head_that_reads_something_else_is_seen(
     made: Made, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

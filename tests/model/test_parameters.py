@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from outrider.errors import (
     ProcessingError,
     UnsupportedParameterError,
 )
+from tests.model.core import core, in_turn
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "parameters.md"
 PROMPTS = ["def parse(line):\n", "for name in names:\n    for name in names:\n    for", '{"name": "']
@@ -83,10 +85,9 @@ def llm() -> LLM:
     return LLM(dtype="float64", speculation="none", block_size=8)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(("row", "way"), core(product(ROWS, WAYS), in_turn(ROWS, WAYS)))
 def test_the_text_is_that_of_plain_decoding(llm: LLM, row: str, way: str) -> None:
-    given = {"max_tokens": 18, "seed": 5, **ROWS[row]}
+    given = {"max_tokens": 12, "seed": 5, **ROWS[row]}
     if way == "greedy":
         given["temperature"] = 0.0
     params = SamplingParams(**given)
@@ -230,8 +231,10 @@ def test_parameters_that_leave_no_token_end_their_own_request(llm: LLM, config: 
     assert "min_tokens" not in str(error)
 
 
-@pytest.mark.parametrize("config", [SpeculationConfig(), *SPECULATIONS], ids=str)
-@pytest.mark.parametrize("kind", [KeyError, SystemExit, GeneratorExit])
+CONFIGS, KINDS = [SpeculationConfig(), *SPECULATIONS], [KeyError, SystemExit, GeneratorExit]
+
+
+@pytest.mark.parametrize(("config", "kind"), core(product(CONFIGS, KINDS), in_turn(CONFIGS, KINDS)), ids=str)
 def test_a_processor_that_raises_ends_its_own_request(
     llm: LLM, config: SpeculationConfig, kind: type[BaseException]
 ) -> None:

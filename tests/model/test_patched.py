@@ -17,6 +17,7 @@ import outrider
 from outrider.embedded import default_model
 from outrider.errors import InputError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
 from tests.model import checkpoints
+from tests.model.core import core
 
 FAMILIES = ("llama", "gemma2", "gpt2", "mixtral", "qwen2", "phi3")
 PAD = 1
@@ -48,7 +49,10 @@ def halve_even(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    core(FAMILIES, ("llama", "gemma2"), "src/outrider/patching/", "src/outrider/model/", "tests/model/test_patched.py"),
+)
 def test_greedy_tokens_are_those_of_the_stock_model(family: str, tmp_path: Path) -> None:
     model = model_from(checkpoints.save(family, tmp_path))
     stock = model.generate(**BATCH, max_new_tokens=20, do_sample=False)

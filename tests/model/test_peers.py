@@ -9,6 +9,7 @@ from outrider.bench.peers.base import PeerModels
 from outrider.bench.peers.known_peers import PEERS, open_peer
 from outrider.embedded import default_model
 
+pytestmark = pytest.mark.by_change("src/outrider/bench/peers/", "tests/model/test_peers.py")
 NUM_TOKENS = 32
 TEXT = 'def add(a, b):\n    """Return the sum of a and b."""\n'
 ENDED = 'if __name__ == "__main__":\n    main()\n'

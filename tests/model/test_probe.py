@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from outrider.model.fused.layer_builder import decoder_layer
 from outrider.model.loading.loader import load_model
 from outrider.model.runner import ModelRunner
 from tests.model import checkpoints
+from tests.model.core import core, in_turn
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
 DTYPES = ("float32", "bfloat16")
@@ -52,8 +54,12 @@ def test_weights_are_packed_for_the_kernels_of_cpus_alone() -> None:
     assert ways == {"cpu": [("paged", True), ("paged", False)], "cuda": [("paged", False)]}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("family", "wrong"), WRONG, ids=[f"{name}-{next(iter(wrong))}" for name, wrong in WRONG])
+CASES = [(*each, dtype) for each in WRONG for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong", "dtype"), core(CASES, CASES[::3], "src/outrider/model/", "src/outrider/kernels/"), ids=str
+)
 def test_a_wrong_description_is_refused(
     family: str, wrong: dict[str, Any], dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,9 +72,13 @@ def test_a_wrong_description_is_refused(
     assert runner_of(path, dtype, "auto").backend.name == "paged"
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layer", [0, 2, 5])
+LAYERS, ROUNDINGS = [0, 2, 5], [None, "int8"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype", "quantization"),
+    core(product(LAYERS, DTYPES, ROUNDINGS), in_turn(LAYERS, DTYPES, ROUNDINGS), "src/outrider/model/"),
+)
 def test_a_single_wrong_layer_is_refused(
     layer: int, dtype: str, quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

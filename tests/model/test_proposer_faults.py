@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,6 +33,7 @@ from outrider.propose.base import (
 from outrider.propose.method import Method, ProposerContext
 from outrider.propose.methods.draft_model import DraftModelProposer
 from tests.model import checkpoints
+from tests.model.core import core, in_turn
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [5, 6], [7, 7, 7, 7, 7]]
 V = checkpoints.VOCAB_SIZE
@@ -78,6 +79,9 @@ WHOLE_FAULTS: dict[str, Callable[[Draft, int], Any]] = {
     "scratch lengths differ": lambda d, j: beside(d, (1, 1), (-1,)),
     "scratch beyond budget": lambda d, j: beside(d, (1,) * 7, (-1,) * 7),
 }
+
+
+CHAIN_FAULTS = {**ROW_FAULTS, **WHOLE_FAULTS}
 
 
 class Spoiler(Proposer):
@@ -179,11 +183,10 @@ UNSEEDED = SamplingParams(max_tokens=16)
 
 @pytest.mark.usefixtures("patience")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("row", [0, 1, 2])
-@pytest.mark.parametrize("fault", [*ROW_FAULTS, *WHOLE_FAULTS])
+@pytest.mark.parametrize(("fault", "row"), core(product(CHAIN_FAULTS, range(3)), in_turn(CHAIN_FAULTS, range(3))))
 def test_spoilt_drafts_change_nothing(llm: LLM, with_proposer: Any, fault: str, row: int) -> None:
     inner = draft_model_of(llm)
-    config = with_proposer(Spoiler(inner, {**ROW_FAULTS, **WHOLE_FAULTS}[fault], row))
+    config = with_proposer(Spoiler(inner, CHAIN_FAULTS[fault], row))
     for params in (GREEDY, SEEDED):
         want = [o.token_ids for o in llm.generate(PROMPTS, params, speculation="none")]
         assert [o.token_ids for o in llm.generate(PROMPTS, params, speculation=config)] == want
@@ -194,8 +197,7 @@ def test_spoilt_drafts_change_nothing(llm: LLM, with_proposer: Any, fault: str, 
 
 
 TREE_FAULTS: dict[str, Callable[[Draft, int], Any]] = {
-    **ROW_FAULTS,
-    **WHOLE_FAULTS,
+    **CHAIN_FAULTS,
     "token drawn twice": lambda d, j: changed(d, j ^ 1, token=d.token_ids[j]),
     "laws of siblings differ": lambda d, j: changed(d, j, law=torch.full((V,), 1.0 / V)),
 }
@@ -203,8 +205,7 @@ TREE_FAULTS: dict[str, Callable[[Draft, int], Any]] = {
 
 @pytest.mark.usefixtures("patience")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("row", [0, 3, 5])
-@pytest.mark.parametrize("fault", TREE_FAULTS)
+@pytest.mark.parametrize(("fault", "row"), core(product(TREE_FAULTS, (3, 5, 0)), in_turn(TREE_FAULTS, (3, 5, 0))))
 def test_spoilt_trees_change_nothing(llm: LLM, with_proposer: Any, fault: str, row: int) -> None:
     inner = draft_model_of(llm)
     config = with_proposer(Spoiler(inner, TREE_FAULTS[fault], row)).replace(tree=(2, 2), num_draft_tokens=6)
@@ -217,8 +218,10 @@ def test_spoilt_trees_change_nothing(llm: LLM, with_proposer: Any, fault: str, r
     inner.check_integrity()
 
 
-@pytest.mark.parametrize("verb", ["begin", "fork", "propose", "observe", "finish", "too few"])
-@pytest.mark.parametrize("kind", [RuntimeError, SystemExit, GeneratorExit])
+VERBS, KINDS = ["begin", "fork", "propose", "observe", "finish", "too few"], [RuntimeError, SystemExit, GeneratorExit]
+
+
+@pytest.mark.parametrize(("verb", "kind"), core(product(VERBS, KINDS), in_turn(VERBS, KINDS)))
 def test_a_raising_proposer_changes_nothing(llm: LLM, with_proposer: Any, verb: str, kind: type[BaseException]) -> None:
     for params in (GREEDY, SEEDED, GREEDY.replace(n=2), SEEDED.replace(n=2)):
         config = with_proposer(Raiser(verb, kind))

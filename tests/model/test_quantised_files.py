@@ -25,6 +25,7 @@ from outrider.model import hf, keeping
 from outrider.model.loading.configuration import read_context, read_needs
 from outrider.model.loading.loader import load_model
 from tests.model import checkpoints, quantised_files
+from tests.model.core import core
 from tests.model.quantised_files import GROUP, awq, declare, fp8, gptq
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
@@ -40,7 +41,9 @@ FILES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=FILES)
+@pytest.fixture(
+    scope="module", params=core(FILES, ("gptq-ordered", "awq"), "src/outrider/model/loading/", "src/outrider/kernels/")
+)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     return quantised_files.write(tmp_path_factory.mktemp("files") / request.param, *FILES[request.param])
 

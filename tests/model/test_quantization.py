@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from outrider.kernels.library import available_sets
 from outrider.model import hf
 from outrider.model.batch import Segment
 from tests.model import checkpoints
+from tests.model.core import core, in_turn
 
 TEXT = [(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(23)]
 
@@ -27,7 +29,17 @@ def logits(llm: LLM) -> torch.Tensor:
     return runner.forward([Segment(TEXT, 0, runner.blocks.allocate(8))]).logits
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_neox", "mixtral", "gpt_oss"])
+FAMILIES = ["llama", "mixtral", "gemma2", "gpt_oss", "gpt_neox"]
+#: Where a change may concern one family, or one rounding.
+OF_ROUNDING = (
+    "src/outrider/kernels/",
+    "src/outrider/model/",
+    "tests/model/checkpoints.py",
+    "tests/model/test_quantization.py",
+)
+
+
+@pytest.fixture(scope="module", params=core(FAMILIES, FAMILIES[:2], *OF_ROUNDING))
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return checkpoints.save(request.param, tmp_path_factory.mktemp("int8") / request.param, seed=2)
 
@@ -39,7 +51,14 @@ def grouped(path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return checkpoints.save(name, tmp_path_factory.mktemp("grouped") / name, seed=2, intermediate_size=64)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int8-g32", "int4-g32", "int4-g32-asym"])
+ROUNDINGS = ["int8", "int4-g32-asym", "int8-g32", "int4-g32"]
+
+
+@pytest.mark.parametrize(
+    ("path", "quantization"),
+    core(product(FAMILIES, ROUNDINGS), in_turn(FAMILIES, ROUNDINGS), *OF_ROUNDING),
+    indirect=["path"],
+)
 def test_kernels_compute_the_rounded_model(grouped: str, quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"dtype": "float32", "quantization": quantization}
     fast = logits(LLM(grouped, **settings))
@@ -49,8 +68,12 @@ def test_kernels_compute_the_rounded_model(grouped: str, quantization: str, monk
     assert 1e-4 < _distance(fast, whole) < (0.1 if "int8" in quantization else 0.5), "rounded, and not by much"
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4-g32-asym"])
-@pytest.mark.parametrize("name", ["qwen3_5_text", "granitemoehybrid", "lfm2"])
+HYBRIDS = ["qwen3_5_text", "granitemoehybrid", "lfm2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"), core(product(HYBRIDS, ROUNDINGS[:2]), in_turn(HYBRIDS, ROUNDINGS[:2]), *OF_ROUNDING)
+)
 def test_whole_passes_over_running_states_compute_the_rounded_model(
     name: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +110,10 @@ def _distance(logits: torch.Tensor, others: torch.Tensor) -> float:
     return float((logits - others).abs().amax(-1).median() / others.abs().max())
 
 
-@pytest.mark.parametrize(("quantization", "activations"), [("int8", None), ("int4-g32", None), ("int4-g32", "int8")])
+HOW = [("int4-g32", "int8"), ("int8", None), ("int4-g32", None)]
+
+
+@pytest.mark.parametrize(("quantization", "activations"), core(HOW, HOW[:1], *OF_ROUNDING))
 def test_speculation_writes_what_the_rounded_model_writes(quantization: Any, activations: Any) -> None:
     llm = LLM(
         activations=activations,
@@ -107,7 +133,7 @@ def test_speculation_writes_what_the_rounded_model_writes(quantization: Any, act
         assert [o.token_ids for o in llm.generate(prompts, params, speculation=way)] == want
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4-g32-asym"])
+@pytest.mark.parametrize("quantization", ROUNDINGS[:2])
 def test_rounded_activations_are_those_of_the_stock_model(
     grouped: str, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from outrider import LLM, Prediction, SamplingParams, SpeculationConfig
 from outrider.errors import NonFiniteLogitsError, NoTokenLeftError, OutriderError, ProcessingError
 from outrider.model.backends.base import PassOutput
 from outrider.model.context import ForwardContext
+from tests.model.core import core, in_turn
 
 PROMPT = "import os\nimport sys\n\ndef main("
 LENGTH = 14
@@ -82,9 +84,13 @@ BEHIND: dict[str, Callable[[int], dict[str, Any]]] = {
 GREEDY_WAYS = ["chain", "tree", "prediction"]  # a greedy target walks all drafts
 
 
-@pytest.mark.parametrize("way", GREEDY_WAYS)
-@pytest.mark.parametrize("behind", BEHIND)
-@pytest.mark.parametrize("end", ENDS)
+GREEDY_ENDS = list(product(ENDS, BEHIND, GREEDY_WAYS))
+#: Every way with one end and one row behind it, and all of these.
+FEW_ENDS = [("stop token", "nothing is allowed", "chain"), ("stop string", "a processor raises", "tree")]
+FEW_ENDS += [("stop string", "nothing is allowed", "prediction"), ("stop token", "a processor raises", "prediction")]
+
+
+@pytest.mark.parametrize(("end", "behind", "way"), core(GREEDY_ENDS, FEW_ENDS))
 def test_a_row_behind_the_end_of_a_greedy_text(llm: LLM, whole: Any, end: str, behind: str, way: str) -> None:
     for stop in whole[1:3]:
         assert stop not in llm.encode(PROMPT), "or the text would be stuck where it begins"
@@ -96,8 +102,7 @@ def test_a_row_behind_the_end_of_a_greedy_text(llm: LLM, whole: Any, end: str, b
         assert outcome(llm, params, WAYS[way], whole) == want
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("behind", BEHIND)
+@pytest.mark.parametrize(("way", "behind"), core(product(WAYS, BEHIND), in_turn(WAYS, BEHIND)))
 def test_a_row_behind_the_end_of_a_drawn_text(llm: LLM, behind: str, way: str) -> None:
     """Under all rules, and with a seed the very text."""
     params = SamplingParams(seed=1, max_tokens=LENGTH, **SAMPLED)
@@ -121,11 +126,18 @@ def test_a_row_that_a_text_comes_to_ends_it_as_without_drafts(llm: LLM, sampling
         assert outcome(llm, wrong, WAYS[way], text) == want
 
 
-@pytest.mark.parametrize("way", WAYS)
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"seed": 3, **SAMPLED},
+    "drawn": SAMPLED,
+}
+
+
 @pytest.mark.parametrize(
-    "sampling", [{"temperature": 0}, {"seed": 3, **SAMPLED}, SAMPLED], ids=["greedy", "seeded", "drawn"]
+    ("way", "asked"), core(product(WAYS, SAMPLINGS), [*in_turn(WAYS, SAMPLINGS), *product(WAYS, ["drawn"])])
 )
-def test_a_processor_is_not_shown_a_token_that_it_forbids(llm: LLM, sampling: dict[str, Any], way: str) -> None:
+def test_a_processor_is_not_shown_a_token_that_it_forbids(llm: LLM, asked: str, way: str) -> None:
+    sampling = SAMPLINGS[asked]
     plain = SamplingParams(max_tokens=LENGTH, **sampling)
     banned = llm.generate(PROMPT, plain, speculation="none")[0].token_ids[5]
     shown: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -21,6 +22,7 @@ from outrider.propose.methods import shared_layers
 from outrider.propose.methods.early_exit import EarlyExit
 from outrider.prove.cache_truth import CacheAudit
 from tests.model import checkpoints
+from tests.model.core import core, in_turn
 from tests.model.test_shared_layers import BACKENDS, EXIT, EXIT_TREE, GREEDY, LENGTH, LOOKUP, PROMPTS, SEEDED, SKIP, load
 
 
@@ -119,9 +121,15 @@ def test_rows_are_not_computed_twice(path: str, monkeypatch: pytest.MonkeyPatch)
     assert llm.stats.num_resumed_rows > llm.stats.num_rows // 2
 
 
-@pytest.mark.parametrize(("layers", "resumes"), [((2, 4), True), ((3,), True), ((1, 3), False), ((0,), False)])
+#: The layers that somebody watches, and whether passes are resumed all the same.
+WATCHED = {(2, 4): True, (3,): True, (1, 3): False, (0,): False}
+
+
+@pytest.mark.parametrize(
+    ("backend", "layers"), core(product(BACKENDS, WATCHED), in_turn(BACKENDS, WATCHED)), indirect=["backend"], ids=str
+)
 def test_hidden_states_for_others_are_right(
-    llm: LLM, backend: str, monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...], resumes: bool
+    llm: LLM, backend: str, monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...]
 ) -> None:
     """Rows that go on at layer 2 have no hidden states of layers before: such a pass is computed whole."""
     found = compare_every_pass(llm, monkeypatch)
@@ -129,7 +137,7 @@ def test_hidden_states_for_others_are_right(
     llm.engine.scheduler.planner = lambda seq: (watcher, EXIT)
     outputs = llm.generate(PROMPTS, GREEDY, speculation="none")
     llm.engine.scheduler.planner = as_requested
-    assert bool(found) is resumes
+    assert bool(found) is WATCHED[layers]
     assert max(found, default=0.0) <= (0.0 if backend in ("fused", "row_by_row") else 1e-5)
     assert sum(o.stats.num_proposer_faults for o in outputs) == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from outrider.propose.base import ObservedRows, RowStatus
 from outrider.propose.methods.lookahead import Lookahead, LookaheadProposer, _Look
 from outrider.propose.methods.token_recycling import TokenRecycling, TokenRecyclingProposer
 from tests.model import checkpoints
+from tests.model.core import core, in_turn
 from tests.model.test_target import Oracle
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3, 9, 9, 4], [5, 6], [7, 7, 7, 7, 7, 8, 30]]
@@ -75,14 +77,18 @@ def faults(outputs: Sequence[RequestOutput]) -> int:
 # -- no text changes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "params",
-    [GREEDY, SEEDED, SEEDED.replace(n=3), SEEDED.replace(repetition_penalty=1.3, logit_bias={4: 2.0})],
-    ids=["greedy", "seeded", "three samples", "penalties"],
-)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_crowded_batch_writes_what_each_writes_alone(crowded: LLM, way: str, params: SamplingParams) -> None:
+ASKED = {
+    "greedy": GREEDY,
+    "seeded": SEEDED,
+    "three samples": SEEDED.replace(n=3),
+    "penalties": SEEDED.replace(repetition_penalty=1.3, logit_bias={4: 2.0}),
+}
+
+
+@pytest.mark.parametrize(("way", "asked"), core(product(WAYS, ASKED), in_turn(WAYS, ASKED)))
+def test_a_crowded_batch_writes_what_each_writes_alone(crowded: LLM, way: str, asked: str) -> None:
     """Preempted, with prefixes from the cache, drafts cut to the rows that are left, beside another method."""
+    params = ASKED[asked]
     plain = [crowded.generate(prompt, params, speculation="none")[0] for prompt in PROMPTS]
     crowded.stats.reset()
     ways = [WAYS[way]] * 6 + [SpeculationConfig(method=Ngram(min_match=1))] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from outrider.prove.cache_truth import CacheAudit
 from outrider.prove.own_model import KV_BOUND
 from outrider.request_options import RequestOptions
 from tests.model import checkpoints
+from tests.model.core import core
 
 PROMPT = [(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(23)]
 GREEDY, SEEDED = SamplingParams(temperature=0, max_tokens=24), SamplingParams(seed=7, max_tokens=24)
@@ -52,7 +54,14 @@ def almost(text: tuple[int, ...]) -> tuple[int, ...]:
     return tuple((token + (place in (9, 15))) % checkpoints.VOCAB_SIZE for place, token in enumerate(text))
 
 
-@pytest.mark.parametrize("family", checkpoints.RUNNING)
+#: Where a change may concern one family and no other.
+OF_FAMILIES = (
+    *("src/outrider/model/running/", "src/outrider/model/fused/", "src/outrider/kernels/", "src/outrider/cache/"),
+    "tests/model/checkpoints.py",
+)
+
+
+@pytest.mark.parametrize("family", core(checkpoints.RUNNING, (*KINDS, "lfm2"), *OF_FAMILIES))
 def test_writes_what_transformers_writes(family: str, tmp_path: Path) -> None:
     path = saved(family, tmp_path)
     want = checkpoints.greedy_by_transformers(path, PROMPT, 24)
@@ -167,8 +176,11 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 _shared = RunningText()
 
 
-@pytest.mark.parametrize("llm", ["olmo_hybrid", "qwen3_next"], indirect=True)
-@pytest.mark.parametrize("bug", BUGS)
+#: Each bug under transformers or in the kernels.
+PLANTED = product(("olmo_hybrid", "qwen3_next"), BUGS)
+
+
+@pytest.mark.parametrize(("llm", "bug"), core(PLANTED, (), *OF_FAMILIES, "src/outrider/prove/"), indirect=["llm"])
 def test_a_planted_bug_is_caught(llm: LLM, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[bug](monkeypatch)
     scheduler = llm.engine.scheduler

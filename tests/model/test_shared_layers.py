@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from outrider.propose.methods.early_exit import EarlyExit
 from outrider.propose.methods.layer_skip import LayerSkip
 from outrider.prove.cache_truth import CacheAudit
 from tests.model import checkpoints
+from tests.model.core import core, in_turn
 
 LENGTH = 4
 TREE = (2, 1, 1, 1)
@@ -59,9 +60,15 @@ def llm(path: str, backend: str) -> LLM:
 # -- texts, and the KV memory ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED, SEEDED.replace(n=2)], ids=["greedy", "seeded", "two samples"])
-def test_a_mixed_batch_writes_what_each_writes_alone(llm: LLM, params: SamplingParams) -> None:
+ASKED = {"greedy": GREEDY, "seeded": SEEDED, "two samples": SEEDED.replace(n=2)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked"), core(product(BACKENDS, ASKED), in_turn(BACKENDS, ASKED)), indirect=["backend"]
+)
+def test_a_mixed_batch_writes_what_each_writes_alone(llm: LLM, asked: str) -> None:
     """Exits after different layers, skipped layers, chains, trees, a lookup and nobody, with too little memory for all."""
+    params = ASKED[asked]
     ways = [EXIT, EXIT_TREE, SKIP, SKIP_TREE, EXIT.replace(method=EarlyExit(layers=1)), LOOKUP, SpeculationConfig(), EXIT]
     prompts = [PROMPTS[i % 3] for i in range(len(ways))]
     plain = [llm.generate(p, params, speculation="none")[0] for p in PROMPTS]
@@ -78,6 +85,7 @@ def test_a_mixed_batch_writes_what_each_writes_alone(llm: LLM, params: SamplingP
     assert llm.engine.runner.blocks.num_free == llm.engine.runner.blocks.num_blocks
 
 
+@pytest.mark.parametrize("backend", core(BACKENDS, ("fused", "gather")), indirect=True)
 def test_turns_of_methods_that_share_the_target(llm: LLM) -> None:
     """One behind the other, over the same slots, and in turns by round."""
     shorter = EXIT.replace(num_draft_tokens=2)
@@ -96,6 +104,7 @@ def test_turns_of_methods_that_share_the_target(llm: LLM) -> None:
         assert llm.stats.num_resumed_rows > 0
 
 
+@pytest.mark.parametrize("backend", core(BACKENDS, ("fused", "gather")), indirect=True)
 def test_kv_is_that_of_a_fresh_prefill(llm: LLM) -> None:
     for i, speculation in enumerate((EXIT, EXIT_TREE, SKIP, SKIP_TREE, EXIT)):
         params = SEEDED.replace(max_tokens=12, n=2 if i == 0 else 1)
@@ -119,6 +128,7 @@ def test_other_families(family: str, tmp_path: Path) -> None:
     assert llm.stats.num_resumed_rows > 0
 
 
+@pytest.mark.parametrize("backend", core(BACKENDS, ("fused", "gather")), indirect=True)
 def test_up_to_the_longest_text(llm: LLM) -> None:
     prompt = [(7 * i) % 60 for i in range(100)]
     params = GREEDY.replace(max_tokens=100)

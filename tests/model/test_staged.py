@@ -85,17 +85,26 @@ def llm() -> Iterator[LLM]:
 
 def drafted(llm: LLM, speculation: Any, **params: Any) -> list[list[tuple[int, ...]]]:
     """The draft of each round of each text."""
-    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=40, **params), speculation=speculation, trace=True)
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=18, **params), speculation=speculation, trace=True)
     assert sum(output.stats.num_proposer_faults for output in outputs) == 0
     llm.engine.check_rest()
     return [[found.token_ids for found in output.outputs[0].rounds] for output in outputs]
 
 
+#: With these nothing is left to chance of a stage's own.
+CERTAIN: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"seed": 3}, {"seed": 4, "frequency_penalty": 0.7})
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[list[list[tuple[int, ...]]]]:
+    """What the draft model drafts alone."""
+    return [drafted(llm, ALONE, **params) for params in CERTAIN]
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
-def test_a_stage_drafts_what_its_draft_model_drafts_alone(llm: LLM, drafter: Any) -> None:
-    """Where nothing is left to chance of its own, token for token: what stood of a guess is computed as it should be."""
-    for params in ({"temperature": 0}, {"seed": 3}, {"seed": 4, "frequency_penalty": 0.7}):
-        assert drafted(llm, staged(drafter), **params) == drafted(llm, ALONE, **params)
+def test_a_stage_drafts_what_its_draft_model_drafts_alone(llm: LLM, alone: Any, drafter: Any) -> None:
+    """Token for token: what stood of a guess is computed as it should be."""
+    assert [drafted(llm, staged(drafter), **params) for params in CERTAIN] == alone
 
 
 def test_most_likely_drafts_of_a_drawn_text(llm: LLM) -> None:
@@ -262,10 +271,9 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("method", HEAD_METHODS)
-def test_heads_in_a_stage_are_those_of_the_draft_model(llm: LLM, heads: dict[str, str], method: str) -> None:
+def test_heads_in_a_stage_are_those_of_the_draft_model(llm: LLM, alone: Any, heads: dict[str, str], method: str) -> None:
     asked = staged({"method": method, "model": heads[method], "num_draft_tokens": 3})
-    for params in ({"temperature": 0}, {"seed": 3}, {"seed": 4, "frequency_penalty": 0.7}):
-        assert drafted(llm, asked, **params) == drafted(llm, ALONE, **params)
+    assert [drafted(llm, asked, **params) for params in CERTAIN] == alone
     stats = llm.generate(PROMPTS[0], SamplingParams(max_tokens=24), speculation=asked)[0].stats
     assert stats.drafted_by_stage[f"staged.{method}"] > 0
     other = {"method": method, "model": heads[method]}

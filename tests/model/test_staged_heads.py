@@ -215,6 +215,7 @@ def _a_feature_is_one_off(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LastFeatures, "at", lambda self, position: stock(self, max(position - 1, self.start)))
 
 
+@pytest.mark.by_change("tests/model/")  # of the tests themselves: it plants what they must see
 @pytest.mark.parametrize("plant", [_a_rejected_row_stays, _the_feature_is_that_of_a_token_not_taken, _a_feature_is_one_off])
 def test_control_a_head_that_reads_something_else_is_seen(
     pair: Pair, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

@@ -21,6 +21,11 @@ LIBRARY = """
 from outrider import LLM, SamplingParams
 LLM().generate("Once", SamplingParams(max_tokens=2))
 """
+#: Where a change may concern how PyTorch and transformers are imported.
+of_imports = pytest.mark.by_change(
+    *("src/outrider/cli/startup.py", "src/outrider/model/__init__.py", "src/outrider/model/loading/listing.py"),
+    "tests/model/test_start.py",
+)
 HEAVY = {"torch", "transformers", "numpy", "pydantic", "huggingface_hub"}
 #: What only some runs need: drawing, grammars, other engines, other verbs, and the prover.
 SELDOM = {"matplotlib", "llguidance", "gguf", "openvino", "openvino_genai", "xllamacpp", "sklearn", "pandas"}
@@ -52,6 +57,7 @@ def test_what_is_not_needed_is_not_imported(code: str, left_out: set[str]) -> No
     assert not found & left_out
 
 
+@of_imports
 def test_what_the_command_left_out_can_still_be_imported() -> None:
     later = """
 import gc, torch
@@ -82,6 +88,7 @@ with light_imports():
 """
 
 
+@of_imports
 @pytest.mark.parametrize(
     "asked",
     [
@@ -113,6 +120,7 @@ assert lists._object_missing_backend == transformers.models._object_missing_back
 """
 
 
+@of_imports
 @pytest.mark.parametrize(("first", "times"), [("import outrider.model", 1), ("import transformers", 2)])
 def test_the_files_of_models_are_listed_once(first: str, times: int) -> None:
     imported(LISTED.format(first=first, times=times))

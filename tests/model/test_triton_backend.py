@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from outrider import LLM, SamplingParams
+from outrider.doctor.facts import model_facts
 from outrider.kernels.triton import kv_write
 from outrider.kernels.triton.attention import TritonAttention
 from outrider.prove.tiny import save_tiny_llama
@@ -44,10 +45,14 @@ def test_texts_are_those_of_stock_attention(
     tmp_path: Path, interpreted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_tiny_llama(tmp_path / "llama", seed=1, vocab_size=13)
-    texts = load(path).generate(PROMPTS, GREEDY, speculation=TREE)
+    llm = load(path)
+    texts = llm.generate(PROMPTS, GREEDY, speculation=TREE)
     assert {"attend", "write_rows"} == set(interpreted)
+    assert model_facts(llm.engine.runner).kernels == "triton"
     monkeypatch.setenv("OUTRIDER_KERNELS", "off")
-    for got, want in zip(texts, load(path).generate(PROMPTS, GREEDY), strict=True):
+    stock = load(path)
+    assert model_facts(stock.engine.runner).kernels is None
+    for got, want in zip(texts, stock.generate(PROMPTS, GREEDY), strict=True):
         assert got.token_ids == want.token_ids
         for here, there in zip(got.logprobs, want.logprobs, strict=True):
             assert {t: each.logprob for t, each in here.items()} == pytest.approx(
@@ -55,6 +60,7 @@ def test_texts_are_those_of_stock_attention(
             )
 
 
+@pytest.mark.by_change("src/outrider/kernels/triton/", "src/outrider/model/backends/", "tests/model/test_triton_backend.py")
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU refuses this mode")
 def test_bits_and_so_seeds_hold_in_batch_invariant_mode(tmp_path: Path, interpreted: list[str]) -> None:
     """The load compares bits of whole passes with those of chunks, neighbours and trees; then seeded texts are equal."""

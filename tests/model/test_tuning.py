@@ -32,6 +32,9 @@ from outrider.train.records import Record, write_shard
 from outrider.tuning.shadow import Shadow, ShadowScorer, score_text
 from outrider.tuning.tuner import Tuner
 
+pytestmark = pytest.mark.by_change(
+    *("src/outrider/tuning/", "src/outrider/measure/", "src/outrider/cli/tune.py", "tests/model/test_tuning.py")
+)
 PROMPT = (0, 1, 1, 0)
 RECORDED = (0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 0)
 

@@ -22,6 +22,10 @@ from outrider.prove.published_blocks import save_random_dflash
 from outrider.prove.published_heads import save_random_eagle
 from outrider.prove.tiny_heads import save_random_heads
 
+pytestmark = pytest.mark.by_change(
+    *("src/outrider/bench/widen_heads.py", "src/outrider/measure/widen.py", "src/outrider/heads/"),
+    "tests/model/test_widen_heads.py",
+)
 PROMPTS = ["def main(", "The little dog"]
 FACTOR = 2
 #: Tokens that a head drafts: some of each kind.

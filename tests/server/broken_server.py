@@ -1,17 +1,18 @@
 """`outrider serve` with planted faults, each to be had by a signal.
 
 SIGUSR1 lets the next verification raise, in the middle of a step. SIGUSR2 does the same and loses a block from the books,
-so that the engine must begin anew. With OUTRIDER_HANGS in the environment the verification hangs for ever instead. With
-OUTRIDER_PLANTED a defect is there from the beginning. If it is "a tenant's requests take long to prepare", those of the
-tenant `flood` take until SIGUSR1 comes.
+so that the engine must begin anew. With OUTRIDER_HANGS in the environment the verification says that it hangs, and hangs
+for ever instead. With OUTRIDER_TAKES the system takes so few bytes of an answer for a client that does not read, and no
+megabytes. With OUTRIDER_PLANTED a defect is there from the beginning. If it is "a tenant's requests take long to prepare",
+those of the tenant `flood` take until SIGUSR1 comes.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,13 +20,15 @@ from typing import Any
 
 from outrider.cache.state import SequenceState
 from outrider.cli.main import main
+from outrider.engine.scheduling.waiting import WaitingLine
 from outrider.engine.verification import Verification
 from outrider.propose.methods.draft_model import DraftModelProposer
 from outrider.server import run
 from outrider.server.api.answers import CompletionAnswer
 from outrider.server.api.jobs import Job, JobMaker
 from outrider.server.api.schemas import CommonRequest
-from outrider.server.service import Service
+from outrider.server.logs import log
+from outrider.server.tenancy.limits import Meter
 
 _due: list[int] = []
 
@@ -40,9 +43,10 @@ def plant_faults() -> None:
         if _due:
             if _due.pop() == signal.SIGUSR2:
                 plan.items[0].seq.state.block_table.pop()
-            while "OUTRIDER_HANGS" in os.environ:
+            if "OUTRIDER_HANGS" in os.environ:
                 run._HANGING_SECONDS = run.PARTING_SECONDS = 1  # it waits no longer than this for what never comes
-                time.sleep(1)
+                log("it hangs", {})
+                threading.Event().wait()
             raise RuntimeError("a planted fault")
         return sound(self, plan, drafts, out)
 
@@ -52,18 +56,30 @@ def plant_faults() -> None:
         signal.signal(number, arm)
 
 
+def take_little(num_bytes: int) -> None:
+    """Have the system take few bytes of an answer that is not read."""
+    listen = run.listen
+
+    def listen_to(*given: Any) -> socket.socket:
+        place = listen(*given)
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)  # its connections have the same
+        return place
+
+    run.listen, run.PARTING_SECONDS = listen_to, 1
+
+
 def plant_defect(name: str) -> None:
     """Put a defect in that a soak must find."""
     if name == "a place is kept":
-        place = Service.place
+        place = Meter.place
 
         @contextmanager
-        def keep(service: Service, num_texts: int) -> Iterator[None]:
-            with place(service, num_texts):
+        def keep(meter: Meter, num_texts: int) -> Iterator[None]:
+            with place(meter, num_texts):
                 yield
-                service.num_texts += 1  # not reached where the block raises
+                meter.num_texts += 1  # not reached where the block raises
 
-        Service.place = keep  # type: ignore[method-assign]
+        Meter.place = keep  # type: ignore[method-assign]
     elif name == "a piece is told twice":
         delta = CompletionAnswer._delta
 
@@ -96,20 +112,21 @@ def plant_defect(name: str) -> None:
 
         JobMaker.make = wait  # type: ignore[method-assign]
     elif name == "the newest comes first":
-        from outrider.engine.scheduling.scheduler import Scheduler
+        add = WaitingLine.add
 
-        add = Scheduler.add
+        def push(line: WaitingLine, seq: Any) -> None:
+            if seq.request.arrival is None:
+                seq.request.arrival = -next(line._arrivals)
+            add(line, seq)
 
-        def push(scheduler: Any, seq: Any) -> None:
-            add(scheduler, seq)
-            scheduler.waiting.rotate(1)
-
-        Scheduler.add = push  # type: ignore[method-assign]
+        WaitingLine.add = push  # type: ignore[method-assign]
     elif name:
         raise ValueError(name)
 
 
 if __name__ == "__main__":
     plant_faults()
+    if "OUTRIDER_TAKES" in os.environ:
+        take_little(int(os.environ["OUTRIDER_TAKES"]))
     plant_defect(os.environ.get("OUTRIDER_PLANTED", ""))
     main()

@@ -7,17 +7,19 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests.waiting import LIMIT, wait_until
 from tests.warm import Forked, warm_python
 
 ROOT = Path(__file__).parents[2]
+#: One client for all requests: to make one takes longer than most answers. Each request has a connection of its own.
+CLIENT = httpx.Client(timeout=LIMIT, limits=httpx.Limits(max_keepalive_connections=0))
 
 #: Every conversation as plain text; it knows tools in Hermes' form, so that a structured output can be one.
 TEMPLATE = (
@@ -56,11 +58,15 @@ class Server:
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         """One request."""
-        return httpx.post(f"{self.url}{path}", json=body, timeout=120, **more)
+        return CLIENT.post(f"{self.url}{path}", json=body, **more)
 
     def get(self, path: str, **more: Any) -> httpx.Response:
         """The same without a body."""
-        return httpx.get(f"{self.url}{path}", timeout=120, **more)
+        return CLIENT.get(f"{self.url}{path}", **more)
+
+    def stream(self, path: str, body: Any, **more: Any) -> AbstractContextManager[httpx.Response]:
+        """A request whose answer is read as it comes."""
+        return CLIENT.stream("POST", f"{self.url}{path}", json=body, **more)
 
     def metric(self, name: str, *labels: str) -> float:
         """The sum of a metric over the series that have these labels, written name="value"."""
@@ -72,16 +78,29 @@ class Server:
         (line,) = (line for line in lines if line.startswith("process_resident_memory_bytes "))
         return float(line.rsplit(" ", 1)[1])
 
-    def rests(self) -> bool:
-        """Whether nothing is written, nothing waits and no memory is held, within a minute."""
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    def rests(self, limit: float = LIMIT) -> bool:
+        """Waits until nothing is written, nothing waits and no memory is held."""
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+        def at_rest() -> bool:
             text = self.get("/metrics").text
-            if not any(_sum(text, name) for name in names):
-                return True
-            time.sleep(0.05)
-        return False
+            return not any(_sum(text, name) for name in names)
+
+        return wait_until(at_rest, f"rest: {', '.join(names)} are not all 0", limit)
+
+    def logged(self, **facts: Any) -> dict[str, Any]:
+        """Waits for a line of the log with these facts; the log comes some time after the answer that it tells of."""
+
+        def line() -> dict[str, Any] | None:
+            return next((line for line in list(self.lines) if facts.items() <= line.items()), None)
+
+        found = wait_until(line, f"line of the log with {facts}")
+        assert found is not None
+        return found
+
+    def busy(self) -> None:
+        """Waits until a text is written."""
+        wait_until(lambda: self.metric("vllm:num_requests_running"), "text that is written")
 
     def ended(self) -> list[dict[str, Any]]:
         """The whole log of a process that has ended."""

@@ -122,8 +122,8 @@ class Findings:
     def overtaken(self) -> int:
         """The most requests that came later than another one and had their first piece before it."""
         began = [(request.asked, request.first) for request in self.asked if request.first is not None]
-        asked, first = (np.array(column) for column in zip(*began, strict=True))
-        return max(int(((asked > a) & (first < f)).sum()) for a, f in began)
+        asked, first = np.array(began).reshape(-1, 2).T
+        return max((int(((asked > a) & (first < f)).sum()) for a, f in began), default=0)
 
     def memory(self, begin: float, end: float) -> float:
         """Mean bytes in memory during a part of the run, which lasts from 0 to 1."""
@@ -307,8 +307,10 @@ def soak(server: Server, load: Load, tasks: Sequence[Task]) -> Findings:
     before = asyncio.run(_once(server.url))
     found = asyncio.run(Crowd(server.url, load, tasks).run())
     found.before = before
-    if not server.rests():
-        found.wrong.append("the engine does not come to rest")
+    try:
+        server.rests(60)
+    except AssertionError as error:
+        found.wrong.append(str(error))
     found.after = asyncio.run(_once(server.url))
     server.process.send_signal(signal.SIGTERM)
     code = server.process.wait(60)

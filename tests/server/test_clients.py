@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from outrider import LLM, SamplingParams
@@ -192,8 +191,7 @@ def test_what_open_webui_sends(server: Server, text: str) -> None:
 
 
 def _streamed(server: Server, body: Any, headers: dict[str, str]) -> list[Any]:
-    url = f"{server.url}/v1/chat/completions"
-    with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as response:
+    with server.stream("/v1/chat/completions", body, headers=headers) as response:
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert response.status_code == 200, lines
     assert lines[-1] == "[DONE]"
@@ -238,7 +236,7 @@ def test_each_chunk_tells_the_usage_so_far(server: Server, path: str) -> None:
     body: Any = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": PROMPT}]}
     options = {"include_usage": True, "continuous_usage_stats": True}
     asked = {**body, "temperature": 0, "max_tokens": 24, "stream": True, "stream_options": options}
-    with httpx.stream("POST", f"{server.url}{path}", json=asked, timeout=120) as response:
+    with server.stream(path, asked) as response:
         lines = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
     told = [line["usage"]["completion_tokens"] for line in lines]
     assert told == sorted(told)
@@ -246,6 +244,6 @@ def test_each_chunk_tells_the_usage_so_far(server: Server, path: str) -> None:
     assert told[-2:] == [24, 24]
     assert {line["usage"]["prompt_tokens"] for line in lines} == {lines[-1]["usage"]["prompt_tokens"]}
     without = {**asked, "stream_options": {"include_usage": True}}
-    with httpx.stream("POST", f"{server.url}{path}", json=without, timeout=120) as response:
+    with server.stream(path, without) as response:
         lines = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
     assert [line["usage"] for line in lines[:-1]] == [None] * (len(lines) - 1)

@@ -73,10 +73,15 @@ def test_every_status_of_an_error_is_on_the_page() -> None:
     assert {int(row) for row in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)} == {500, *TYPES} - {499}
 
 
-def test_no_request_of_the_document_brings_it_down(server: Server) -> None:
+@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.slow)])
+def test_no_request_of_the_document_brings_it_down(server: Server, count: int) -> None:
     document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     quiet = settings(
-        max_examples=40, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), derandomize=True
+        max_examples=count,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
     )
     for operation in document.get_all_operations():
 

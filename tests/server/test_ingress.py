@@ -27,6 +27,7 @@ from outrider.server.replicas.ingress import Ingress
 from outrider.server.service import Service
 from outrider.server.settings import ServerSettings
 from outrider.server.tenancy.keys import ApiKeys
+from tests.waiting import wait_until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, of pydantic
@@ -208,8 +209,9 @@ def test_what_has_not_finished_is_told_so_as_by_a_single_server(stream: bool) ->
     endless = {"prompt": "import os\n", "max_tokens": 1500, "ignore_eos": True, "stream": stream}
 
     def service() -> Service:
-        settings = ServerSettings(model_name="m")
-        return serve_command._service(None, None, None, settings, [], ApiKeys(), max_num_seqs=1, kv_cache_tokens=4096)
+        settings, limits = ServerSettings(model_name="m"), {"max_num_seqs": 1, "kv_cache_tokens": 4096}
+        made.append(serve_command._service(None, None, None, settings, [], ApiKeys(), **limits))
+        return made[0]
 
     async def ask() -> tuple[list[tuple[int, bytes]], str]:
         replica = EngineReplica(service)
@@ -220,12 +222,13 @@ def test_what_has_not_finished_is_told_so_as_by_a_single_server(stream: bool) ->
             return opening.status, opening.part + b"".join(part for part in rest if isinstance(part, bytes))
 
         early = [asyncio.create_task(told()) for _ in range(2)]
-        await asyncio.sleep(0.2)
+        await asyncio.to_thread(wait_until, lambda: made[0].num_texts == 2, "place of both texts")
         end = asyncio.create_task(replica.end(0.5))
         await asyncio.sleep(0)
         late = await told()
         return [*await asyncio.gather(*early), late], await end
 
+    made: list[Service] = []
     (*early, late), books = asyncio.run(ask())
     assert books == "agree"
     for status, body in early:

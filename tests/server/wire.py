@@ -45,6 +45,10 @@ class Connection:
         """Break the connection off at once."""
         self._writer.transport.abort()
 
+    def send(self, rest: bytes) -> None:
+        """More of a body that was said to be longer than what came with its request."""
+        self._writer.write(rest)
+
     async def ask(self, path: str, body: bytes | None = None, *, size: int | None = None, **headers: str) -> Answer:
         """Send a request; returns when the head of the answer is there. `size` is what it says of its body's."""
         lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", f"host: {self._address[0]}"]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import replace
 
 import pytest
 import torch
+from tests.model.core import core
 from tests.mutation.killers import least_allowed
 
 from outrider.draft import Draft, Law
@@ -26,7 +25,6 @@ from outrider.prove.settings.drafts import SETTINGS
 from outrider.prove.settings.parameters import PARAMETER_SETTINGS
 from outrider.prove.settings.structures import STRUCTURE_SETTINGS
 from outrider.prove.tiny import CROSSED_PIECES, save_tiny_llama
-from outrider.stats import RequestStats
 from outrider.structured.grammar import GrammarState
 from outrider.verify import verifier
 
@@ -44,28 +42,6 @@ def proof(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     yield EngineProof(save_tiny_llama(folder / "target", 1), save_tiny_llama(folder / "draft", 2))
     torch.set_num_threads(threads)
-
-
-@dataclass(frozen=True)
-class Proven:
-    """What came of a proof: the total variation, and the engine's statistics of its texts."""
-
-    measured: float
-    stats: RequestStats
-    chosen: Counter[tuple[str, int]]
-
-
-@pytest.fixture(scope="module")
-def proven(proof):
-    """Proves a setting as it is over three tokens, once however many tests ask."""
-
-    @cache
-    def run(name):
-        proof.llm.stats.reset()
-        measured = proof.prove(BY_NAME[name], 3).measured
-        return Proven(measured, proof.llm.stats.finished.copy(), Counter(proof.llm.stats.chosen))
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +84,13 @@ def test_control_probabilities_before_they_are_renormalised_over_shared_tokens(c
 
 
 #: Rows behind an end inside a draft: what ends the text is read where drafts are verified, in whatever way.
-LIKE_ENDS_OF_TEXT = [f"nothing may follow a stop string, {way}" for way in ("block", "tree", "coupled")]
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_ENDS_OF_TEXT else []) for name in STRUCTURED]
+LIKE_OTHER_ENDS = (
+    *(f"nothing may follow a stop string, {way}" for way in ("block", "tree", "coupled")),
+    *(f"nothing may follow an end of text, {way}" for way in ("block", "coupled")),
 )
+
+
+@pytest.mark.parametrize("name", core(STRUCTURED, STRUCTURED.keys() - LIKE_OTHER_ENDS))
 def test_joint_distribution_of_structured_outputs(speaking, name):
     assert speaking.prove(STRUCTURED[name], 5).measured <= BOUND
 
@@ -144,23 +121,54 @@ def test_control_what_is_called_forced_is_written_unverified(speaking, monkeypat
     assert speaking.prove(STRUCTURED["regex, nobody drafts"], 5).measured > 1e-4
 
 
-#: Samples of one member are proven, and so is the rule for trees of members (test_merged_rules.py).
-LIKE_OTHER_MERGES = ("merge, two samples", "merge, the same, recursive rejection")
+#: What others prove at less cost: of the same code under another rule, over fewer tokens, or with the noise of a seed.
+REPEATS = (
+    *("lookahead", "best-first tree, seeded", "the same in a best-first tree", "auto, seeded, two samples"),
+    *("merge, the same under the token rule", "merge, the same, longer", "merge, the same, recursive rejection"),
+    *("merge, two samples", "merge, penalties", "then, behind a merge"),
+    *("staged, a drawn drafter", "staged, a drawn tree, token rule", "staged, two stages, walked", "staged, two samples"),
+    *("staged, a drafter that keeps what the target held likely", "staged, in a merge"),
+    *(f"staged, the drafter's fault: {fault}" for fault in ("raises", "truncated", "token outside")),
+    *("the engine chooses", "the engine chooses, two samples"),
+    *("the engine chooses, a merge under the token rule", "block, fault: raises"),
+    *("coupled drafts, or block by what was drafted", "coupled drafts, or token on a tree by what was drafted"),
+)
+#: Parameters that a stage reads as others do, once for its own rows and once for those of its draft model.
+STAGED_LIKE_OTHERS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logits_processors")
 
 
 def repeats(setting):
-    """Whether a parameter is proven under a rule that reads it as another rule of the same shape does, or a merge twice."""
+    """Whether others prove the same code; rules of the same shape read parameters alike."""
     parameter, _, way = setting.name.rpartition(", ")
     if setting in PARAMETER_SETTINGS:
-        return way in ("token", "recursive") and parameter != "all together"
-    return setting.name in LIKE_OTHER_MERGES
+        alike = way in ("token", "recursive") and parameter != "all together"
+        return alike or (way == "staged" and parameter in STAGED_LIKE_OTHERS)
+    return setting.name in REPEATS
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(s.name, marks=[pytest.mark.slow] if repeats(s) else []) for s in BY_NAME.values()]
-)
-def test_joint_distribution_of_generate(proven, name):
-    assert proven(name).measured <= BOUND
+#: Settings that draft without a model.
+LOOKUPS = ("suffix", "token recycling", "lookahead")
+#: What the engine chooses in a proof, and how many tokens of it; otherwise the proof would not be about a choice.
+CHOSEN = {
+    "the engine chooses": {("none", 0), ("draft_model", 2)},
+    "the engine chooses, a lookup first": {("none", 0), ("ngram", 2)},
+    "the engine chooses, a merge of two drawn members": {("none", 0), ("merge", 2)},
+    "the engine chooses, a merge or its lookup": {("none", 0), ("ngram", 1)},
+    "the engine chooses, then or a draft": {("none", 0), ("then", 1)},
+    "the engine chooses, a nesting or a stage": {("none", 0), ("staged", 1)},
+}
+
+
+@pytest.mark.parametrize("name", core(BY_NAME, [name for name, setting in BY_NAME.items() if not repeats(setting)]))
+def test_joint_distribution_of_generate(proof, name):
+    proof.llm.stats.reset()
+    assert proof.prove(BY_NAME[name], 3).measured <= BOUND
+    stats = proof.llm.stats
+    assert CHOSEN.get(name, set()) <= stats.chosen.keys()
+    if name.startswith(LOOKUPS):
+        assert stats.finished.num_accepted_tokens > 0, "the distribution is that of plain decoding, and proves nothing"
+    if name.startswith("best-first tree, traversal"):
+        assert stats.finished.accepted_per_rank[1] > 0, "the distribution is that of chains, and proves nothing of trees"
 
 
 @pytest.mark.parametrize("name", ["plain", "block", "ngram", "greedy drafts", GUESS_BEHIND])
@@ -172,21 +180,14 @@ def test_every_setting_has_a_name_of_its_own():
     assert len(BY_NAME) == len(SETTINGS) + len(PARAMETER_SETTINGS)
     assert len(STRUCTURED) == len(STRUCTURE_SETTINGS)
     assert len(CROSSED) == len(CROSSED_SETTINGS)
-
-
-@pytest.mark.parametrize(
-    "name", [s.name for s in SETTINGS if s.name.startswith(("suffix", "token recycling", "lookahead"))]
-)
-def test_settings_without_a_model_draft_and_accept(proven, name):
-    """Otherwise their distributions would be those of plain decoding, and the proof would say nothing."""
-    assert proven(name).stats.num_accepted_tokens > 0
+    assert BY_NAME.keys() > {*REPEATS, *CHOSEN}
 
 
 @pytest.mark.parametrize("name", ["stop behind a token of low confidence", "the same in a tree"])
 def test_low_confidence_ends_some_drafts_and_not_all(proof, name):
     """Otherwise the setting would prove nothing of it."""
     proof.llm.stats.reset()
-    proof.prove(BY_NAME[name], 4)
+    proof.prove(BY_NAME[name], 3)
     first, second = proof.llm.stats.finished.drafted_per_position[:2]
     assert 0.05 * first < second < 0.95 * first
 
@@ -266,13 +267,6 @@ def test_a_best_first_tree_that_looks_at_a_token_before_it_keeps_its_row_turns_r
     assert proof.prove(BY_NAME[name], 2).measured > 1e-3
 
 
-def test_best_first_trees_branch_in_the_proof(proven):
-    """Otherwise their distribution would be that of chains, and the proof would say nothing of trees."""
-    stats = proven("best-first tree, traversal").stats
-    assert len(stats.offered_per_rank) > 1
-    assert stats.accepted_per_rank[1] > 0
-
-
 def test_a_choice_that_is_made_after_the_draw_is_noticed(proof, monkeypatch):
     """The engine may choose by anything that it knew before a draft was drawn, and by nothing that came after."""
     ask = engine.propose_all
@@ -286,35 +280,12 @@ def test_a_choice_that_is_made_after_the_draw_is_noticed(proof, monkeypatch):
 
 def test_what_earlier_processes_learnt_shapes_choices_and_never_the_law(proof, monkeypatch):
     real, chosen = GovernedSets.new_governor, []
+    setting = replace(BY_NAME["the engine chooses, a lookup first"], params={"max_tokens": 4})
     for chance in (0.02, 0.98):
         counted = Shares((30.0,) * POSITIONS, (30.0 * chance,) * POSITIONS, 60.0 * chance)
         known = dict.fromkeys(("draft_model", "ngram"), Experience(counted, counted))
         monkeypatch.setattr(GovernedSets, "new_governor", lambda self, *told, known=known: real(self, *told[:3], known))
         proof.llm.stats.reset()
-        assert proof.prove(BY_NAME["the engine chooses, a lookup first"], 3).measured <= BOUND
+        assert proof.prove(setting, 3).measured <= BOUND
         chosen.append(dict(proof.llm.stats.chosen))
     assert chosen[0] != chosen[1]
-
-
-def test_what_the_engine_chooses_depends_on_what_stood(proven):
-    """Otherwise the proof would not be about a choice."""
-    chosen = proven("the engine chooses").chosen + proven("the engine chooses, a lookup first").chosen
-    assert chosen["none", 0]
-    assert chosen["draft_model", 1]
-    assert chosen["draft_model", 2]
-    assert chosen["ngram", 2]
-
-
-def test_the_engine_chooses_what_members_make_together(proven):
-    """Otherwise these proofs would be about single methods."""
-    chosen = Counter()
-    for name in [name for name in BY_NAME if name.startswith("the engine chooses, ") and _has_members(BY_NAME[name])]:
-        chosen += Counter(method for method, _ in proven(name).chosen.elements())
-    assert chosen["merge"]
-    assert chosen["then"]
-    assert chosen["staged"]
-    assert chosen["ngram"]
-
-
-def _has_members(setting):
-    return any("methods" in each or "drafter" in each for each in setting.speculation["methods"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.model.core import core
 from tests.statistical import planted
 
 from outrider.propose.base import Proposer
@@ -36,19 +37,28 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProof]:
     torch.set_num_threads(threads)
 
 
-#: A rule reads the drafts of all heads alike, and so does a parameter: EAGLE-3 and draft models have them all.
+#: A rule reads the drafts of all heads alike, and so does a parameter: EAGLE-3 and draft models have them all. Shapes that
+#: adapt, samples and the engine's choice are those of one kind of heads.
 REPEATS = (
-    *("Medusa, walk", "Medusa, temperature and filters", "Medusa, penalties", "Medusa, stop tokens"),
-    *("Medusa, tree, recursive rejection", "exit, tree, recursive rejection", "exit, two samples", "exit behind Medusa"),
-    *("blockwise, seeded", "blockwise, two samples", "EAGLE, seeded", "EAGLE, two samples", "Medusa behind early exit"),
-    *("P-EAGLE, block", "P-EAGLE, two samples", "P-EAGLE, best-first tree"),
-    *("merge of EAGLE-3 and the draft model, token", "merge of a tree of EAGLE-3 and EAGLE, token"),
+    *("Medusa, walk", "Medusa, temperature and filters", "Medusa, penalties", "Medusa, stop tokens", "Medusa, token"),
+    *("Medusa, tree, recursive rejection", "Medusa, seeded", "Medusa, two samples", "Medusa, best-first tree"),
+    *("Medusa, Sequoia's tree", "Medusa behind early exit", "the draft model behind Medusa"),
+    *("blockwise, token", "blockwise, seeded", "blockwise, two samples"),
+    *("exit, tree, recursive rejection", "exit, two samples", "exit behind Medusa", "exit in turns with early exit"),
+    *("EAGLE-3, Sequoia's tree", "EAGLE-3 behind Medusa", "EAGLE-3, then the draft model"),
+    *("EAGLE, seeded", "EAGLE, two samples"),
+    *("MTP, seeded", "MTP, tree, recursive rejection", "MTP, two samples", "MTP, Sequoia's tree"),
+    *("DFlash, two samples", "DFlash, best-first tree"),
+    *("P-EAGLE, block", "P-EAGLE, two samples", "P-EAGLE, best-first tree", "P-EAGLE, Sequoia's tree"),
+    *("staged, Medusa's heads of the draft model", "the engine chooses, EAGLE-3"),
+    *(f"merge of EAGLE-3 and the draft model, {rule}" for rule in ("block", "token")),
+    *("merge of a tree of EAGLE-3 and EAGLE, token", "merge of MTP and the draft model", "merge of DFlash and EAGLE-3"),
 )
+#: Of proofs that the prover notices what is planted, whatever the engine does.
+of_the_prover = pytest.mark.by_change("src/outrider/prove/", "tests/statistical/")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in REPEATS else []) for name in BY_NAME]
-)
+@pytest.mark.parametrize("name", core(BY_NAME, BY_NAME.keys() - REPEATS))
 def test_joint_distribution_of_generate(proof: EngineProof, name: str) -> None:
     proof.llm.stats.reset()
     assert proof.prove(BY_NAME[name], 3).measured <= BOUND
@@ -67,6 +77,7 @@ def test_every_setting_has_a_name_of_its_own() -> None:
     assert set(REPEATS) < set(BY_NAME)
 
 
+@of_the_prover
 @pytest.mark.parametrize(
     "name",
     [
@@ -101,6 +112,7 @@ def test_control_drafts_that_are_dropped_for_what_they_are_are_seen(
     assert proof.prove(BY_NAME[name], 3).measured > 1e-4
 
 
+@of_the_prover
 @pytest.mark.parametrize("name", ["Medusa, block", "exit, token", "EAGLE-3, block", "DFlash, token", "P-EAGLE, token"])
 def test_control_a_law_that_is_not_the_one_drawn_from_is_seen(
     proof: EngineProof, monkeypatch: pytest.MonkeyPatch, name: str
@@ -123,6 +135,7 @@ def test_control_a_law_that_is_not_the_one_drawn_from_is_seen(
 BESIDE_ITSELF = "EAGLE-3 of the draft model and that model itself"
 
 
+@of_the_prover
 @pytest.mark.parametrize(
     "plant",
     [planted.opaque_on_collision, pytest.param(planted.one_test_a_token, marks=pytest.mark.slow)],
@@ -135,6 +148,7 @@ def test_control_a_token_that_a_stage_and_its_model_drew_has_two_tests(
     assert proof.prove(BY_NAME[BESIDE_ITSELF], 3).measured > 1e-4
 
 
+@of_the_prover
 def test_control_a_guess_of_a_seeded_stage_that_is_not_what_the_target_draws(
     proof: EngineProof, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,11 @@ from outrider.verify.logits import target_probs
 from outrider.verify.rules import token_acceptance
 from outrider.verify.verifier import Candidate, Verdict, Verifier
 
+#: Numbers of the page, which the engine's own proofs do not need.
+pytestmark = pytest.mark.by_change(
+    *("src/outrider/verify/", "src/outrider/prove/", "src/outrider/assets/", "docs/explanation/losslessness.md"),
+    "tests/statistical/test_lossy_rules.py",
+)
 PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "losslessness.md").read_text("utf-8")
 PROMPTS = ("def main(", "import os\nimport", "class Reader:\n    def", "for i in range(")
 #: Medusa's thresholds, as its authors set them.

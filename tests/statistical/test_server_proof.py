@@ -27,6 +27,7 @@ from outrider.prove.running import run_proofs
 from outrider.prove.tiny import save_tiny_llama
 from outrider.verify import verifier
 
+pytestmark = pytest.mark.by_change("src/outrider/prove/", "src/outrider/cli/", "tests/statistical/test_server_proof.py")
 LETTERS = "abcdef"
 PROMPT = (0, 1, 2, 3, 4)
 NUM_TEXTS, LENGTH = 1000, 3

@@ -53,6 +53,7 @@ def train(method: str, target: str, data: Path, out: Path, *words: Any) -> Resul
     return run(method, "--target", target, "--data", data, "--out", out, "--dtype", "float32", *FEW, *words)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("method", "words"),
     [
@@ -72,6 +73,7 @@ def test_a_method_is_trained(target: str, data: Path, tmp_path: Path, method: st
     assert (tmp_path / "out" / "README.md").exists()
 
 
+@pytest.mark.core
 def test_what_a_server_has_kept_is_data(target: str, tmp_path: Path) -> None:
     with LLM(target, dtype="float32", kv_cache_tokens=1024, speculation="none") as llm:
         kept = NamespaceRecords(tmp_path / "web", Origin.of(llm), 2**20)

@@ -62,6 +62,7 @@ def encoded(path: Path, num_tokens: int = 4) -> list[tuple[int, ...]]:
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 def test_lines_hold_prompts_tokens_texts_and_conversations(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     path = lines(
@@ -169,6 +170,7 @@ def texts(folder: Path) -> dict[tuple[bytes, int], tuple[bool, int, tuple[int, .
     return found
 
 
+@pytest.mark.core
 def test_each_prompt_is_written_on_once(target: str, tmp_path: Path) -> None:
     found = run(target, tmp_path)
     there = texts(tmp_path / "data")
@@ -247,6 +249,7 @@ def test_prompts_alone_may_be_the_data(target: str, tmp_path: Path) -> None:
     assert sorted(list(tokens) for _, _, tokens in texts(tmp_path / "data").values()) == sorted(PROMPTS)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("max_tokens", [0, 6])
 def test_kept_rows_are_what_a_stock_model_computes(target: str, tmp_path: Path, max_tokens: int) -> None:
     settings = SETTINGS.replace(max_tokens=max_tokens, hidden_states=(LAYERS, 1), target_top_k=3)

@@ -65,9 +65,9 @@ def weights(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(HEAD, id="eagle3"),
+        pytest.param(HEAD, id="eagle3", marks=pytest.mark.core),
         pytest.param(OTHERS[0], id="eagle1", marks=pytest.mark.slow),  # eagle3 with less
-        pytest.param(OTHERS[1], id="dflash"),
+        pytest.param(OTHERS[1], id="dflash", marks=pytest.mark.core),
     ],
 )
 def test_a_head_learns_what_comes_and_the_engine_accepts_it(job: Job, kind: Any) -> None:
@@ -92,6 +92,7 @@ def test_a_head_of_some_tokens_says_which(job: Job) -> None:
     assert "| tokens that it drafts | 20 |" in (job.out / "README.md").read_text()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("kind", "reference"),
     [
@@ -194,6 +195,7 @@ def test_the_most_frequent_tokens_of_the_training_texts_are_drafted(data: Path) 
     assert frequent_tokens(data, manifest, VOCAB).tokens is None
 
 
+@pytest.mark.core
 def test_losses_of_a_head_that_knows_some_tokens() -> None:
     target, draft = torch.tensor([[1.0, 0.5, -1.0, 2.0]]), torch.tensor([[0.3, -0.7]])
     tokens, p, q = torch.tensor([0, 3]), target.softmax(-1)[0], draft.softmax(-1)[0]

@@ -48,6 +48,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("family", "layout", "num_layers"),
     [
@@ -77,6 +78,7 @@ def test_each_draft_token_is_made_as_in_the_engine(tmp_path: Path, family: str, 
     assert_drafts_as(trained, frozen, opened, depths=4)
 
 
+@pytest.mark.core
 def test_a_new_layer_learns_what_comes_and_learns_on(job: Job) -> None:
     found = train_heads(job, NEW)
     assert found.before.tau < 1.5

@@ -47,7 +47,17 @@ def job(target: str, data: Path, tmp_path: Path) -> Job:
     return Job(data, tmp_path / "out", target, "float32", SETTINGS)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+#: One of each method.
+CORE = ("medusa", "blockwise", "exit")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=name, marks=[pytest.mark.core] if name in CORE else [])
+        for kind, name in zip(KINDS, NAMES, strict=True)
+    ],
+)
 def test_heads_learn_what_comes_and_the_engine_accepts_it(job: Job, kind: HeadSettings) -> None:
     job = replace(job, settings=job.settings.replace(num_draft_tokens=3))
     found = train_heads(job, kind)
@@ -99,6 +109,7 @@ def test_an_offset_that_is_wrong_by_one_yields_nothing(
     assert last.tau < 1.4
 
 
+@pytest.mark.core
 def test_each_head_is_compared_with_the_target_where_it_speaks_of_the_same_token(job: Job) -> None:
     """By hand: head k behind row i is about token i + k + 2, which the target speaks of in row i + k + 1."""
     frozen = FrozenTarget(job.target, "float32")

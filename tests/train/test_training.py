@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from outrider.train.target import FrozenTarget
 from outrider.train.trainee import chain_tau
 from outrider.train.trainer import Watcher
 from tests.train.markov import VOCAB, WIDTH, save_data
+from tests.waiting import wait_until
 
 SHAPE = Shape(layers=1, width=32, feed_forward=32)
 pytest.importorskip("accelerate")
@@ -86,7 +87,7 @@ class KillAt(Watcher):
     ("learning", "change"),
     [
         pytest.param(DistillSettings(), {}, marks=pytest.mark.slow),  # the others are this one with more
-        (DistillSettings(on_policy=0.5), {"accumulation": 2}),
+        pytest.param(DistillSettings(on_policy=0.5), {"accumulation": 2}, marks=pytest.mark.core),
         (DistillSettings(loss="jsd"), {"save_every": 4, "evaluate_every": 3, "patience": 9}),
     ],
 )
@@ -146,11 +147,10 @@ def test_a_process_that_is_killed_by_a_signal_goes_on(job: Job) -> None:
     )
     command = [sys.executable, "-c", script, str(job.data), str(job.out), str(job.target)]
     process = subprocess.Popen(command)
-    while not (job.out / "checkpoints" / "step-00000010" / "state.json").exists():
-        assert process.poll() is None, "it ended by itself"
-        time.sleep(0.02)
+    tenth = job.out / "checkpoints" / "step-00000010" / "state.json"
+    wait_until(lambda: tenth.exists() or process.poll() is not None, "checkpoint of the tenth step")
     process.kill()
-    process.wait()
+    assert process.wait() == -signal.SIGKILL, "it ended by itself"
     assert not (job.out / "config.json").exists()
     job, whole = (
         replace(job, out=out, settings=job.settings.replace(steps=60)) for out in (job.out, job.out.with_name("whole"))
@@ -446,6 +446,7 @@ def test_a_source_that_the_data_lack_is_refused(job: Job) -> None:
 # -- the losses --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_losses_are_what_they_are_called(temperature: float) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -545,6 +546,7 @@ def test_one_beginning_must_be_named(target: str, tmp_path: Path) -> None:
 # -- what is left ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 def test_the_result_is_a_method_with_a_card_of_what_was_measured(job: Job) -> None:
     settings = job.settings.replace(steps=40, engine_prompts=4, engine_tokens=12, engine_every=20)
     found = train_draft(replace(job, settings=settings), DistillSettings(), shape=SHAPE)

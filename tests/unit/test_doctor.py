@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from outrider.cli.doctor import _show
+from outrider.cli.doctor import _facts, _show
 from outrider.doctor import examination
 from outrider.doctor.examination import Examination, MethodReport, Report, Sample
 from outrider.doctor.facts import ModelFacts
@@ -230,6 +231,25 @@ def test_who_is_healthy(levels: list[Level], healthy: bool) -> None:
     methods = tuple(MethodReport("m", 4, (Finding("speed", Level.OK, "a"), Finding("x", each, "b"))) for each in levels)
     assert Report(TARGET, {1: 0.01, 2: 0.012}, 100.0, 1, methods, "calm").healthy is healthy
     assert not Report(TARGET, {1: 0.01, 2: 0.012}, 100.0, 1, methods, "busy", ("rows cost nothing",)).healthy
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "says", "silent"),
+    [
+        ("NVIDIA H200 (cuda:0)", "triton", ("NVIDIA H200", "Triton kernels", "name a method"), "batch_invariant"),
+        ("cuda:0", None, ("stock operators of PyTorch", "name a method"), "batch_invariant"),
+        ("cpu", None, ("stock operators of PyTorch", "batch_invariant=True"), "Triton"),
+        ("cpu", "avx2", ("our kernels (avx2)",), "Triton"),
+    ],
+)
+def test_what_computes_is_named_and_only_remedies_that_help(
+    device: str, kernels: str | None, says: tuple[str, ...], silent: str
+) -> None:
+    paper = Console(width=400, record=True, file=io.StringIO())
+    paper.print(_facts("target", replace(TARGET, device=device, kernels=kernels, invariant=False)))
+    text = paper.export_text()
+    assert all(words in text for words in says)
+    assert silent not in text
 
 
 def test_the_report_is_plain_data_with_its_ratios() -> None:

@@ -32,10 +32,10 @@ _MARKS |= {"useless": "[bold red]no gain[/bold red]", "wrong": "[bold red]wrong[
 
 #: What becomes of greedy and seeded requests under `auto`.
 _SPED_UP = "auto speeds them up, since a token's bits do not depend on the other rows of its pass"
-_PLAIN = (
-    "auto decodes them plainly, since a token's bits depend on the other rows of its pass; name a method, or load the "
-    "model with batch_invariant=True (--batch-invariant)"
-)
+_PLAIN = "auto decodes them plainly, since a token's bits depend on the other rows of its pass; name a method{}"
+_OR_INVARIANT = ", or load the model with batch_invariant=True (--batch-invariant)"  # which a GPU refuses
+#: What computes where our kernels for GPUs do.
+_ON_GPU = "attention, probabilities and draws in our Triton kernels, the rest by stock operators of PyTorch"
 
 
 def doctor(
@@ -169,7 +169,10 @@ def _facts(what: str, facts: ModelFacts) -> RenderableType:
     from rich.markup import escape
     from rich.table import Table
 
+    from outrider.kernels.triton.devices import TRITON
+
     computes = f"our kernels ({facts.kernels})" if facts.kernels else "stock operators of PyTorch"
+    computes = _ON_GPU if facts.kernels == TRITON else computes
     size = "weights of unknown size" if facts.weight_bytes is None else f"{facts.weight_bytes / 1e6:,.0f} MB of weights"
     free = "" if facts.free_bytes is None else f"; {facts.free_bytes / 1e9:.1f} GB of memory are free"
     fit = ", ".join(f"{count:,} of {length:,} tokens" for length, count in facts.requests.items())
@@ -183,7 +186,8 @@ def _facts(what: str, facts: ModelFacts) -> RenderableType:
     if facts.text_bytes:
         rows.append(("running states", f"{facts.text_bytes / 1e6:,.2f} MB a text at most, beside the KV memory"))
     if what == "target":
-        rows.append(("greedy and seeded", _SPED_UP if facts.invariant else _PLAIN))
+        plain = _PLAIN.format("" if "cuda" in facts.device else _OR_INVARIANT)
+        rows.append(("greedy and seeded", _SPED_UP if facts.invariant else plain))
     if facts.kernels_problem is not None:
         rows.append(("compiled kernels", f"not used. {facts.kernels_problem}"))
     table = Table.grid(padding=(0, 2))

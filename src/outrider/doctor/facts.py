@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from outrider.kernels.library import kernels_problem
 from outrider.measure import machine
 from outrider.model.loading.available import available_bytes
+from outrider.model.processor import device_name
 from outrider.model.runner import ModelRunner
 
 #: Lengths of requests, in tokens, for which it is said how many fit.
@@ -20,9 +23,9 @@ class ModelFacts:
     Attributes:
         name: Path or hub id.
         dtype: Of its weights.
-        device: Where it lies.
+        device: Where it lies; of a GPU its name, too.
         backend: Which way its passes are driven.
-        kernels: The instruction set of our kernels in use; None where stock operators compute.
+        kernels: The instruction set of our kernels in use, or "triton" on a GPU; None where stock operators compute.
         invariant: Whether greedy and seeded requests may be sped up under `auto`: what is written for a row does not depend
             on the other rows of its pass.
         weight_bytes: That a pass reads; None for a mixture of experts, whose passes read a part.
@@ -57,7 +60,7 @@ def model_facts(runner: ModelRunner) -> ModelFacts:
     return ModelFacts(
         name=loaded.name,
         dtype=str(loaded.dtype).removeprefix("torch."),
-        device=str(loaded.device),
+        device=_shown(loaded.device),
         backend=runner.backend.name,
         kernels=runner.backend.instruction_set(loaded.model),
         invariant=runner.invariant,
@@ -69,3 +72,7 @@ def model_facts(runner: ModelRunner) -> ModelFacts:
         text_bytes=runner.text_bytes,
         kernels_problem=kernels_problem(),
     )
+
+
+def _shown(device: torch.device) -> str:
+    return f"{device_name(device)} ({device})" if device.type == "cuda" else str(device)

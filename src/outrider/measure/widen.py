@@ -109,23 +109,55 @@ def widen(source: str, target: str, hidden: int, ffn: int, dtype: torch.dtype) -
         ffn: The factor for the feed-forward units.
         dtype: The type of the copy's weights.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    config = AutoConfig.from_pretrained(source)
-    factors = _Factors(hidden, ffn, _block_rows(config), _norms_add_one(config))
-    _grow(config, factors)
-    with exclusive_transformers():
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    wide = AutoModelForCausalLM.from_config(config).to(dtype)
-    wide.load_state_dict({name: _tiled(name, w, factors).to(dtype) for name, w in model.state_dict().items()})
-    wide.generation_config = model.generation_config
+    wide = wide_module(source, hidden, ffn, dtype).to(dtype)
     with exclusive_transformers():
         wide.save_pretrained(target)
+    factors = _factors(source, hidden, ffn)
     if factors.norms_add_one:
         _add_layers_ahead(source, target, factors, dtype)
     if any(Path(source).glob("*token*")):  # a checkpoint without a tokenizer has a copy without one
         AutoTokenizer.from_pretrained(source).save_pretrained(target)
     return sum(p.numel() for p in wide.parameters())
+
+
+def wide_module(
+    source: str, hidden: int, ffn: int, dtype: torch.dtype, *, device: str = "cpu", layers: int | None = None
+) -> Any:
+    """The wide copy of `source`, made in the memory of a device.
+
+    Args:
+        source, hidden, ffn, dtype: As for `widen`.
+        device: Where it lies.
+        layers: The number of its layers. Those behind the layers of `source` add zeros to the hidden state: they take time
+            and change nothing. None adds no layers.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config, factors = AutoConfig.from_pretrained(source), _factors(source, hidden, ffn)
+    _grow(config, factors)
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    with exclusive_transformers():
+        narrow = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.device(device):
+        wide = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    wide.generation_config = narrow.generation_config
+    weights = narrow.state_dict()
+    with torch.no_grad():
+        for name, w in wide.state_dict().items():
+            if name in weights:
+                w.copy_(_tiled(name, weights[name].to(device), factors))
+            elif name.endswith(_INTO_HIDDEN):
+                w.zero_()
+    return wide
+
+
+def _factors(source: str, hidden: int, ffn: int) -> _Factors:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source)
+    return _Factors(hidden, ffn, _block_rows(config), _norms_add_one(config))
 
 
 #: What the names of a layer begin with that predicts several tokens.
@@ -134,6 +166,8 @@ _AHEAD = "mtp."
 _OF_ONE_HEAD = ("q_norm.weight", "k_norm.weight", "linear_attn.norm.weight")
 #: Projections from the hidden state to heads, and back.
 _OF_HEADS = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
+#: Projections of a layer of Llama that add to the hidden state.
+_INTO_HIDDEN = ("o_proj.weight", "down_proj.weight")
 #: Fields of a configuration that grow with the hidden size.
 _GROWN = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads"),

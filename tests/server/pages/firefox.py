@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.waiting import wait_until
 
 FIREFOX = shutil.which("firefox-esr") or shutil.which("firefox")
 
@@ -46,12 +47,9 @@ class FirefoxPage:
         assert answer["type"] == "success", answer
         return json.loads(answer["result"].get("value", "null"))
 
-    def wait_for(self, expression: str, seconds: float = 90) -> None:
+    def wait_for(self, expression: str) -> None:
         """Until an expression holds."""
-        end = time.monotonic() + seconds
-        while not self.evaluate(f"Boolean({expression})"):
-            assert time.monotonic() < end, expression
-            time.sleep(0.05)
+        wait_until(lambda: self.evaluate(f"Boolean({expression})"), expression)
 
     def _ask(self, method: str, **params: Any) -> Any:
         self._number += 1

@@ -7,11 +7,16 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
 from outrider.server.pages.files import BUILT
 
 WEB = Path(__file__).parents[3] / "web"
 SETTINGS = ("build.mjs", "package.json", "package-lock.json", "tsconfig.json")
 REMEDY = "run `make pages`, and commit what it built"
+
+
+pytestmark = pytest.mark.core
 
 
 def digest(folder: Path, files: Iterable[Path]) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
-
 from tests.server.pages.browser import Watch
 from tests.server.pages.playground import open_playground, run, set_slider
 from tests.server.running import Server, running
@@ -81,8 +79,8 @@ def test_a_server_that_is_told_to_end_is_recovered_from(page: Any) -> None:
 def test_a_key_is_asked_for(page: Any) -> None:
     name = "<b>not</b> markup"
     with running("--served-model-name", name, OUTRIDER_API_KEYS="team:secret") as server:
-        assert httpx.get(f"{server.url}/").status_code == 200
-        assert httpx.get(f"{server.url}/pages/facts").status_code == 401
+        assert server.get("/").status_code == 200
+        assert server.get("/pages/facts").status_code == 401
         page.goto(f"{server.url}/")
         page.fill("#key", "secret")
         page.keyboard.press("Enter")

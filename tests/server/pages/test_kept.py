@@ -8,10 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
-
 from tests.server.pages.playground import open_playground, run, set_slider
-from tests.server.running import Server
+from tests.server.running import CLIENT, Server
 
 
 def test_a_run_survives_a_reload_and_the_way_back(page: Any, server: Server) -> None:
@@ -80,7 +78,7 @@ class openai_client:
         self.completions, self._url = self, base_url
 
     def create(self, extra_body: dict[str, Any], **body: Any) -> Any:
-        answer = httpx.post(f"{self._url}/completions", json={**body, **extra_body}, timeout=60).json()
+        answer = CLIENT.post(f"{self._url}/completions", json={**body, **extra_body}).json()
         return SimpleNamespace(choices=[SimpleNamespace(text=each["text"]) for each in answer["choices"]])
 
 
@@ -91,12 +89,12 @@ def test_a_page_is_light_and_loads_nothing_from_elsewhere(page: Any, server: Ser
         sent = "['resource', 'navigation'].flatMap(kind => performance.getEntriesByType(kind)).map(e => e.encodedBodySize)"
         assert 10_000 < sum(page.evaluate(sent)) < 50_000
         assert page.evaluate("performance.getEntriesByName('first-contentful-paint').length") == 1
-        response = httpx.get(server.url + path)
+        response = server.get(path)
         assert "default-src 'none'" in response.headers["content-security-policy"]
         assert "'unsafe" not in response.headers["content-security-policy"]
     assert {url.startswith((server.url, "data:")) for url in page.watch.urls} == {True}
-    plain = httpx.get(server.url, headers={"accept-encoding": "identity"})
+    plain = server.get("/", headers={"accept-encoding": "identity"})
     assert "content-encoding" not in plain.headers
-    assert plain.text == httpx.get(server.url).text
-    assert httpx.get(f"{server.url}/assets/digests.json").status_code == 404
-    assert httpx.get(f"{server.url}/assets/..%2Ffiles.py").status_code == 404
+    assert plain.text == server.get("/").text
+    assert server.get("/assets/digests.json").status_code == 404
+    assert server.get("/assets/..%2Ffiles.py").status_code == 404

@@ -11,9 +11,11 @@ from tests.server.pages.playground import BACK, NEXT, asking_for, open_playgroun
 from tests.server.running import Server
 
 
+@pytest.mark.core
 def test_both_texts_are_shown_with_the_numbers_of_the_api(page: Any, server: Server) -> None:
     open_playground(page, server)
     page.fill("#prompt", "def read(path):\n")
+    page.select_option("#method", "draft_model")
     plain, fast = run(page)
     assert plain["asked"]["prompt"] == fast["asked"]["prompt"] == "def read(path):\n"
     assert plain["asked"]["speculation"] == "off"
@@ -26,6 +28,13 @@ def test_both_texts_are_shown_with_the_numbers_of_the_api(page: Any, server: Ser
         assert "".join(answer["trace"]["texts"]) == answer["text"]
         assert [text.lstrip() for text in texts] == [text.lstrip() for text in answer["trace"]["texts"]]
         assert tokens.evaluate_all("all => all.map(e => e.dataset.origin)") == answer["origins"]
+    seen = (
+        page.locator(".lane >> nth=1")
+        .locator(".token:not(.blank)")
+        .evaluate_all("all => all.map(e => [e.dataset.origin, getComputedStyle(e).boxShadow])")
+    )
+    pairs = {tuple(each) for each in seen}
+    assert 1 < len(pairs) == len({origin for origin, _ in pairs}) == len({colour for _, colour in pairs})
     told, rounds = fast["speculation"], fast["trace"]["rounds"]
     assert value(page, "[data-name=tau]") == told["mean_acceptance_length"]
     assert page.inner_text("[data-name=tau]") == f"{told['mean_acceptance_length']:.2f}"

@@ -197,6 +197,7 @@ def test_members_have_colours_and_names(page: Any, server: Server) -> None:
     assert all(note["by"] is not None and any(WORDS[name] in note["where"] for name in names) for note in accepted)
 
 
+@pytest.mark.core
 def test_every_method_goes_by_words() -> None:
     built_in = {name for name in registry.names() if registry.find(name).__module__.startswith("outrider.")}
     assert {*built_in, FORCED} <= WORDS.keys()
@@ -299,6 +300,7 @@ def test_other_texts_in_flight_are_warned_of(page: Any, run: dict[str, Any]) -> 
     assert page.locator(".warning").get_attribute("data-value") == str(len(shared) // 2)
 
 
+@pytest.mark.core
 def test_the_trace_counts_the_texts_of_a_step(server: Server) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 8, "n": 3, "temperature": 1, "trace": True, "ignore_eos": True}
     choices = server.post("/v1/completions", asked).json()["choices"]
@@ -325,6 +327,7 @@ def test_where_texts_part_is_told(page: Any, run: dict[str, Any], seed: int | No
     assert places == ["7", "7"]
 
 
+@pytest.mark.core
 def test_a_method_without_a_guess_is_no_expected_gain(server: Server) -> None:
     rounds = written(server, {"prompt": PROMPT, "max_tokens": 64, "temperature": 1, "speculation": "auto"})["rounds"]
     for each in rounds:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.decoder import PassRows
+from outrider.kernels.triton.devices import KNOWN_DTYPES
 from outrider.kernels.triton.row_tiles import RowTiles
 
 #: Positions of a split, and of a tile in it.
@@ -29,7 +30,6 @@ FOUND_BYTES = 64 * 2**20
 OPTIONS = {"enable_fp_fusion": False}
 #: Tiles of keys and values under way at a time. Those of float32 would not fit into the shared memory.
 STAGES, STAGES_OF_FLOAT32 = 3, 1
-KNOWN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST_HEAD = 256
 
 

@@ -8,6 +8,10 @@ from importlib.util import find_spec
 
 import torch
 
+#: What takes the place of an instruction set where these kernels compute.
+TRITON = "triton"
+#: The dtypes of rows that they take.
+KNOWN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: The oldest compute capability that they are compiled for in tests.
 _OLDEST = (8, 0)
 
@@ -20,7 +24,7 @@ def runs_on(device: torch.device) -> bool:
     wish = os.environ.get("OUTRIDER_KERNELS")
     if wish == "off" or not _has_triton():
         return False
-    return wish == "triton" if device.type == "cpu" else device.type == "cuda" and _is_new(device)
+    return wish == TRITON if device.type == "cpu" else device.type == "cuda" and _is_new(device)
 
 
 @cache

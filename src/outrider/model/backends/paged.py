@@ -24,7 +24,8 @@ from torch import Tensor
 from outrider.kernels.attention import KNOWN_DTYPES, PassAttention, RowAttention
 from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.kernels.linear import packed_for
-from outrider.kernels.triton.devices import runs_on
+from outrider.kernels.triton.devices import KNOWN_DTYPES as TRITON_DTYPES
+from outrider.kernels.triton.devices import TRITON, runs_on
 from outrider.model import hf, hf_encoder
 from outrider.model.backends.base import PartialPass, PassOutput
 from outrider.model.backends.hosted import HostedAttention
@@ -112,7 +113,10 @@ class PagedAttention(HostedAttention):
         return attend_together
 
     def instruction_set(self, model: Any) -> str | None:
-        return super().instruction_set(model) if self._library is None else self._library.instruction_set
+        if self._library is not None:
+            return self._library.instruction_set
+        attends = runs_on(model.device) and model.dtype in TRITON_DTYPES
+        return TRITON if attends else super().instruction_set(model)
 
     def forward_kwargs(self, context: ForwardContext) -> dict[str, Any]:
         return {"use_cache": False}
