@@ -429,7 +429,7 @@ def heads_drawn() -> None:
     folder = Path(tempfile.mkdtemp())
     target = save_tiny_llama(folder / "target", 1, num_layers=SHARED_TARGET_LAYERS)
     proof = EngineProof(target, save_tiny_llama(folder / "draft", 2), heads=save_tiny_heads(folder, target))
-    finding = proof.prove(next(setting for setting in HEADS_SETTINGS if setting.name == "Medusa, token"), 3)
+    finding = proof.prove(next(setting for setting in HEADS_SETTINGS if setting.name == "Medusa, token"), 3, faultless=True)
     assert finding.passed, finding
 
 

@@ -248,8 +248,7 @@ MUTANTS = (
         "structured/grammar.py",
         "            self._matcher.rollback(len(self._ahead) - shared)\n",
         "            pass\n",
-        "law_structure",
-        refused=TOKEN_REFUSED,
+        "looks_are_taken_back",
     ),
     Mutant(
         "masks behind a draft kept when the text goes on",

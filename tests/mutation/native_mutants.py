@@ -237,6 +237,7 @@ NATIVE_MUTANTS = (
         "a->sequence->table[block] *",
         "(a->sequence->table[0] + block) *",
         "kernels_decoder",
+        PROBE_DIFFERS,
     ),
     _mutant(
         "attention forgets a block",
@@ -345,10 +346,10 @@ NATIVE_MUTANTS = (
         "kernels_attention_operator",
     ),
     _mutant(
-        "positions of another sequence",
+        "an operator forgets its chunks",
         "paged.inc",
-        "job->pass.start = call->start;",
-        "job->pass.start = call->first;",
+        "job->layer.chunk = call->chunk;",
+        "",
         "kernels_attention_operator",
     ),
     _mutant(

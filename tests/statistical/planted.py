@@ -1,4 +1,4 @@
-"""Bugs of drafts and their verification that tests plant."""
+"""Bugs of drafts and their verification that tests plant, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 
 from outrider.draft import Draft
+from outrider.prove.engine_distribution import BOUND, EngineProof
+from outrider.prove.settings.setting import Setting
 from outrider.verify.trees import Tree
+
+
+def is_a_fault(proof: EngineProof, setting: Setting, length: int = 3) -> bool:
+    """Whether a method with a planted bug has faults and the text is right all the same, since what was drawn is tested as
+    it was drawn."""
+    found = proof.prove(setting, length, faultless=True)
+    return found.measured <= BOUND and not found.passed
 
 
 def one_test_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_every_setting_has_a_name_of_its_own() -> None:
         "staged, EAGLE-3 of the draft model",
     ],
 )
-def test_control_drafts_that_are_dropped_for_what_they_are_are_seen(
+def test_control_drafts_that_are_dropped_for_what_they_are_are_faults(
     proof: EngineProof, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     kinds = {
@@ -109,12 +109,12 @@ def test_control_drafts_that_are_dropped_for_what_they_are_are_seen(
         return [draft.first(0) if draft.token_ids[:1] == (2,) else draft for draft in drafts]
 
     monkeypatch.setattr(kind, "propose", picky)
-    assert proof.prove(BY_NAME[name], 3).measured > 1e-4
+    assert planted.is_a_fault(proof, BY_NAME[name])
 
 
 @of_the_prover
 @pytest.mark.parametrize("name", ["Medusa, block", "exit, token", "EAGLE-3, block", "DFlash, token", "P-EAGLE, token"])
-def test_control_a_law_that_is_not_the_one_drawn_from_is_seen(
+def test_control_a_law_that_is_not_the_one_drawn_from_is_a_fault(
     proof: EngineProof, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Planted: what is reported is a softer row than the one that the token was drawn from."""
@@ -128,7 +128,7 @@ def test_control_a_law_that_is_not_the_one_drawn_from_is_seen(
         return draft
 
     monkeypatch.setattr(growth.Growth, "draft", softer)
-    assert proof.prove(BY_NAME[name], 3).measured > 1e-4
+    assert planted.is_a_fault(proof, BY_NAME[name])
 
 
 #: The draft model drafts here beside a stage of itself, whose heads guess what it writes.

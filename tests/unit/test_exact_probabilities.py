@@ -134,7 +134,7 @@ def test_probabilities_are_what_the_parameters_mean(logits: Tensor, params: Samp
     assert_exact(logits, params)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     size=st.integers(511, 516) | st.sampled_from([1200, 17_000]),  # the kernels search until few entries are left: 512
     zeros=st.lists(st.sampled_from([0.0, -0.0]), min_size=1, max_size=4),

@@ -219,7 +219,7 @@ class DraftNoise:
         left, alive = _left(probs, [r.drawn.taken(place) for r, place in zip(requests, places, strict=True)])
         tokens = [-1] * len(places)
         if alive:
-            keys = [self._key(requests[i], len(places[i])) for i in alive]
+            keys = [self._key(requests[i], len(paths[i])) for i in alive]
             drawn = self.source.categorical(left if len(alive) == len(left) else left[alive], keys).tolist()
             for i, token in zip(alive, drawn, strict=True):
                 requests[i].drawn.note(places[i], probs[i], token)
@@ -239,9 +239,9 @@ class DraftNoise:
             request.sequence.seed,
             request.sequence.sample,
             Stream.GUESS if request.coupled else Stream.DRAFT,
-            len(request.sequence.token_ids) + depth,
+            request.length + depth,
             request.sequence.round,
-            request.drawn.next_branch(depth),
+            request.drawn.next_branch(request.length + depth),
             self.drafter(request),
         )
 

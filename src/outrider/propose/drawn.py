@@ -29,10 +29,10 @@ class Drawn:
         self._order: list[tuple[Path, int]] = []
         self._count = Counter[int]()
 
-    def next_branch(self, depth: int) -> int:
-        """The number that tells this draw from the others at its depth."""
-        self._count[depth] += 1
-        return self._count[depth] - 1
+    def next_branch(self, position: int) -> int:
+        """The number that tells this draw from the others for the same position."""
+        self._count[position] += 1
+        return self._count[position] - 1
 
     def taken(self, path: Path) -> Sequence[int]:
         """Tokens that were drawn behind a path, in their order."""

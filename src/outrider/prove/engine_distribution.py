@@ -138,6 +138,7 @@ class EngineProof:
         def run(count: int) -> Iterator[Outcome]:
             for proposer, state in learnt:
                 proposer.restore(state)
+            engine.proposers.forget_faults()
             engine.builders.forget()
             engine.scheduler.shares.forget()
             engine.governing.script(_COSTS, ScriptedClock(), holds=1)

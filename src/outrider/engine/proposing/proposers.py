@@ -152,6 +152,12 @@ class ProposerSet:
         for found in self._alive:
             found.trees.clear()
 
+    def forget_faults(self) -> None:
+        """Drop what is known of faults, so that no method is switched off."""
+        self._off.clear()
+        for found in self._alive:
+            found.breaker = ProposerBreaker()
+
     def dismiss_all(self) -> None:
         """Let all go, those in use too: their sequences are no more. What is asked for next is built anew."""
         self._alive.clear()
