@@ -69,7 +69,8 @@ class Reach:
 
 def map_tests(out: Path) -> int:
     reach = Reach()
-    status = pytest.main(["--fast", "-q", "-p", "no:xdist", f"--ignore={Path(__file__).parent}"], plugins=[reach])
+    arguments = ["--fast", "-q", "-p", "no:xdist", "-W", "default", f"--ignore={Path(__file__).parent}"]
+    status = pytest.main(arguments, plugins=[reach])  # modules that were imported here before are no error
     out.write_text(json.dumps({"tests": reach.tests, "lines": reach.lines}), "utf-8")
     return int(status)
 
