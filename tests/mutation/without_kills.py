@@ -31,6 +31,8 @@ from tests.warm import warm_python
 
 #: Seconds for one bug, and how many tests a process runs before the next one begins.
 BUDGET, AT_ONCE = 240.0, 60
+#: How tests run here: one after another, and modules that were imported before pytest are no error.
+_QUIETLY = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "default::pytest.PytestAssertRewriteWarning")
 #: Modules whose lines stand for those of the compiled kernels.
 _KERNELS = ("kernels/",)
 
@@ -69,14 +71,17 @@ class Reach:
 
 def map_tests(out: Path) -> int:
     reach = Reach()
-    arguments = ["--fast", "-q", "-p", "no:xdist", "-W", "default", f"--ignore={Path(__file__).parent}"]
-    status = pytest.main(arguments, plugins=[reach])  # modules that were imported here before are no error
+    status = pytest.main(["--fast", *_QUIETLY, f"--ignore={Path(__file__).parent}"], plugins=[reach])
     out.write_text(json.dumps({"tests": reach.tests, "lines": reach.lines}), "utf-8")
     return int(status)
 
 
 def tests_by(mutant: Mutant, reach: dict[str, dict]) -> list[str]:
-    """Core tests that come by a bug: the quickest of every file, then the second quickest, and so on."""
+    """Core tests that come by a bug: the quickest of every file, then the second quickest, and so on.
+
+    Where none comes by its lines, as with lines that run at import or in a server, these are tests that come by its file,
+    and else those of the files that are called after a part of its path.
+    """
     lines: dict[str, dict[str, list[int]]] = reach["lines"]
     if mutant.path.startswith(NATIVE):
         found = {t for file in lines if file.startswith(_KERNELS) for tests in lines[file].values() for t in tests}
@@ -84,7 +89,11 @@ def tests_by(mutant: Mutant, reach: dict[str, dict]) -> list[str]:
         text = (PACKAGE / mutant.path).read_text("utf-8")
         first = text[: text.index(mutant.old)].count("\n") + 1
         own = range(first, first + mutant.old.rstrip("\n").count("\n") + 1)
-        found = {t for line in own for t in lines.get(mutant.path, {}).get(str(line), ())}
+        by_line = lines.get(mutant.path, {})
+        found = {t for line in own for t in by_line.get(str(line), ())} or {t for ts in by_line.values() for t in ts}
+    parts = Path(mutant.path).with_suffix("").parts
+    named = {f"test_{part}.py" for part in parts}
+    found = found or {i for i, (name, _) in enumerate(reach["tests"]) if Path(name.partition("::")[0]).name in named}
     ranks: dict[str, int] = defaultdict(int)
     order = []
     for number in sorted(found, key=lambda t: reach["tests"][t][1]):
@@ -107,7 +116,7 @@ def red(mutant: Mutant, tests: list[str]) -> tuple[str, float]:
             left = BUDGET - (time.monotonic() - began)
             if left <= 0:
                 return "", time.monotonic() - began
-            arguments = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests[first : first + AT_ONCE]]
+            arguments = ["-x", *_QUIETLY, *tests[first : first + AT_ONCE]]
             environment = {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
             if kernels != "auto":
                 environment["OUTRIDER_KERNELS"] = kernels
