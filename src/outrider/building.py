@@ -20,6 +20,7 @@ from outrider.model.loading.from_module import check_given
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.loading.loader import adopt_model, load_model
 from outrider.model.loading.sources import check_sources
+from outrider.model.memory import Beside
 from outrider.model.runner import ModelRunner
 from outrider.model.target import Target
 from outrider.options import Speculation
@@ -28,6 +29,7 @@ from outrider.profile import Identity, Profile, read_profile
 from outrider.prompts import PromptEncoder
 from outrider.propose.compositions import parts_of
 from outrider.propose.defaults import SpeculationDefaults
+from outrider.propose.methods.draft_model import draft_models
 from outrider.propose.speculation import SpeculationConfig
 
 logger = logging.getLogger(__name__)
@@ -102,30 +104,35 @@ class EnginePlan:
         """
         config = self.model
         loaded = self._load(model, tokenizer, consume=consume)
+        given = {draft_name(draft_model): draft_model} if isinstance(draft_model, torch.nn.Module) else {}
+        drafts = DraftLoader(loaded, config, self.cache, self.scheduling, given)
         runner = make_runner(
             loaded,
             config.attention_backend,
             self.cache,
             self.scheduling,
             batch_invariant=config.batch_invariant,
-            added_token_bytes=self._added_token_bytes(loaded),
+            beside=self._beside(loaded, drafts),
         )
+        drafts.serve(runner)
         defaults = self._defaults_for(runner)
         longest = loaded.max_model_len if loaded.encoder is None else loaded.encoder.max_source_len
         prompts = PromptEncoder(loaded.tokenizer, None if self.embedded else config.model, longest)
         default_params = checkpoint_params(loaded)
-        given = {draft_name(draft_model): draft_model} if isinstance(draft_model, torch.nn.Module) else {}
-        load_runner = DraftLoader(runner, config, self.cache, self.scheduling, given)
-        proposers = ProposerSet(Target(runner), self.scheduling.max_num_batched_tokens, load_runner, defaults.kept)
+        proposers = ProposerSet(Target(runner), self.scheduling.max_num_batched_tokens, drafts, defaults.kept)
         engine = Engine(runner, self.scheduling, proposers)
         engine.load_method(defaults.config)  # what cannot be used is better known now than at the first prompt
         return BuiltEngine(engine, prompts, default_params, defaults)
 
-    def _added_token_bytes(self, loaded: LoadedModel) -> int:
-        """Bytes that a token takes in the layers of all proposers that are known already."""
+    def _beside(self, loaded: LoadedModel, drafts: DraftLoader) -> Beside:
+        """What all proposers that are known already take beside the target: their layers, and draft models."""
         configs = [self.defaults.config] if self.recommended is None else [self.defaults.config, self.recommended.config]
-        parts = [part.method for config in configs for each in config.candidates for part in parts_of(each)]
-        return sum(method.added_token_bytes(loaded) for method in parts if method is not None)
+        parts = [part for config in configs for each in config.candidates for part in parts_of(each)]
+        added = sum(part.method.added_token_bytes(loaded) for part in parts if part.method is not None)
+        models = {method.identity: method for part in parts for method in draft_models(part) if method.model is not None}
+        needed = [found for method in models.values() if (found := drafts.needs(**method.model_settings)) is not None]
+        by_token = added + sum(found.kv_token_bytes for found in needed)
+        return Beside(by_token, sum(found.weight_bytes for found in needed))
 
     def _load(self, model: Any, tokenizer: Any | None, *, consume: bool) -> LoadedModel:
         if isinstance(model, torch.nn.Module):

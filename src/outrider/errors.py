@@ -142,7 +142,7 @@ class ModelTooLargeError(ModelError):
         model: Path or hub id.
         problem: What is wrong, as a clause.
         remedy: What would help, as a sentence.
-        weight_bytes: What its weights would take.
+        weight_bytes: What its weights would take; where it is loaded already, those of its draft models.
         kv_bytes: What the keys and values that were asked for would take.
         available_bytes: What there is.
         state_bytes: What the running states of the texts that may run at a time would take.

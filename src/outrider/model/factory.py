@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from outrider.model.kept_reference import keep_reference, read_reference
 from outrider.model.loading.exclusive import check_wanted, exclusive_transformers
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.loading.numbers import check_numbers
-from outrider.model.memory import TextBytes, make_blocks
+from outrider.model.memory import NOTHING, Beside, TextBytes, make_blocks
 from outrider.model.probe import probe, probe_bits, reference
 from outrider.model.runner import ModelRunner
 
@@ -46,7 +45,7 @@ def make_runner(
     scheduling: SchedulerConfig,
     *,
     batch_invariant: bool = False,
-    added_token_bytes: int = 0,
+    beside: Beside = NOTHING,
 ) -> ModelRunner:
     """Choose a backend by probing, size the KV memory from what the probe wrote, and put the runner together.
 
@@ -56,18 +55,18 @@ def make_runner(
         cache: Block size and capacity.
         scheduling: Sequences that run at a time, and rows of a pass, to bound what is kept of them.
         batch_invariant: Whether the backend must also reproduce its own bits, however rows are batched.
-        added_token_bytes: Bytes that a token will take in layers that proposers add.
+        beside: What other parts of the engine will take of the same memory.
 
     Raises:
         UnsupportedModelError: No backend reproduces a plain forward pass.
         ModelLoadError: Its logits are no numbers.
-        ModelTooLargeError: There is no memory for the running states of so many texts.
+        ModelTooLargeError: There is no memory for the running states of so many texts, or beside the other parts.
     """
     ways, known = ways_of(attention_backend, loaded.device, batch_invariant=batch_invariant), read_reference(loaded)
     if known is not None:  # where the first way does not agree with it, nothing is believed that was kept
         found, _ = _first_fitting(loaded, ways[:1], known.logits, bits=batch_invariant)
         if found is not None:
-            return _runner(loaded, *found, cache, scheduling, added_token_bytes)
+            return _runner(loaded, *found, cache, scheduling, beside)
     stock = reference(loaded)
     check_numbers(loaded.name, loaded.model, stock.logits)
     if not stock.is_causal:
@@ -80,7 +79,7 @@ def make_runner(
     if found is not None:
         if not failures:
             keep_reference(loaded, stock)
-        return _runner(loaded, *found, cache, scheduling, added_token_bytes)
+        return _runner(loaded, *found, cache, scheduling, beside)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
     remedy = "Report it." if attention_backend == "auto" else "Use attention_backend='auto', or report it."
     raise UnsupportedModelError(loaded.name, f"no attention backend reproduces its forward pass ({reasons})", remedy)
@@ -107,10 +106,10 @@ def _runner(
     taken: TextBytes,
     cache: CacheConfig,
     scheduling: SchedulerConfig,
-    added_token_bytes: int,
+    beside: Beside,
 ) -> ModelRunner:
-    taken = replace(taken, by_token=taken.by_token + added_token_bytes)
-    return ModelRunner(loaded, backend, make_blocks(loaded, cache, scheduling, taken), taken.by_text)
+    blocks = make_blocks(loaded, cache, scheduling, taken, beside)
+    return ModelRunner(loaded, backend, blocks, taken.by_text, taken.by_token)
 
 
 def ways_of(choice: str, device: torch.device, *, batch_invariant: bool) -> list[tuple[str, bool]]:

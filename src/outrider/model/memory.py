@@ -16,6 +16,9 @@ from outrider.model.loading.loaded_model import LoadedModel
 
 #: The part of the memory beside the states of running texts that states of the prefix cache get.
 _STATES_SHARE = 1 / 16
+#: The part that blocks get. The rest is for what passes compute with, and on a CPU for other work on the machine.
+_BLOCKS_SHARE = {"cuda": 0.8}
+_USUAL_BLOCKS_SHARE = 0.25
 #: Free memory of a device that does not say how much it has.
 _UNKNOWN = 2**31
 
@@ -51,17 +54,40 @@ class TextBytes:
         return scheduling.max_num_seqs * self.by_text + scheduling.max_num_batched_tokens * self.by_row
 
 
-def make_blocks(loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerConfig, taken: TextBytes) -> BlockManager:
+@dataclass(frozen=True)
+class Beside:
+    """What other parts of an engine will take of the same memory, in bytes.
+
+    Attributes:
+        by_token: For each token of the model: layers that proposers add, and keys and values in draft models.
+        weights: Draft models that are not loaded yet.
+        keys: Keys and values of the target that have no memory yet, since it comes with the first pass.
+    """
+
+    by_token: int = 0
+    weights: int = 0
+    keys: int = 0
+
+
+NOTHING = Beside()
+
+
+def make_blocks(
+    loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerConfig, taken: TextBytes, beside: Beside
+) -> BlockManager:
     """The blocks of a model: as many as were asked for, or as every running sequence could fill, within a share of what
-    running states leave free. The states that its prefix cache keeps get a smaller share, unless their size was given.
+    running states and other parts of the engine leave free. The states that its prefix cache keeps get a smaller share,
+    unless their size was given.
 
     Raises:
-        ModelTooLargeError: There is no memory for the running states of so many texts, beside the blocks.
+        ModelTooLargeError: There is no memory for the blocks beside the running states of so many texts, and beside what
+            other parts of the engine take.
     """
     free, running = available_bytes(loaded.device), taken.running(scheduling)
-    if running and free is not None:
-        _check_fit(loaded, cache, scheduling, taken, free)
-    left = (_UNKNOWN if free is None else free) - running
+    if free is not None:
+        _check_fit(loaded, cache, scheduling, taken, beside, free)
+    left = (_UNKNOWN if free is None else free) - running - beside.weights - beside.keys
+    by_token = taken.by_token + beside.by_token
     states = None
     if taken.by_state:
         kept = int(_STATES_SHARE * left) if cache.state_cache_mib is None else cache.state_cache_mib * 2**20
@@ -70,31 +96,45 @@ def make_blocks(loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerCo
     if cache.num_tokens is not None:
         tokens = cache.num_tokens
     else:
-        share = 0.8 if loaded.device.type == "cuda" else 0.25
+        share = _BLOCKS_SHARE.get(loaded.device.type, _USUAL_BLOCKS_SHARE)
         longest_source = 0 if loaded.encoder is None else loaded.encoder.max_source_len
         tokens = scheduling.max_num_seqs * (loaded.max_model_len + longest_source)
-        if taken.by_token:  # a model without attention keeps nothing of single tokens
-            tokens = min(tokens, int(share * left) // taken.by_token)
+        if by_token:  # a model without attention keeps nothing of single tokens
+            tokens = min(tokens, int(share * left) // by_token)
     count = max(1, tokens // cache.block_size)
     return BlockManager(count, cache.block_size, prefix_caching=cache.prefix_caching, states=states)
 
 
-def _check_fit(loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerConfig, taken: TextBytes, free: int) -> None:
-    """Raise ModelTooLargeError where running states, and the blocks that there must be, take more than is free."""
+def _check_fit(
+    loaded: LoadedModel,
+    cache: CacheConfig,
+    scheduling: SchedulerConfig,
+    taken: TextBytes,
+    beside: Beside,
+    free: int,
+) -> None:
+    """Raise ModelTooLargeError where running states, the blocks that there must be, and other parts take more than is
+    free."""
     running, kept = taken.running(scheduling), (cache.state_cache_mib or 0) * 2**20
-    blocks = (cache.num_tokens or cache.block_size) * taken.by_token
-    if running + kept + blocks <= free:
+    blocks = (cache.num_tokens or cache.block_size) * (taken.by_token + beside.by_token)
+    if running + kept + blocks + beside.weights + beside.keys <= free:
         return
-    texts = scheduling.max_num_seqs
-    keys = "" if cache.num_tokens is None else f" and {blocks / 1e9:.2f} GB for keys and values"
-    keys = f" and {kept / 1e9:.2f} GB for those of the prefix cache{keys}" if kept else keys
-    problem = (
-        f"it needs {running / 1e9:.2f} GB for the running states of max_num_seqs={texts} texts{keys}, "
-        f"and {free / 1e9:.2f} GB of memory are available"
-    )
-    most = (free - kept - blocks - scheduling.max_num_batched_tokens * taken.by_row) // taken.by_text
-    ways = [f"max_num_seqs={most} or less"] if most > 0 else ["a smaller max_num_seqs and max_num_batched_tokens"]
+    needed = {
+        f"the running states of max_num_seqs={scheduling.max_num_seqs} texts": running,
+        "those of the prefix cache": kept,
+        "keys and values": blocks if cache.num_tokens is not None or not running else 0,
+        "the weights of draft models": beside.weights,
+        "the target's keys and values": beside.keys,
+    }
+    parts = " and ".join(f"{size / 1e9:.2f} GB for {name}" for name, size in needed.items() if size)
+    ways = []
+    if running:
+        others = kept + blocks + beside.weights + beside.keys + scheduling.max_num_batched_tokens * taken.by_row
+        most = (free - others) // taken.by_text
+        ways.append(f"max_num_seqs={most} or less" if most > 0 else "a smaller max_num_seqs and max_num_batched_tokens")
     ways += ["a smaller state_cache_mib"] if kept else []
-    ways += [] if cache.num_tokens is None else ["a smaller kv_cache_tokens"]
-    remedy = f"Use {', '.join(ways)}, or a machine with more memory."
-    raise ModelTooLargeError(loaded.name, problem, remedy, 0, blocks, free, running)
+    ways += ["a smaller kv_cache_tokens"] if cache.num_tokens is not None else []
+    ways += ["a smaller draft model"] if beside.weights or beside.keys else []
+    problem = f"it needs {parts}, and {free / 1e9:.2f} GB of memory are available"
+    remedy = f"Use {', '.join([*ways, 'or a machine with more memory'] if ways else ['a machine with more memory'])}."
+    raise ModelTooLargeError(loaded.name, problem, remedy, beside.weights, blocks + beside.keys, free, running)

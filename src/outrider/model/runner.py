@@ -55,6 +55,7 @@ class ModelRunner:
         backend: Already installed on it.
         blocks: Bookkeeping of the memory.
         text_bytes: Bytes of the running states of a text, at most; 0 for a model without them.
+        token_bytes: Bytes of keys and values of a token.
 
     Attributes:
         memory: Where the states of texts lie.
@@ -62,9 +63,17 @@ class ModelRunner:
         states: Those of the texts that proposers read with this model, by sequence; proposers with equal models share them.
     """
 
-    def __init__(self, loaded: LoadedModel, backend: AttentionBackend, blocks: BlockManager, text_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        backend: AttentionBackend,
+        blocks: BlockManager,
+        text_bytes: int = 0,
+        token_bytes: int = 0,
+    ) -> None:
         self.loaded = loaded
         self.text_bytes = text_bytes
+        self._token_bytes = token_bytes
         self.backend = backend
         self.memory = StateMemory(blocks, loaded.long_rope_after, loaded.trial_source)
         self.states: dict[int, SequenceState] = {}
@@ -79,6 +88,11 @@ class ModelRunner:
     @property
     def pool(self) -> KVPool:
         return self.memory.pool
+
+    @property
+    def unmade_bytes(self) -> int:
+        """Bytes of keys and values that have no memory yet: a layer gets its own when it is first written."""
+        return self.pool.num_slots * max(0, self._token_bytes - self.pool.bytes_per_slot())
 
     @property
     def num_layers(self) -> int:

@@ -8,9 +8,9 @@ and prompts that only the target had cached need no messages; the next call fill
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -27,6 +27,7 @@ from outrider.model.target import Target
 from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest, ProposerSequence
 from outrider.propose.bridge import Bridge, SameVocabulary
 from outrider.propose.method import Method, ProposerContext
+from outrider.propose.speculation import SpeculationConfig
 from outrider.propose.trees.growth import Growth, add_level, level_logits
 from outrider.propose.trees.tree import CHAIN
 from outrider.verify.logits import target_probs as law_of
@@ -65,6 +66,11 @@ class DraftModel(Method):
         """What settings share that share one loaded model."""
         return (self.model, self.dtype, self.quantization, self.revision, self.trust_remote_code)
 
+    @property
+    def model_settings(self) -> dict[str, Any]:
+        """How the model is loaded, as the arguments of `LoadRunner`."""
+        return {name: getattr(self, name) for name in ("model", "dtype", "quantization", "revision", "trust_remote_code")}
+
     def build(self, context: ProposerContext) -> Proposer:
         runner, bridge = self.runner(context), SameVocabulary(context.vocab_size)
         return DraftModelProposer(runner, bridge, context.max_num_batched_tokens, self.min_confidence)
@@ -92,13 +98,15 @@ class DraftModel(Method):
             raise InvalidParameterError(
                 "model", None, f"method={self.name!r} needs one", "Give a local folder or a hub id."
             )
-        return context.load_runner(
-            self.model,
-            dtype=self.dtype,
-            quantization=self.quantization,
-            revision=self.revision,
-            trust_remote_code=self.trust_remote_code,
-        )
+        return context.load_runner(**self.model_settings)
+
+
+def draft_models(config: SpeculationConfig) -> Iterator[DraftModel]:
+    """The draft models of settings, and of those inside them."""
+    if isinstance(config.method, DraftModel):
+        yield config.method
+    for inner in config.method.nested.values() if config.method is not None else ():
+        yield from draft_models(inner)
 
 
 class DraftModelProposer(Proposer):
