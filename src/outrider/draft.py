@@ -68,7 +68,6 @@ class Draft:
             Siblings that one member has sampled are drawn one after another without replacement, in the order of their
             draws, and all carry the probabilities of the first: what the removal of its elder siblings makes of them
             follows from that.
-        expected_accepted: How many of its tokens the proposer expects to stand, if it has an opinion.
         scratch: Rows to compute beside it.
         confidences: How sure the proposer was of each draw, or nothing. It has no part in verification.
         nodes: Node of each draw. Left out, draw i proposes node i.
@@ -79,7 +78,6 @@ class Draft:
     parents: tuple[int, ...] = ()
     laws: tuple[Law, ...] = ()
     draft_probs: Tensor | None = None
-    expected_accepted: float | None = None
     scratch: ScratchRows = NO_SCRATCH
     confidences: tuple[Confidence, ...] = ()
     nodes: tuple[int, ...] = ()
@@ -194,10 +192,6 @@ class Draft:
         laws = (Law.OPAQUE,) * len(self.laws)
         return replace(self, laws=laws, draft_probs=None)
 
-    def extended(self, tail: Draft) -> Draft:
-        """This draft going on with `tail` behind its deepest node; its scratch rows come first."""
-        return self.joined(tail, self.deepest)[0]
-
     def joined(self, tail: Draft, node: int) -> tuple[Draft, tuple[int, ...]]:
         """This draft with `tail` below `node`, and the node that each node of `tail` has become.
 
@@ -228,9 +222,6 @@ class Draft:
 
 
 EMPTY = Draft()
-
-#: The drafts of one step, in the order of the requests.
-Drafts = Sequence[Draft]
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:

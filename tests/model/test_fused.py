@@ -89,7 +89,7 @@ def test_logits_and_hidden_states_are_the_stock_ones(paths: dict[str, str], name
     want = stock(paths[name], TEXT)
     table = runner.blocks.allocate(12)
     layers = (0, 1, 3, 4)
-    long = runner.loaded.uses_long_rope(len(TEXT))
+    long = runner.loaded.long_rope_after is not None and len(TEXT) > runner.loaded.long_rope_after
     out = runner.forward([Segment(TEXT, 0, table, long_rope=long)], layers)
     torch.testing.assert_close(out.logits, want.logits[0], rtol=1e-10, atol=1e-10)
     for layer in layers:

@@ -24,7 +24,7 @@ TREES = ((2,), (2,))
 @pytest.mark.parametrize("shape", [CHAINS, TREES, ((2, 1), (1,)), ((1,), (1,), (1,))], ids=str)
 @pytest.mark.parametrize("rule", RULES)
 def test_several_members_are_exact_in_fractions(rule: TreeRule, shape: Any, alike: bool) -> None:
-    assert prove_merged_reference(rule, shape, 8, 3, alike=alike, guesses=shape == CHAINS).measured == 0.0
+    assert prove_merged_reference(rule, shape, 8, 3, alike=alike, guessed_tokens=2 * (shape == CHAINS)).measured == 0.0
 
 
 ONE = (1,)
@@ -42,7 +42,7 @@ FEWER = [case for case in VERIFIED if case[1] != CHAINS or (case[0] is TreeRule.
 def test_several_members_through_the_verifier(
     rule: TreeRule, shape: Any, count: int, length: int, guesses: bool, alike: bool
 ) -> None:
-    finding = prove_merged_verifier(rule, shape, count, length, alike=alike, guesses=guesses)
+    finding = prove_merged_verifier(rule, shape, count, length, alike=alike, guessed_tokens=2 * guesses)
     assert finding.passed, finding
 
 

@@ -67,7 +67,7 @@ class ChainedProposer(Proposer):
                 for r, d in zip(requests, drafts, strict=True)
             ]
             more = member.propose(asked, noise.member(index))
-            drafts = [d.extended(tail) for d, tail in zip(drafts, more, strict=True)]
+            drafts = [d.joined(tail, d.deepest)[0] for d, tail in zip(drafts, more, strict=True)]
         return drafts
 
 

@@ -7,7 +7,7 @@ import torch
 
 from outrider.prove import recorded_rounds, reference, rules_distribution, tree_distribution, tree_reference
 from outrider.prove.reference import ReferenceRule
-from outrider.prove.tree_reference import TreeRule
+from outrider.prove.tree_reference import TreeRule, alone
 from outrider.verify import rules, verifier
 
 #: Counts of cases are multiples of the kinds of them, which take turns.
@@ -78,7 +78,9 @@ def test_forked_verifier_on_trees_has_the_targets_distribution(rule, widths, cou
 def test_traversal_of_a_chain_is_block_verification():
     for case in reference.cases(16, seed=6):
         block = reference.round_distribution(case, ReferenceRule.BLOCK, (), 2)
-        assert tree_reference.round_distribution(case, TreeRule.TRAVERSAL, (), (1, 1)) == block
+        assert (
+            tree_reference.round_distribution(alone(case, TreeRule.TRAVERSAL), TreeRule.TRAVERSAL, (), ((1, 1),)) == block
+        )
 
 
 # -- negative controls: each planted pitfall must turn a proof red -----------------------------------------------------

@@ -203,7 +203,17 @@ class Log:
         return sum(a != b for a, b in pairwise(states))
 
 
-Policy = Governor | tuple[str, int] | None
+class CountingGovernor(Governor):
+    """A governor that counts its plans, which a world charges for."""
+
+    num_plans = 0
+
+    def _make_plan(self, *arguments: Any) -> None:
+        self.num_plans += 1
+        super()._make_plan(*arguments)
+
+
+Policy = CountingGovernor | tuple[str, int] | None
 #: By step, how many texts are written.
 Load = Callable[[int], int]
 
@@ -220,7 +230,7 @@ def run(
         places = 0 if world.together and present else load(step)
         while len(present) < places and (not fixed or count < fixed):
             present.append(TextState(count))
-            if isinstance(policy, Governor):
+            if isinstance(policy, CountingGovernor):
                 policy.begin(count)
             count += 1
         alive = present[: load(step)]
@@ -231,7 +241,7 @@ def run(
         log.by_load[len(alive)] = took
         for text in [text for text in alive if text.position >= (tokens or world.ends(text.index))]:
             present.remove(text)
-            if isinstance(policy, Governor):
+            if isinstance(policy, CountingGovernor):
                 policy.finish(text.index, at_length=world.together)
         step += 1
     return log
@@ -253,14 +263,14 @@ def _running(world: World, texts: Sequence[TextState]) -> list[Running]:
 
 
 def _decisions(world: World, policy: Policy, texts: Sequence[TextState]) -> dict[int, Decision]:
-    if isinstance(policy, Governor):
+    if isinstance(policy, CountingGovernor):
         return policy.decide(_running(world, texts))
     method, length = policy or (None, 0)
     return {text.index: Decision(method, length, "fixed") for text in texts}
 
 
 def _step(world: World, policy: Policy, texts: list[TextState], log: Log, step: int, rng: random.Random) -> None:
-    num_plans = policy.num_plans if isinstance(policy, Governor) else 0
+    num_plans = policy.num_plans if isinstance(policy, CountingGovernor) else 0
     decisions = _decisions(world, policy, texts)
     rows, drafted, levels, late, propose = len(texts), dict[str, int](), dict[str, int](), 0, 0.0
     fates: dict[int, tuple[int, int]] = {}
@@ -303,14 +313,14 @@ def _step(world: World, policy: Policy, texts: list[TextState], log: Log, step: 
         for name in world.methods:
             used = decisions[text.index].method == name
             text.lags[name] = 0 if used else text.lags.get(name, 0) + written
-        if isinstance(policy, Governor) and decisions[text.index].method is not None:
+        if isinstance(policy, CountingGovernor) and decisions[text.index].method is not None:
             decision = decisions[text.index]
             assert decision.method is not None
             rejected = stood < offered
             policy.observe_draft(text.index, decision.method, decision.num_draft_tokens, offered, stood, rejected=rejected)
     if world.together:
         log.plain[-1] = unit * (to_go - world.until_all_end(texts, step))
-    if isinstance(policy, Governor):
+    if isinstance(policy, CountingGovernor):
         own = unit * world.planning * (policy.num_plans - num_plans)
         policy.observe_own_seconds(own)
         log.seconds += own
@@ -344,9 +354,9 @@ def _shadow(world: World, governor: Governor, texts: list[TextState], log: Log, 
         log.true[-1] += seconds
 
 
-def governor_of(world: World) -> Governor:
+def governor_of(world: World) -> CountingGovernor:
     """A governor that knows the world's costs as a calibration would."""
-    return Governor([Candidate(n, 16, m.lookup) for n, m in world.methods.items()], world.table())
+    return CountingGovernor([Candidate(n, 16, m.lookup) for n, m in world.methods.items()], world.table())
 
 
 def best_fixed(world: World, **how: Any) -> tuple[Policy, float]:

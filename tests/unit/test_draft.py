@@ -128,11 +128,10 @@ def test_the_first_nodes_are_a_whole_draft(draft: Draft, count: int) -> None:
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(trees(), st.integers(0, 4))
 def test_the_first_scratch_rows_leave_the_nodes_as_they_are(draft: Draft, count: int) -> None:
-    draft = dataclasses.replace(draft, draft_probs=torch.rand(len(draft), 3), expected_accepted=1.5)
+    draft = dataclasses.replace(draft, draft_probs=torch.rand(len(draft), 3))
     cut = draft.with_scratch(count)
     assert cut.draft_probs is draft.draft_probs
     assert (cut.token_ids, cut.parents, cut.laws) == (draft.token_ids, draft.parents, draft.laws)
-    assert cut.expected_accepted == 1.5
     assert cut.scratch == ScratchRows(draft.scratch.token_ids[:count], draft.scratch.parents[:count])
 
 
@@ -149,10 +148,15 @@ def test_an_opaque_draft_claims_nothing_and_guesses_the_same(draft: Draft) -> No
 # -- going on behind another draft -------------------------------------------------------------------------------------
 
 
+def extended(head: Draft, tail: Draft) -> Draft:
+    """`head` going on with `tail` behind its deepest node."""
+    return head.joined(tail, head.deepest)[0]
+
+
 def test_a_draft_goes_on_behind_the_deepest_node() -> None:
-    head = Draft((5, 6, 7), (-1, -1, 1), (Law.SAMPLED,) * 3, torch.full((3, 4), 0.25), 1.5, ScratchRows((1, 2), (2, 3)))
+    head = Draft((5, 6, 7), (-1, -1, 1), (Law.SAMPLED,) * 3, torch.full((3, 4), 0.25), ScratchRows((1, 2), (2, 3)))
     tail = Draft((8, 9), (-1, 0), (Law.OPAQUE,) * 2, scratch=ScratchRows((3, 4, 5), (-1, 1, 2)))
-    joined = head.extended(tail)
+    joined = extended(head, tail)
     assert joined.token_ids == (5, 6, 7, 8, 9)
     assert joined.parents == (-1, -1, 1, 2, 3), "the tail's root is node 2, the deepest of the head"
     assert joined.laws == (Law.SAMPLED,) * 3 + (Law.OPAQUE,) * 2
@@ -160,15 +164,14 @@ def test_a_draft_goes_on_behind_the_deepest_node() -> None:
     assert joined.scratch.parents == (2, 5, 2, 4, 7), "row 5 is the first scratch row now, and row 7 the third"
     assert joined.draft_probs is not None
     assert joined.draft_probs.tolist() == [[0.25] * 4] * 3 + [[0.0] * 4] * 2
-    assert joined.expected_accepted is None, "nobody has said what to expect of both"
 
 
 def test_nothing_to_go_on_with_or_from_changes_nothing() -> None:
-    assert TREE.extended(EMPTY) is TREE
-    assert EMPTY.extended(TREE) is TREE
+    assert extended(TREE, EMPTY) is TREE
+    assert extended(EMPTY, TREE) is TREE
     scratch = Draft(scratch=ScratchRows((7,), (-1,)))
-    assert TREE.extended(scratch).scratch == ScratchRows((7,), (4,)), "scratch rows follow the deepest node too"
-    before = scratch.extended(Draft.chain([1, 2], Law.OPAQUE))
+    assert extended(TREE, scratch).scratch == ScratchRows((7,), (4,)), "scratch rows follow the deepest node too"
+    before = extended(scratch, Draft.chain([1, 2], Law.OPAQUE))
     assert (before.parents, before.scratch.parents) == ((-1, 0), (-1,))
 
 
@@ -192,7 +195,7 @@ def test_every_row_of_both_parts_keeps_its_path(head: Draft, tail: Draft, head_p
         head = dataclasses.replace(head, draft_probs=torch.rand(head.num_draws, 3))
     if tail_probs:
         tail = dataclasses.replace(tail, draft_probs=torch.rand(tail.num_draws, 3, dtype=torch.float64))
-    joined = head.extended(tail)
+    joined = extended(head, tail)
     size, both = len(head), len(head) + len(tail)
     root = _labels(head)[head.deepest] if size else ()
     own, other, found = _labels(head), [(*root, *label) for label in _labels(tail)], _labels(joined)
@@ -223,7 +226,7 @@ def test_every_row_of_both_parts_keeps_its_path(head: Draft, tail: Draft, head_p
 def test_going_on_rounds_nobodys_probabilities(head: torch.dtype, tail: torch.dtype) -> None:
     third = torch.tensor([[1.0, 2.0]], dtype=torch.float64) / 3
     one, other = (Draft.chain([1], Law.SAMPLED, third.to(dtype)) for dtype in (head, tail))
-    joined = one.extended(other)
+    joined = extended(one, other)
     assert joined.draft_probs is not None
     for row, part in zip(joined.draft_probs, (one, other), strict=True):
         assert part.draft_probs is not None
@@ -233,10 +236,10 @@ def test_going_on_rounds_nobodys_probabilities(head: torch.dtype, tail: torch.dt
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(trees().map(distinct), trees().map(distinct), trees().map(distinct))
 def test_going_on_twice_is_going_on_with_both(one: Draft, two: Draft, three: Draft) -> None:
-    joined = one.extended(two).extended(three)
+    joined = extended(extended(one, two), three)
     assert joined.row_token_ids[: len(joined)] == one.token_ids + two.token_ids + three.token_ids
     assert joined.scratch.token_ids == one.scratch.token_ids + two.scratch.token_ids + three.scratch.token_ids
-    assert _labels(joined) == _labels(one.extended(two.extended(three)))
+    assert _labels(joined) == _labels(extended(one, extended(two, three)))
 
 
 def test_drafts_are_frozen() -> None:

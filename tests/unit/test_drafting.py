@@ -310,7 +310,7 @@ def test_whatever_comes_through_is_safe_to_look_at(what: str) -> None:
     (draft,) = ask(item)
     assert len(draft.row_token_ids) == len(draft.row_parents) == draft.num_rows
     assert {type(token) for token in draft.row_token_ids} <= {int}
-    assert draft.extended(GOOD).num_rows == draft.num_rows + len(GOOD)
+    assert draft.joined(GOOD, draft.deepest)[0].num_rows == draft.num_rows + len(GOOD)
     assert draft.is_chain, "lists make no branches"
     rule_for(draft, "auto")
 
@@ -590,7 +590,7 @@ def test_a_fault_costs_its_own_turn_and_demotes_its_own_drafter() -> None:
 def test_a_proposer_is_asked_once_a_turn_for_all_its_sequences() -> None:
     one, other = (Stub(lambda requests: [GOOD] * len(requests)) for _ in range(2))
     items = [scheduled(one, other, budget=3), scheduled(other, one, budget=4), scheduled(one, one, budget=5)]
-    assert ask(*items) == [GOOD.extended(GOOD)] * 3
+    assert ask(*items) == [GOOD.joined(GOOD, GOOD.deepest)[0]] * 3
     assert one.calls == [[3, 5], [4, 5]]
     assert other.calls == [[4], [3]]
 

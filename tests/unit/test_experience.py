@@ -12,8 +12,7 @@ from outrider.govern import acceptance
 from outrider.govern.acceptance import KEPT, AcceptanceModel, Experience
 from outrider.govern.counts import POSITIONS, Counts, Shares
 from outrider.govern.decision import Candidate
-from outrider.govern.governor import Governor
-from tests.unit.governor_world import FLAT, STEEP, Log, Method, World, always, run
+from tests.unit.governor_world import FLAT, STEEP, CountingGovernor, Log, Method, World, always, run
 
 
 def learnt(chance: float, drafts: int = 400) -> Experience:
@@ -35,7 +34,7 @@ def written(
     found = []
     for seed in range(3):
         world = World({"draft": Method(0.06, always(truth))}, passes, seed=seed)
-        governor = Governor([Candidate("draft", 16, experience=earlier)], world.table())
+        governor = CountingGovernor([Candidate("draft", 16, experience=earlier)], world.table())
         found.append(run(world, governor, steps=60))
     return found
 

@@ -97,14 +97,6 @@ def test_nothing_known_is_nothing_drafted() -> None:
     assert len(draft(SuffixProposer(3, 2.0), [1, 2, 3, 9, 1, 2])) == 0, "a match of two is below three"
 
 
-def test_a_surer_guess_expects_more() -> None:
-    sure = draft(SuffixProposer(2, 2.0), [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2], 2)
-    torn = draft(SuffixProposer(2, 2.0), [1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 7, 8, 1, 2], 2)
-    assert sure.expected_accepted is not None
-    assert torn.expected_accepted is not None
-    assert 2 >= sure.expected_accepted > torn.expected_accepted > 0
-
-
 def test_earlier_texts_are_found_within_their_namespace_only() -> None:
     shared = SharedTexts(1 << 20)
     proposer = SuffixProposer(2, 2.0, shared=shared)

@@ -52,7 +52,6 @@ def learn(to: TokenRecyclingProposer, followers: dict[int, list[int]], namespace
 def draft(to: TokenRecyclingProposer, tokens: list[int], budget: int = 8, depth: int = 1 << 30, **more: Any) -> Draft:
     seq = make_sequence(tokens, namespace=more.pop("namespace", None))
     (found,) = to.propose([ProposeRequest(seq.view, budget, depth, **more)], NOISE)
-    assert found.expected_accepted is not None
     return found
 
 
@@ -147,7 +146,6 @@ def test_what_came_true_more_often_is_drafted_first(right: int) -> None:
     for _ in range(200):
         it.observe([shown(make_sequence([5, right]), 0, [(5, -1, TEXT, [6, 7])], logits=(0.1, 0.0))])
     assert draft(it, [5], 1).token_ids == (right,)
-    assert draft(it, [5], 1).expected_accepted == pytest.approx(1.0, abs=0.1)
 
 
 def test_rejected_rows_tell_nothing_of_what_comes_true() -> None:

@@ -5,37 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.convert import (
-    safeailab1_head,
-    safeailab_head,
-    speculators_block_head,
-    speculators_head,
-    speculators_parallel_head,
-    zlab_head,
-)
 from outrider.convert.published_names import published
 from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.files import write_tensors, write_text
 from outrider.heads.formats.folder import CONFIG, read_config
-from outrider.heads.formats.published import PublishedHead, read_head
+from outrider.heads.formats.published import FORMATS, PublishedHead, read_head
 from outrider.model.loading.files import WHOLE
 
-#: The formats into which a head is converted.
-FORMATS = ("speculators", "safeailab")
-#: What writes heads of a method in a format.
-_WRITERS: dict[tuple[str, str], Any] = {
-    ("speculators", "eagle3"): speculators_head,
-    ("speculators", "dflash"): speculators_block_head,
-    ("speculators", "peagle"): speculators_parallel_head,
-    ("safeailab", "eagle1"): safeailab1_head,
-    ("safeailab", "eagle3"): safeailab_head,
-    ("z-lab", "dflash"): zlab_head,
-}
+#: The families of formats into which a head is converted.
+FAMILIES = ("speculators", "safeailab")
 
 
 def convert_head(source: str, form: str, folder: Path, target: str | None = None) -> PublishedHead:
@@ -43,7 +25,7 @@ def convert_head(source: str, form: str, folder: Path, target: str | None = None
 
     Args:
         source: Its folder.
-        form: One of FORMATS.
+        form: One of FAMILIES.
         folder: Where to write it: a new folder or an empty one.
         target: Folder or hub id of the model that it was made for, which it is to name; None keeps what it names.
 
@@ -80,20 +62,20 @@ def write_head(folder: Path, head: PublishedHead, form: str) -> None:
     Args:
         folder: Where, which is made if need be.
         head: Its shape, layers and tokens.
-        form: Name of the format.
+        form: The family of its format.
 
     Raises:
         UnsupportedModelError: The format has no such heads.
         StorageError: It cannot be written.
     """
     method = head.config.method
-    writer = _WRITERS.get((form, method))
-    if writer is None:
-        others = [known for known, of in _WRITERS if of == method]
+    found = next((each for each in FORMATS if (each.family, each.method) == (form, method)), None)
+    if found is None:
+        others = [each.family for each in FORMATS if each.method == method]
         remedy = f"Such heads are written in the format of {' or '.join(others)}."
         raise UnsupportedModelError(head.folder, f"the format of {form} has no heads of {method}", remedy)
-    mapping = writer.mapping(head.config)
-    prefixes = writer.PREFIXES
+    mapping = found.write(head.config)
+    prefixes = found.prefixes if found.written is None else found.written
     tensors = {published(name, prefixes): weight for name, weight in head.network.state_dict().items()}
     write_tensors(folder / WHOLE, tensors | _columns(head), {"format": "pt"})
     write_text(folder / CONFIG, json.dumps(mapping, indent=1) + "\n")

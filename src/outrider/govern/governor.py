@@ -48,7 +48,6 @@ class Governor:
 
     Attributes:
         chosen: How often each method was chosen at each length; ("none", 0) stands for plain decoding.
-        num_plans: That were made.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Governor:
         known = {each.name: each.experience for each in candidates if each.experience is not None}
         self.acceptance = AcceptanceModel({each.name: each.prior for each in candidates}, known)
         self.chosen: Counter[tuple[str, int]] = Counter()
-        self.num_plans = 0
         self._max_rows = max_rows
         self._plan, self._plan_reason = Plan(), ""
         self._outlooks: dict[tuple[int, str], Outlook] = {}  # by which the plan was made
@@ -117,7 +115,6 @@ class Governor:
         free = [each for each in running if each.longest > 0 and each.methods]
         if free and self._must_plan(running):
             self._make_plan(running, free)
-            self.num_plans += 1
         measuring = bool(free) and self._is_time_for_plain(len(running) + sum(each.forced for each in running))
         decisions = {each.request: self._decision(each, measuring=measuring) for each in running}
         work = most_work(self.candidates, running, decisions, self._read_at_once)

@@ -10,14 +10,13 @@ from functools import partial
 
 from outrider.draft import EMPTY, Draft, Law
 from outrider.propose.base import DraftNoise
-from outrider.prove import forking, merged_reference, reference
+from outrider.prove import forking, reference, tree_reference
 from outrider.prove.findings import Finding
-from outrider.prove.merged_reference import Members, Shape
 from outrider.prove.recorded_rounds import WrittenText
 from outrider.prove.reference import Probs
 from outrider.prove.rules_distribution import tensor
 from outrider.prove.tree_distribution import RULE_NAMES, draw_tree
-from outrider.prove.tree_reference import TreeRule
+from outrider.prove.tree_reference import Members, Shape, TreeRule
 from outrider.verify.noise import NoiseSource
 from outrider.verify.verifier import Verifier
 
@@ -25,24 +24,24 @@ _MANY = 1_000
 
 
 def prove_merged_reference(
-    rule: TreeRule, shape: Shape, count: int, length: int, *, alike: bool = False, guesses: bool = False
+    rule: TreeRule, shape: Shape, count: int, length: int, *, alike: bool = False, guessed_tokens: int = 0
 ) -> Finding:
     """The rational reference of the rules for several members has a total variation of exactly 0."""
     worst = Fraction(0)
     for case in reference.cases(count, seed=8):
-        found = merged_reference.speculative_distribution(Members(case, alike, guesses), rule, shape, length)
+        found = tree_reference.speculative_distribution(Members(case, alike, guessed_tokens), rule, shape, length)
         worst = max(worst, reference.distance(found, reference.plain_distribution(case, length)))
     detail = f"{count} cases, members of widths {shape}, joint of {length} tokens, in fractions"
     return Finding(float(worst), 0.0, detail, worst == 0)
 
 
 def prove_merged_verifier(
-    rule: TreeRule, shape: Shape, count: int, length: int, *, alike: bool = False, guesses: bool = False
+    rule: TreeRule, shape: Shape, count: int, length: int, *, alike: bool = False, guessed_tokens: int = 0
 ) -> Finding:
     """Total variation between what rounds of `Verifier.verify` on merged trees write and the target's distribution."""
     worst, paths = 0.0, 0
     for case in reference.cases(count, seed=9):
-        found = merged_verifier_distribution(Members(case, alike, guesses), rule, shape, length)
+        found = merged_verifier_distribution(Members(case, alike, guessed_tokens), rule, shape, length)
         exact = {c: float(w) for c, w in reference.plain_distribution(case, length).items()}
         worst = max(worst, forking.total_variation(found.probs, exact) + found.dropped)
         paths += found.num_paths

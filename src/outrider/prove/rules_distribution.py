@@ -15,7 +15,7 @@ from outrider.prove import forking, reference, tree_reference
 from outrider.prove.findings import Finding
 from outrider.prove.recorded_rounds import WrittenText
 from outrider.prove.reference import VOCAB_SIZE, Case, Context, ReferenceRule
-from outrider.prove.tree_reference import TreeRule
+from outrider.prove.tree_reference import TreeRule, alone
 from outrider.verify import rules
 from outrider.verify.noise import Key, NoiseSource
 from outrider.verify.verifier import Verifier
@@ -37,7 +37,7 @@ def prove_tree_reference(rule: TreeRule, widths: tuple[int, ...], count: int, le
     """The rational reference of the rules on trees has a total variation of exactly 0."""
     worst = Fraction(0)
     for case in reference.cases(count, seed=4):
-        found = tree_reference.speculative_distribution(case, rule, widths, length)
+        found = tree_reference.speculative_distribution(alone(case, rule), rule, (widths,), length)
         worst = max(worst, reference.distance(found, reference.plain_distribution(case, length)))
     detail = f"{count} cases, trees of {widths}, joint of {length} tokens, in fractions"
     return Finding(float(worst), 0.0, detail, worst == 0)

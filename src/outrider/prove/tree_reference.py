@@ -1,14 +1,16 @@
-"""The tree rules in exact rational arithmetic, written from the papers: R4, R5, and R4 with drawn and walked children.
+"""The rules of draft trees in exact rational arithmetic, written from the papers, for drafts of one or several members.
 
-R4 is recursive rejection without replacement (Yang et al. 2024, Jeon et al. 2024). R5 is traversal (Weng et al. 2025). A
-round draws a tree of fixed widths with siblings without replacement. It verifies the tree, and commits the tokens that
-stand and one more. The total variation of the joint distribution from `reference.plain_distribution` must be exactly 0.
+R4 is recursive rejection without replacement (Yang et al. 2024, Jeon et al. 2024). R5 is traversal (Weng et al. 2025). Each
+member draws a tree of its own, siblings without replacement, and knows nothing of the others. A round merges the trees. A
+token that two members drew after the same text stands once in the tree and is tested twice. A guess that follows from the
+context alone may stand beside them. A round commits the tokens that stand and one more. The total variation of the joint
+distribution from `reference.plain_distribution` must be exactly 0.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
@@ -17,6 +19,10 @@ from functools import cache
 from outrider.prove.reference import VOCAB_SIZE, Case, Context, Joint, Probs, owed
 
 _ONE, _ZERO = Fraction(1), Fraction(0)
+#: The tokens that a member drew after each path, in order.
+Drawn = Mapping[Context, Context]
+#: Each member's widths: children of each node by depth.
+Shape = tuple[tuple[int, ...], ...]
 
 
 class TreeRule(StrEnum):
@@ -26,15 +32,59 @@ class TreeRule(StrEnum):
 
 
 @dataclass(frozen=True)
-class Node:
-    """A node of a draft tree. `drawn` is false for a guess that follows from the context alone."""
+class Members:
+    """A target and the members that draft for it.
 
-    path: Context
-    children: tuple[Node, ...] = ()
-    drawn: bool = True
+    Attributes:
+        case: The target's probabilities, and those of the first member.
+        alike: Whether all members draw from the same probabilities.
+        guessed_tokens: The length of a guess that stands beside what the members drew; 0, 1 or 2.
+    """
+
+    case: Case
+    alike: bool = True
+    guessed_tokens: int = 0
+
+    def draft(self, member: int, context: Context) -> Probs:
+        """What a member draws from after a context."""
+        case = self.case if self.alike or not member else Case(self.case.kind, self.case.seed + 7_919 * member)
+        return case.draft(context)
+
+    def guessed(self, context: Context) -> Context:
+        """The guess that follows from the context alone."""
+        token = (len(context) + sum(context)) % VOCAB_SIZE
+        return (token, (token + 1) % VOCAB_SIZE)[: self.guessed_tokens]
 
 
-def speculative_distribution(case: Case, rule: TreeRule, widths: tuple[int, ...], length: int) -> Joint:
+def alone(case: Case, rule: TreeRule) -> Members:
+    """The only member of a tree; a guess of one token stands beside what it draws where the rule is for merged trees."""
+    return Members(case, guessed_tokens=int(rule is TreeRule.MERGED))
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What one round verifies: the drawn trees, and the guess beside them."""
+
+    members: Members
+    context: Context
+    drawn: tuple[Drawn, ...]
+
+    def draws(self, path: Context) -> tuple[tuple[int, int], ...]:
+        """(member, token) of each draw after a path, in the order of their tests."""
+        return tuple((member, token) for member, tree in enumerate(self.drawn) for token in tree.get(path, ()))
+
+    def target(self, path: Context) -> Probs:
+        return self.members.case.target(self.context + path)
+
+    def proposals(self, path: Context) -> tuple[Probs, ...]:
+        return tuple(self.members.draft(member, self.context + path) for member in range(len(self.drawn)))
+
+    def walks(self, path: Context) -> bool:
+        """Whether the guess goes along a path."""
+        return self.members.guessed(self.context)[: len(path)] == path
+
+
+def speculative_distribution(members: Members, rule: TreeRule, shape: Shape, length: int) -> Joint:
     """The joint distribution of the first `length` tokens, over consecutive rounds."""
 
     @cache
@@ -42,7 +92,7 @@ def speculative_distribution(case: Case, rule: TreeRule, widths: tuple[int, ...]
         if len(context) >= length:
             return {context[:length]: _ONE}
         joint: defaultdict[Context, Fraction] = defaultdict(Fraction)
-        for tokens, weight in round_distribution(case, rule, context, widths).items():
+        for tokens, weight in round_distribution(members, rule, context, shape).items():
             for outcome, share in continued(context + tokens).items():
                 joint[outcome] += weight * share
         return joint
@@ -50,40 +100,41 @@ def speculative_distribution(case: Case, rule: TreeRule, widths: tuple[int, ...]
     return dict(continued(()))
 
 
-def round_distribution(case: Case, rule: TreeRule, context: Context, widths: tuple[int, ...]) -> Joint:
+def round_distribution(members: Members, rule: TreeRule, context: Context, shape: Shape) -> Joint:
     """Joint distribution of the tokens that one round commits after `context`."""
+    verify: Callable[[_Round, Context], Iterator[tuple[Context, Fraction]]]
     verify = _traversal if rule is TreeRule.TRAVERSAL else _recursive
     joint: defaultdict[Context, Fraction] = defaultdict(Fraction)
-    for tree, chance in _trees(case, context, (), widths):
-        root = replace(tree, children=(*tree.children, _guess(context))) if rule is TreeRule.MERGED else tree
-        for tokens, weight in verify(case, context, root):
+    for drawn, chance in _drafts(members, context, shape):
+        for tokens, weight in verify(_Round(members, context, drawn), ()):
             joint[tokens] += chance * weight
     return {tokens: weight for tokens, weight in joint.items() if weight}
 
 
-def _guess(context: Context) -> Node:
-    return Node(((len(context) + sum(context)) % VOCAB_SIZE,), drawn=False)
-
-
-def _trees(case: Case, context: Context, path: Context, widths: tuple[int, ...]) -> Iterator[tuple[Node, Fraction]]:
-    """Every tree below `path`, with its probability."""
-    if not widths:
-        yield Node(path), _ONE
-        return
-    for tokens, chance in orders(case.draft(context + path), widths[0]):
-        for children, rest in _families(case, context, path, tokens, widths[1:]):
-            yield Node(path, children), chance * rest
-
-
-def _families(
-    case: Case, context: Context, path: Context, tokens: Context, widths: tuple[int, ...]
-) -> Iterator[tuple[tuple[Node, ...], Fraction]]:
-    if not tokens:
+def _drafts(
+    members: Members, context: Context, shape: Shape, first: int = 0
+) -> Iterator[tuple[tuple[Drawn, ...], Fraction]]:
+    if first == len(shape):
         yield (), _ONE
         return
-    for first, chance in _trees(case, context, (*path, tokens[0]), widths):
-        for others, rest in _families(case, context, path, tokens[1:], widths):
-            yield (first, *others), chance * rest
+    for others, rest in _drafts(members, context, shape, first + 1):
+        for tree, chance in _trees(members, first, context, (), shape[first]):
+            yield (tree, *others), chance * rest
+
+
+def _trees(
+    members: Members, member: int, context: Context, path: Context, widths: tuple[int, ...]
+) -> Iterator[tuple[Drawn, Fraction]]:
+    """Every tree of a member below `path`, with its probability."""
+    if not widths:
+        yield {}, _ONE
+        return
+    for tokens, chance in orders(members.draft(member, context + path), widths[0]):
+        below: list[tuple[Drawn, Fraction]] = [({path: tokens}, chance)]
+        for token in tokens:
+            trees = list(_trees(members, member, context, (*path, token), widths[1:]))
+            below = [({**one, **tree}, so_far * own) for one, so_far in below for tree, own in trees]
+        yield from below
 
 
 def orders(probs: Probs, count: int) -> Iterator[tuple[Context, Fraction]]:
@@ -106,26 +157,26 @@ def without(probs: Probs, token: int) -> Probs:
 # -- R4 ----------------------------------------------------------------------------------------------------------------
 
 
-def _recursive(case: Case, context: Context, node: Node) -> Iterator[tuple[Context, Fraction]]:
-    """(tokens committed below the root, their probability): the drawn children first, then the walk over the others."""
-    p, q = case.target(context + node.path), case.draft(context + node.path)
+def _recursive(drafted: _Round, path: Context) -> Iterator[tuple[Context, Fraction]]:
+    """(tokens committed behind the context, their probability): the draws in turn, then the walk along the guess."""
+    p, proposals = drafted.target(path), list(drafted.proposals(path))
     reached = _ONE
-    for child in (c for c in node.children if c.drawn):
-        token = child.path[-1]
+    for member, token in drafted.draws(path):
+        q = proposals[member]
         coin = min(_ONE, p[token] / q[token])
-        for tokens, weight in _recursive(case, context, child):
-            yield tokens, reached * coin * weight
+        if coin:
+            for tokens, weight in _recursive(drafted, (*path, token)):
+                yield tokens, reached * coin * weight
         reached *= 1 - coin
         if not reached:
             return
-        p, q = owed(p, q, _ONE), without(q, token)
-    walked = {child.path[-1]: child for child in node.children if not child.drawn}
+        p, proposals[member] = owed(p, q, _ONE), without(q, token)
     for token, weight in enumerate(p):
-        if weight and token in walked:
-            for tokens, rest in _recursive(case, context, walked[token]):
+        if weight and drafted.walks((*path, token)):
+            for tokens, rest in _recursive(drafted, (*path, token)):
                 yield tokens, reached * weight * rest
         elif weight:
-            yield (*node.path, token), reached * weight
+            yield (*path, token), reached * weight
 
 
 # -- R5 ----------------------------------------------------------------------------------------------------------------
@@ -135,51 +186,51 @@ def _recursive(case: Case, context: Context, node: Node) -> Iterator[tuple[Conte
 class _Level:
     """A node on the way from the root to the current leaf, with what is left of it after refusals."""
 
-    node: Node
+    path: Context
     weight: Fraction
     p: Probs
-    q: Probs
-    left: tuple[Node, ...]
+    proposals: tuple[Probs, ...]
+    left: tuple[tuple[int, int], ...]
 
 
-def _traversal(case: Case, context: Context, root: Node) -> Iterator[tuple[Context, Fraction]]:
-    yield from _from_leaf(case, context, _descend(case, context, (_enter(case, context, root, _ONE),)), _ONE)
+def _traversal(drafted: _Round, root: Context) -> Iterator[tuple[Context, Fraction]]:
+    yield from _from_leaf(drafted, _descend(drafted, (_enter(drafted, root, _ONE),)), _ONE)
 
 
-def _enter(case: Case, context: Context, node: Node, weight: Fraction) -> _Level:
-    here = context + node.path
-    return _Level(node, weight, case.target(here), case.draft(here), node.children)
+def _enter(drafted: _Round, path: Context, weight: Fraction) -> _Level:
+    left = drafted.draws(path) if weight else ()  # below a token of which nothing is left every coin falls against it
+    return _Level(path, weight, drafted.target(path), drafted.proposals(path), left)
 
 
-def _descend(case: Case, context: Context, spine: tuple[_Level, ...]) -> tuple[_Level, ...]:
+def _descend(drafted: _Round, spine: tuple[_Level, ...]) -> tuple[_Level, ...]:
     while spine[-1].left:
-        level, child = spine[-1], spine[-1].left[0]
-        token = child.path[-1]
-        spine = (*spine, _enter(case, context, child, min(_ONE, level.weight * level.p[token] / level.q[token])))
+        level, (member, token) = spine[-1], spine[-1].left[0]
+        weight = min(_ONE, level.weight * level.p[token] / level.proposals[member][token])
+        spine = (*spine, _enter(drafted, (*level.path, token), weight))
     return spine
 
 
-def _from_leaf(
-    case: Case, context: Context, spine: tuple[_Level, ...], reached: Fraction
-) -> Iterator[tuple[Context, Fraction]]:
+def _from_leaf(drafted: _Round, spine: tuple[_Level, ...], reached: Fraction) -> Iterator[tuple[Context, Fraction]]:
     leaf = spine[-1]
     coin = leaf.weight if len(spine) > 1 else _ONE
     for token, p in enumerate(leaf.p):
-        if reached * coin * p:
-            yield (*leaf.node.path, token), reached * coin * p
+        path, weight = (*leaf.path, token), reached * coin * p
+        if weight and drafted.walks(path):
+            for tokens, rest in _traversal(drafted, path):
+                yield tokens, weight * rest
+        elif weight:
+            yield path, weight
     if coin < 1 and reached:
-        above = _refuse(spine[-2], leaf.node.path[-1])
-        yield from _from_leaf(case, context, _descend(case, context, (*spine[:-2], above)), reached * (1 - coin))
+        above = _refuse(spine[-2])
+        yield from _from_leaf(drafted, _descend(drafted, (*spine[:-2], above)), reached * (1 - coin))
 
 
-def _refuse(level: _Level, token: int) -> _Level:
-    """What is left of a node after its first remaining child was refused."""
-    excess = sum((max(_ZERO, level.weight * a - b) for a, b in zip(level.p, level.q, strict=True)), _ZERO)
+def _refuse(level: _Level) -> _Level:
+    """What is left of a node after its first remaining draw was refused."""
+    member, token = level.left[0]
+    q = level.proposals[member]
+    excess = sum((max(_ZERO, level.weight * a - b) for a, b in zip(level.p, q, strict=True)), _ZERO)
     below = excess + 1 - level.weight
-    return replace(
-        level,
-        weight=excess / below if below else _ONE,
-        p=owed(level.p, level.q, level.weight),
-        q=without(level.q, token),
-        left=level.left[1:],
-    )
+    proposals = (*level.proposals[:member], without(q, token), *level.proposals[member + 1 :])
+    weight = excess / below if below else _ONE
+    return replace(level, weight=weight, p=owed(level.p, q, level.weight), proposals=proposals, left=level.left[1:])

@@ -16,6 +16,7 @@ from outrider.heads.feature_config import FeatureHeadConfig
 from outrider.heads.formats.folder import HeadTensor
 from outrider.heads.formats.gguf_tensors import (
     ORIGINAL,
+    GgufFormat,
     read_draft_vocab_size,
     read_head_tensors,
     read_target_layers,
@@ -27,7 +28,6 @@ from outrider.model.loading.gguf.header import read_gguf
 from outrider.model.loading.gguf.names import LAYER
 from outrider.model.loading.gguf.values import AGAIN, Values
 
-NAME = "GGUF DFlash"
 ARCHITECTURE = "dflash"
 _WINDOW, _PATTERN, _CAUSAL = "attention.sliding_window", "attention.sliding_window_pattern", "attention.causal"
 #: Its layers are those of Qwen3, and are written as such.
@@ -114,3 +114,6 @@ def _windows(reaches: tuple[BlockReach, ...]) -> dict[str, Any]:
         return {}
     kinds = [SLIDING if window else FULL for window in windows]
     return {"layer_types": kinds, "sliding_window": max(filter(None, windows)), "use_sliding_window": True}
+
+
+FORMAT = GgufFormat(ARCHITECTURE, read, read_tensors, prefixes)

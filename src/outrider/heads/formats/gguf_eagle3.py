@@ -15,6 +15,7 @@ from outrider.heads.feature_config import FeatureHeadConfig
 from outrider.heads.formats.folder import HeadTensor
 from outrider.heads.formats.gguf_tensors import (
     ORIGINAL,
+    GgufFormat,
     read_draft_vocab_size,
     read_head_tensors,
     read_target_layers,
@@ -27,7 +28,6 @@ from outrider.model.loading.gguf.names import LAYER
 from outrider.model.loading.gguf.rotary import FREQUENCY_FACTORS
 from outrider.model.loading.gguf.values import AGAIN, Values
 
-NAME = "GGUF EAGLE-3"
 #: Names of tensors in files, and here.
 PREFIXES = {
     "token_embd.": "embed_tokens.",
@@ -100,3 +100,6 @@ def _scaled(file: GgufFile, layer: Any) -> dict[str, Any]:
         "long_factor": told, "attention_factor": 1.0, "factor": 1.0,
         "original_max_position_embeddings": layer.max_position_embeddings,
     }  # fmt: skip
+
+
+FORMAT = GgufFormat(ARCHITECTURE, read, read_tensors, prefixes)

@@ -7,18 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.errors import ModelLoadError
+from outrider.heads.feature_config import FeatureHeadConfig
 from outrider.heads.formats.folder import HeadTensor
 from outrider.model.loading.gguf.header import GgufFile
 from outrider.model.loading.gguf.values import AGAIN, Values
 
 #: What to do with a file that computes something else.
 ORIGINAL = "Use the head as it was published in safetensors."
+
+
+class GgufFormat(NamedTuple):
+    """A format for heads of one method in GGUF files.
+
+    Attributes:
+        architecture: The name of the kind of model that such a file gives.
+        read: The head that a file describes.
+        read_tensors: The tensors of a file by llama.cpp's names, and its rows as they are here.
+        prefixes: What names of tensors begin with in files, and here, for a head.
+    """
+
+    architecture: str
+    read: Callable[[str], FeatureHeadConfig]
+    read_tensors: Callable[[str], dict[str, HeadTensor]]
+    prefixes: Callable[[Any], dict[str, str]]
 
 
 def read_head_tensors(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from outrider.errors import ModelLoadError
+from outrider.heads.feature_config import FeatureHeadConfig, FeatureNorm
 from outrider.heads.formats.folder import CONFIG
 from outrider.model.lone_layer import knows_activation, layer_config
 
@@ -26,6 +27,31 @@ _SIZES = (
 _OTHER = "Use another head."
 #: The layers of the target that heads of EAGLE-3 read.
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+class Format(NamedTuple):
+    """A published format for heads of one method.
+
+    Attributes:
+        name: How messages call it.
+        family: The name under which heads are converted into it; formats of one publisher share it.
+        method: Whose heads it holds.
+        prefixes: What names of tensors begin with in files, and here.
+        fits: Whether a configuration is of this format.
+        read: The head that a configuration describes, by folder and configuration. Raises ModelLoadError for a field that
+            cannot be used, or where the file does not settle what it means.
+        write: The configuration of a head. Raises UnsupportedModelError where the format cannot say it.
+        written: The prefixes of files that are written, where they are others.
+    """
+
+    name: str
+    family: str
+    method: str
+    prefixes: Mapping[str, str]
+    fits: Callable[[Mapping[str, Any]], bool]
+    read: Callable[[str, Mapping[str, Any]], Any]
+    write: Callable[[Any], dict[str, Any]]
+    written: Mapping[str, str] | None = None
 
 
 def read_layer(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
@@ -106,3 +132,46 @@ def read_flag(folder: str, mapping: Mapping[str, Any], name: str, default: bool 
 def refused(folder: str, field: str, value: object, problem: str, remedy: str) -> ModelLoadError:
     """The error for a field of the configuration."""
     return ModelLoadError(folder, f"{CONFIG} has {field}={value!r}: {problem}", remedy)
+
+
+_LAYER_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_hidden_layers",
+    "vocab_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "qkv_bias",
+)
+
+
+def layer_fields(layer: Any) -> dict[str, Any]:
+    """The fields that say what layers compute. Rotary factors are written as releases before 5 of transformers read them,
+    which newer ones do, too."""
+    found = {name: getattr(layer, name) for name in _LAYER_FIELDS if getattr(layer, name, None) is not None}
+    rotary = dict(layer.rope_parameters or {})
+    found["rope_theta"] = rotary.pop("rope_theta", 10000.0)
+    if rotary.get("rope_type", "default") != "default":
+        found["rope_scaling"] = rotary
+    kinds = list(getattr(layer, "layer_types", None) or ())
+    if SLIDING in kinds:
+        found |= {"layer_types": kinds, "sliding_window": layer.sliding_window, "use_sliding_window": True}
+    return found
+
+
+def norm_flags(config: FeatureHeadConfig) -> dict[str, bool]:
+    """The flags of norms that change what a head of EAGLE-3 computes. Those that are false are left out."""
+    flags = {
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.feature_norm is FeatureNorm.ALL,
+        "fc_norm": config.feature_norm is FeatureNorm.EACH,
+        "norm_output": config.norm_output,
+    }
+    return {name: True for name, flag in flags.items() if flag}

@@ -17,7 +17,6 @@ from outrider.heads.feature_networks import Eagle1Network, Eagle3Network
 from outrider.heads.formats import (
     gguf_dflash,
     gguf_eagle3,
-    gguf_tensors,
     safeailab,
     safeailab1,
     speculators,
@@ -26,16 +25,25 @@ from outrider.heads.formats import (
     zlab,
 )
 from outrider.heads.formats.folder import CONFIG, HeadTensor, list_tensors, read_config, read_tensors
-from outrider.heads.formats.layer import refused
+from outrider.heads.formats.gguf_tensors import ORIGINAL, GgufFormat
+from outrider.heads.formats.layer import Format, refused
 from outrider.heads.parallel_config import ParallelHeadConfig
 from outrider.heads.parallel_network import ParallelNetwork
 from outrider.heads.published_network import PublishedNetwork
 from outrider.model.loading.gguf.header import is_gguf, read_gguf
 from outrider.model.loading.gguf.values import Values
 
-_FORMATS: tuple[Any, ...] = (speculators_dflash, speculators_peagle, zlab, safeailab, speculators, safeailab1)
+#: In the order in which a configuration is tried.
+FORMATS = (
+    speculators_dflash.FORMAT,
+    speculators_peagle.FORMAT,
+    zlab.FORMAT,
+    safeailab.FORMAT,
+    speculators.FORMAT,
+    safeailab1.FORMAT,
+)
 #: Those in GGUF files, by the architecture that such a file names.
-_GGUF_FORMATS: dict[str, Any] = {each.ARCHITECTURE: each for each in (gguf_eagle3, gguf_dflash)}
+_GGUF_FORMATS = {each.architecture: each for each in (gguf_eagle3.FORMAT, gguf_dflash.FORMAT)}
 _EMBEDDING, _OUTPUT, _FUSION = "embed_tokens.weight", "lm_head.weight", "fc.weight"
 #: Copies of the target's own weights, which a target lends anyway.
 _COPIES = ("verifier_norm.", "verifier_lm_head.")
@@ -67,9 +75,9 @@ def is_head(folder: str) -> bool:
     if not (Path(folder) / CONFIG).is_file():
         return False
     mapping = read_config(folder)
-    form = next((each for each in _FORMATS if each.fits(mapping)), None)
+    form = next((each for each in FORMATS if each.fits(mapping)), None)
     # The configuration of a first EAGLE is also one of a model of one layer.
-    return form is not None and (form is not safeailab1 or _FUSION in list_tensors(folder))
+    return form is not None and (form is not safeailab1.FORMAT or _FUSION in list_tensors(folder))
 
 
 def read_head_config(folder: str) -> FeatureHeadConfig:
@@ -93,9 +101,10 @@ def read_head(folder: str) -> PublishedHead:
             missing, corrupt, pickled or of another shape.
     """
     config, form = _read_config(folder)
-    in_gguf = form in _GGUF_FORMATS.values()
-    read = form.read_tensors(folder) if in_gguf else read_tensors(folder)
-    names = form.prefixes(config) if in_gguf else form.PREFIXES
+    if isinstance(form, GgufFormat):
+        read, names = form.read_tensors(folder), form.prefixes(config)
+    else:
+        read, names = read_tensors(folder), dict(form.prefixes)
     found = {name: tensor for name, tensor in read.items() if not name.startswith(_COPIES)}
     used = [start for start in names if any(name.startswith(start) for name in found)]
     tensors = {_renamed(name, names): tensor for name, tensor in found.items()}
@@ -110,15 +119,16 @@ def read_head(folder: str) -> PublishedHead:
     return PublishedHead(folder, config, network.eval().requires_grad_(False), tokens)
 
 
-def _read_config(folder: str) -> tuple[FeatureHeadConfig, Any]:
+def _read_config(folder: str) -> tuple[FeatureHeadConfig, Format | GgufFormat]:
     """The head's own configuration, and its format."""
+    form: Format | GgufFormat
     if is_gguf(folder):
-        form = _gguf_format_of(folder)
-        config = form.read(folder)
+        in_gguf = _gguf_format_of(folder)
+        form, config = in_gguf, in_gguf.read(folder)
     else:
         mapping = read_config(folder)
-        form = _format_of(folder, mapping)
-        config = form.read(folder, mapping)
+        in_folder = _format_of(folder, mapping)
+        form, config = in_folder, in_folder.read(folder, mapping)
     for name in ("target_hidden_size", "draft_vocab_size"):
         size = getattr(config, name)
         if type(size) is not int or size < 1:
@@ -129,20 +139,20 @@ def _read_config(folder: str) -> tuple[FeatureHeadConfig, Any]:
     return config, form
 
 
-def _format_of(folder: str, mapping: Mapping[str, Any]) -> Any:
-    found = next((each for each in _FORMATS if each.fits(mapping)), None)
+def _format_of(folder: str, mapping: Mapping[str, Any]) -> Format:
+    found = next((each for each in FORMATS if each.fits(mapping)), None)
     if found is None:
-        known = ", ".join(each.NAME for each in _FORMATS)
+        known = ", ".join(each.name for each in FORMATS)
         problem = f"{CONFIG} describes no head of a known format ({known})"
         raise ModelLoadError(folder, problem, "Use method='draft_model' for a draft model, and a head's own folder here.")
     return found
 
 
-def _gguf_format_of(path: str) -> Any:
+def _gguf_format_of(path: str) -> GgufFormat:
     architecture = Values(read_gguf(path)).architecture
     if architecture not in _GGUF_FORMATS:
         problem = f"its architecture is {architecture}, and heads in GGUF files are of {' or '.join(_GGUF_FORMATS)}"
-        raise UnsupportedModelError(path, problem, gguf_tensors.ORIGINAL)
+        raise UnsupportedModelError(path, problem, ORIGINAL)
     return _GGUF_FORMATS[architecture]
 
 

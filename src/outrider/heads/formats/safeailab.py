@@ -17,12 +17,11 @@ from typing import Any
 
 from outrider.heads.feature_config import FeatureHeadConfig
 from outrider.heads.formats.eagle_config import NESTED, read_aux_layers
-from outrider.heads.formats.layer import read_flag, read_layer, refused
+from outrider.heads.formats.layer import AUX_LAYERS, Format, layer_fields, norm_flags, read_flag, read_layer, refused
 from outrider.heads.formats.norms import read_feature_norm
 
-NAME = "SafeAILab EAGLE-3"
 #: Names of tensors in files, and here. Older files of SpecForge name the norms of features by their place.
-PREFIXES = {
+_PREFIXES = {
     "midlayer.": "layer.",
     "layers.0.": "layer.",
     "aux_norm_low.": "fc_norm.0.",
@@ -60,3 +59,19 @@ def read(folder: str, mapping: Mapping[str, Any]) -> FeatureHeadConfig:
         problem = f"it names {config.num_features} layers of the target"
         raise refused(folder, _COUNT, mapping[_COUNT], problem, "Write the layers that the head was trained with.")
     return config
+
+
+def write(config: FeatureHeadConfig) -> dict[str, Any]:
+    """The configuration of a head."""
+    ids = {} if config.aux_layers is None else {AUX_LAYERS: list(config.aux_layers)}
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **layer_fields(config.layer),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        **ids,
+        **norm_flags(config),
+    }
+
+
+FORMAT = Format("SafeAILab EAGLE-3", "safeailab", "eagle3", _PREFIXES, fits, read, write, {"midlayer.": "layer."})

@@ -12,11 +12,10 @@ from typing import Any
 
 from outrider.heads.feature_config import FeatureHeadConfig
 from outrider.heads.formats.eagle_config import NESTED
-from outrider.heads.formats.layer import read_flag, read_layer, refused
+from outrider.heads.formats.layer import Format, layer_fields, read_flag, read_layer, refused
 
-NAME = "SafeAILab EAGLE"
 #: Names of tensors in files, and here.
-PREFIXES = {"layers.0.": "layer."}
+_PREFIXES = {"layers.0.": "layer."}
 
 
 def fits(mapping: Mapping[str, Any]) -> bool:
@@ -42,3 +41,11 @@ def read(folder: str, mapping: Mapping[str, Any]) -> FeatureHeadConfig:
         vocab_size=layer.vocab_size,
         draft_vocab_size=layer.vocab_size,
     )
+
+
+def write(config: FeatureHeadConfig) -> dict[str, Any]:
+    """The configuration of a head."""
+    return {"architectures": ["LlamaForCausalLM"], **layer_fields(config.layer)}
+
+
+FORMAT = Format("SafeAILab EAGLE", "safeailab", "eagle1", _PREFIXES, fits, read, write)

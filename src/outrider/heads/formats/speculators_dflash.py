@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from outrider.errors import UnsupportedModelError
 from outrider.heads.block_config import BlockHeadConfig
 from outrider.heads.formats.block import read_block_size, read_mask_token, read_reaches
-from outrider.heads.formats.layer import read_flag, read_layer_ids, read_layers, refused
-from outrider.heads.formats.speculators import read_verifier
+from outrider.heads.formats.layer import Format, read_flag, read_layer_ids, read_layers, refused
+from outrider.heads.formats.speculators import described, read_verifier
 
-NAME = "speculators DFlash"
-#: Names of tensors in files, and here.
-PREFIXES: dict[str, str] = {}
 _IDS = "aux_hidden_state_layer_ids"
 
 
@@ -67,3 +65,27 @@ def _check_kind(folder: str, mapping: Mapping[str, Any]) -> None:
         if read_flag(folder, mapping, name):
             problem = "it drafts at the last token of the text too, which this version does not compute"
             raise refused(folder, name, True, problem, "Use another head.")
+
+
+def write(config: BlockHeadConfig) -> dict[str, Any]:
+    """The configuration of a head.
+
+    Raises:
+        UnsupportedModelError: The format cannot say what its rows see.
+    """
+    assert config.aux_layers is not None, "a block drafter names the layers that it reads"
+    in_windows = {reach.causal for reach in config.reaches if reach.window is not None}
+    if len(in_windows) > 1 or any(reach.causal for reach in config.reaches if reach.window is None):
+        problem = "rows of its layers without a window see no later rows, which the format of speculators cannot say"
+        raise UnsupportedModelError("the head", problem, "Use it in the format that it has.")
+    return {
+        "architectures": ["DFlashSpeculator"],
+        **described(config, num_draft_tokens=config.block_size - 1),
+        "aux_hidden_state_layer_ids": list(config.aux_layers),
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        **({"sliding_window_non_causal": True} if in_windows == {False} else {}),
+    }
+
+
+FORMAT = Format("speculators DFlash", "speculators", "dflash", {}, fits, read, write)

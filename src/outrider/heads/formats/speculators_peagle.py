@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.heads.formats.block import read_mask_token
-from outrider.heads.formats.layer import SLIDING, read_layers, refused
-from outrider.heads.formats.speculators import read_fields, read_inner
+from outrider.heads.formats.layer import SLIDING, Format, read_layers, refused
+from outrider.heads.formats.speculators import fields, read_fields, read_inner
 from outrider.heads.parallel_config import ParallelHeadConfig
 
-NAME = "speculators P-EAGLE"
 #: Names of tensors in files, and here.
-PREFIXES = {"layers.0.": "layer.", "layers.": "further."}
+_PREFIXES = {"layers.0.": "layer.", "layers.": "further."}
 
 
 def fits(mapping: Mapping[str, Any]) -> bool:
@@ -41,3 +40,15 @@ def read(folder: str, mapping: Mapping[str, Any]) -> ParallelHeadConfig:
         num_layers=int(layers.num_hidden_layers),
         mask_token_id=read_mask_token(folder, mapping.get("mask_token_id"), layers.vocab_size),
     )
+
+
+def write(config: ParallelHeadConfig) -> dict[str, Any]:
+    """The configuration of a head."""
+    return {
+        "architectures": ["PEagleSpeculator"],
+        **fields(config, num_draft_tokens=5),
+        "mask_token_id": config.mask_token_id,
+    }
+
+
+FORMAT = Format("speculators P-EAGLE", "speculators", "peagle", _PREFIXES, fits, read, write)

@@ -14,11 +14,8 @@ from typing import Any
 from outrider.errors import ModelLoadError
 from outrider.heads.block_config import BlockHeadConfig
 from outrider.heads.formats.block import read_block_size, read_mask_token, read_reaches
-from outrider.heads.formats.layer import SLIDING, read_flag, read_layer_ids, read_layers, refused
+from outrider.heads.formats.layer import SLIDING, Format, layer_fields, read_flag, read_layer_ids, read_layers, refused
 
-NAME = "z-lab DFlash"
-#: Names of tensors in files, and here.
-PREFIXES: dict[str, str] = {}
 _NESTED = "dflash_config"
 _READ = frozenset({"block_size", "mask_token_id", "target_layer_ids", "causal"})
 #: Other fields, and the value with which each of them changes nothing; so do false, 0 and null.
@@ -87,3 +84,22 @@ def _check_rest(folder: str, fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if name not in _READ and value and value != _IDLE.get(name):
             raise refused(folder, name, value, "this version does not compute it", "Use another head.")
+
+
+def write(config: BlockHeadConfig) -> dict[str, Any]:
+    """The configuration of a head."""
+    assert config.aux_layers is not None, "a block drafter names the layers that it reads"
+    return {
+        "architectures": ["DFlashDraftModel"],
+        **layer_fields(config.layer),
+        "target_hidden_size": config.target_hidden_size,
+        "block_size": config.block_size,
+        "dflash_config": {
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": [layer - 1 for layer in config.aux_layers],  # it counts what layers leave
+        },
+    }
+
+
+FORMAT = Format("z-lab DFlash", "z-lab", "dflash", {}, fits, read, write)

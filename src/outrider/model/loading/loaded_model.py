@@ -125,10 +125,6 @@ class LoadedModel:
             raise UnsupportedModelError(self.name, problem, "Load the model from its folder or from the hub.")
         return str(local_folder(self.name, dict(self.source)))
 
-    def uses_long_rope(self, num_tokens: int) -> bool:
-        """Whether a text of so many tokens uses the long rotary factors."""
-        return self.long_rope_after is not None and num_tokens > self.long_rope_after
-
 
 def describe_model(
     config: ModelConfig, model: Any, tokenizer: Any | None, device: torch.device, max_model_len: int

@@ -178,7 +178,7 @@ class SuffixProposer(Proposer):
         if best is None or not best.tokens:
             return EMPTY
         laws = (best.law,) * len(best.tokens)
-        return Draft(tuple(best.tokens), tuple(best.parents), laws, expected_accepted=best.expected)
+        return Draft(tuple(best.tokens), tuple(best.parents), laws)
 
     def _guesses(self, request: ProposeRequest) -> Iterator[_Guess]:
         """One guess for each place where the text's end was found."""

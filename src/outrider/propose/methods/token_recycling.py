@@ -100,22 +100,19 @@ class _Tree:
 
     Attributes:
         tokens, parents: So far.
-        expected: Tokens of it that are expected to stand.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    expected: float = 0.0
 
-    def add(self, token: int, parent: int, chance: float) -> int:
+    def add(self, token: int, parent: int) -> int:
         self.tokens.append(token)
         self.parents.append(parent)
-        self.expected += chance
         return len(self.tokens) - 1
 
     def draft(self) -> Draft:
         laws = (Law.OPAQUE,) * len(self.tokens)  # they depend on earlier texts too
-        return Draft(tuple(self.tokens), tuple(self.parents), laws, expected_accepted=self.expected)
+        return Draft(tuple(self.tokens), tuple(self.parents), laws)
 
 
 @dataclass
@@ -237,7 +234,7 @@ def _best_first(known: _Known, tail: Context, request: ProposeRequest) -> Draft:
         offer(1.0, -1, 1, tail)
     while heap and len(tree.tokens) < request.budget:
         chance, _, token, parent, depth, context = heappop(heap)
-        node = tree.add(token, parent, -chance)
+        node = tree.add(token, parent)
         if depth < request.max_depth:
             offer(-chance, node, depth + 1, context)
     return tree.draft()
@@ -253,6 +250,6 @@ def _of_shape(known: _Known, tail: Context, request: ProposeRequest, shape: tupl
             continue  # there was no successor for this place
         parent, above, context = nodes[place]
         for (token, chance), child in zip(known.followers(context), children[place + 1], strict=False):
-            node = tree.add(token, parent, above * chance)
+            node = tree.add(token, parent)
             nodes[child] = (node, above * chance, (*context, token)[-known.longest :])
     return tree.draft()

@@ -11,12 +11,10 @@ from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 
 from outrider.draft import Draft, Law, depths_of
-from outrider.propose.trees.tree import Mode
+from outrider.propose.trees.tree import RANKS, Mode
 
 #: Upper ends of the ranges of confidence that are counted apart.
 _ENDS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
-#: Siblings whose chances are counted apart; later ones count as the last of these.
-RANKS = 4
 #: Depths that are counted apart; deeper rows count as the last of these.
 _DEPTHS = 6
 #: How many observations the first guess weighs.

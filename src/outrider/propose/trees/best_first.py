@@ -17,10 +17,9 @@ from itertools import count
 from typing import ClassVar
 
 from outrider.draft import Draft
-from outrider.propose.trees.acceptance import RANKS, AcceptanceRates
-from outrider.propose.trees.growth import Growth, NodeLaw
+from outrider.propose.trees.acceptance import AcceptanceRates
 from outrider.propose.trees.pace import Pace
-from outrider.propose.trees.tree import Mode, TreeBuilder
+from outrider.propose.trees.tree import RANKS, GrowingTree, Mode, NodeLaw, TreeBuilder
 
 #: Where no row has seemed to pay for so many drafts, one is tried nonetheless: text changes, and only rows show it.
 _TRIES_AGAIN = 16
@@ -84,19 +83,19 @@ class BestFirstTree(TreeBuilder):
         self.rates = AcceptanceRates()
         self._num_empty = 0
 
-    def begin(self, growth: Growth) -> None:
+    def begin(self, growth: GrowingTree) -> None:
         return
 
-    def branches(self, growth: Growth) -> bool:
+    def branches(self, growth: GrowingTree) -> bool:
         return True
 
-    def children(self, growth: Growth, company: int) -> dict[int, int]:
+    def children(self, growth: GrowingTree, company: int) -> dict[int, int]:
         plan = self._plan(growth, company, deeper=True)
         if not plan.known and not growth.nodes and self._is_time_to_try():
             return {-1: 1}
         return self._totals(growth, plan)
 
-    def expanded(self, growth: Growth, company: int) -> list[int]:
+    def expanded(self, growth: GrowingTree, company: int) -> list[int]:
         plan = self._plan(growth, company, deeper=True)
         if not plan.unknown:
             return []
@@ -105,10 +104,10 @@ class BestFirstTree(TreeBuilder):
             return []
         return sorted(plan.unknown)
 
-    def last_children(self, growth: Growth, company: int) -> dict[int, int]:
+    def last_children(self, growth: GrowingTree, company: int) -> dict[int, int]:
         return self._totals(growth, self._plan(growth, company, deeper=False))
 
-    def appraise(self, growth: Growth, node: int) -> None:
+    def appraise(self, growth: GrowingTree, node: int) -> None:
         made = growth.nodes[node]
         law = growth.laws[made.parent]
         refused = self._refused(growth, made.parent, made.rank)
@@ -128,10 +127,10 @@ class BestFirstTree(TreeBuilder):
         self.rates.fade()
         return True
 
-    def _totals(self, growth: Growth, plan: _Plan) -> dict[int, int]:
+    def _totals(self, growth: GrowingTree, plan: _Plan) -> dict[int, int]:
         return {node: len(growth.children(node)) + more for node, more in plan.known.items()}
 
-    def _plan(self, growth: Growth, company: int, *, deeper: bool) -> _Plan:
+    def _plan(self, growth: GrowingTree, company: int, *, deeper: bool) -> _Plan:
         """Fill what is left of the budget; with `deeper` below nodes too whose laws are not known yet."""
         plan, order = _Plan(), count()
         heap: list[tuple[float, int, _Place]] = []
@@ -161,19 +160,19 @@ class BestFirstTree(TreeBuilder):
                 offer(self._place(growth, below, None, place.value, place.depth + 1, 0, 1.0))
         return plan
 
-    def _known_places(self, growth: Growth) -> Iterator[_Place | None]:
+    def _known_places(self, growth: GrowingTree) -> Iterator[_Place | None]:
         for node, law in growth.laws.items():
             made, rank = growth.node(node), len(growth.children(node))
             refused = self._refused(growth, node, rank)
             yield self._place(growth, node, law, made.chance, made.depth + 1, rank, refused)
 
-    def _sibling(self, growth: Growth, place: _Place) -> _Place | None:
+    def _sibling(self, growth: GrowingTree, place: _Place) -> _Place | None:
         refused = place.refused * (1.0 - place.chance)
         return self._place(growth, place.top, place.law, place.chance_of_parent, place.depth, place.rank + 1, refused)
 
     def _place(
         self,
-        growth: Growth,
+        growth: GrowingTree,
         top: int,
         law: NodeLaw | None,
         chance_of_parent: float,
@@ -191,7 +190,7 @@ class BestFirstTree(TreeBuilder):
             return self.rates.usual(mode, rank, depth)
         return self.rates.before(mode, rank, depth, _feature(law, rank))
 
-    def _refused(self, growth: Growth, parent: int, rank: int) -> float:
+    def _refused(self, growth: GrowingTree, parent: int, rank: int) -> float:
         """The chance that the first `rank` children of a node are refused."""
         chance = 1.0
         for elder in range(rank):

@@ -8,156 +8,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from outrider.draft import EMPTY, Confidence, Draft, Law
+from outrider.draft import EMPTY, Draft, Law
 from outrider.propose.base import DraftNoise, ProposeRequest
-from outrider.propose.trees.acceptance import RANKS
-from outrider.propose.trees.tree import Mode
+from outrider.propose.trees.tree import GrowingTree, Node, NodeLaw
 from outrider.verify.logits import argmax, target_probs
 
 
 @dataclass
-class Node:
-    """A node of a growing draft.
-
-    Attributes:
-        token_id: Its token.
-        parent: Index of its parent, -1 for the root.
-        depth: Tokens from the root to it.
-        rank: How many elder siblings it has.
-        place: Which node of a template it is, -1 where there is none.
-        chance: How likely the target's text reaches it, as far as its builder has an opinion.
-    """
-
-    token_id: int
-    parent: int
-    depth: int
-    rank: int
-    place: int
-    chance: float = 1.0
-
-
-_ROOT = Node(-1, -1, 0, 0, -1)
-
-
-@dataclass(frozen=True)
-class NodeLaw:
-    """What the children of a node are chosen from.
-
-    Attributes:
-        row: [vocab_size] probabilities where they are drawn, else logits.
-        drawn: Whether they are drawn.
-    """
-
-    row: Tensor
-    drawn: bool
-
-    @cached_property
-    def probs(self) -> Tensor:
-        """Probabilities [vocab_size]."""
-        return self.row if self.drawn else self.row.softmax(-1)
-
-    @cached_property
-    def likeliest(self) -> list[float]:
-        """The largest probabilities above 0 in descending order, as many as there are ranks that are counted apart."""
-        return [p for p in self.probs.topk(min(RANKS, len(self.row))).values.tolist() if p > 0.0]
-
-
-@dataclass
-class Growth:
+class Growth(GrowingTree):
     """A draft in the making.
 
     Attributes:
         request: What was asked for.
-        budget: Most nodes.
-        max_depth: Longest path.
-        min_confidence: Nothing is drafted behind a token whose own probability is smaller.
-        nodes: So far.
-        laws: By node, -1 for the root: what its children are chosen from, where that is known.
-        level: Nodes whose logits are wanted next, in ascending order; -1 is the root.
-        open: Nodes that were added last, and may be wanted next.
-        template: Where the shape is fixed: the children of the root and then of each node.
     """
 
-    request: ProposeRequest
-    budget: int
-    max_depth: int
-    min_confidence: float = 0.0
-    nodes: list[Node] = field(default_factory=list)
-    laws: dict[int, NodeLaw] = field(default_factory=dict)
-    level: list[int] = field(default_factory=list)
-    open: list[int] = field(default_factory=list)
-    template: tuple[tuple[int, ...], ...] = ()
+    request: ProposeRequest = field(kw_only=True)
 
     @staticmethod
     def of(request: ProposeRequest, budget: int, max_depth: int, min_confidence: float = 0.0) -> Growth:
         """A draft as the request's tree builder shapes it, within a budget of nodes and a depth."""
-        growth = Growth(request, max(budget, 0), max(max_depth, 0), min_confidence)
+        greedy = request.sequence.sampling.greedy
+        drawn = Law.COUPLED if request.coupled else Law.SAMPLED
+        mode = (Law.DETERMINISTIC if greedy or request.greedy else drawn, greedy)
+        growth = Growth(max(budget, 0), max(max_depth, 0), mode, min_confidence, request=request)
         request.builder.begin(growth)
         growth.level = [-1] if growth.budget and growth.max_depth else []
         return growth
 
-    @cached_property
-    def draws(self) -> bool:
-        """Whether its tokens are drawn."""
-        return not (self.request.sequence.sampling.greedy or self.request.greedy)
-
-    @cached_property
+    @property
     def law(self) -> Law:
         """The law of its tokens."""
-        if not self.draws:
-            return Law.DETERMINISTIC
-        return Law.COUPLED if self.request.coupled else Law.SAMPLED
+        return self.mode[0]
 
-    @cached_property
-    def mode(self) -> Mode:
-        """What the acceptance of a row depends on beside its probabilities: its law, and whether the target is greedy."""
-        return self.law, self.request.sequence.sampling.greedy
+    @property
+    def draws(self) -> bool:
+        """Whether its tokens are drawn."""
+        return self.law is not Law.DETERMINISTIC
 
     @property
     def branches(self) -> bool:
         """Whether it may become a tree."""
         return self.request.builder.branches(self)
-
-    @property
-    def depth(self) -> int:
-        """Length of its longest path so far."""
-        return max((node.depth for node in self.nodes), default=0)
-
-    @property
-    def growing(self) -> bool:
-        """Whether the logits of further nodes are wanted."""
-        return bool(self.level)
-
-    def node(self, index: int) -> Node:
-        """A node, or the root for -1."""
-        return _ROOT if index < 0 else self.nodes[index]
-
-    def place(self, index: int) -> int:
-        """Which node of the template a node is; -1 is the root."""
-        return self.node(index).place
-
-    def children(self, index: int) -> list[int]:
-        """The children of a node so far, in order."""
-        return [i for i in range(index + 1, len(self.nodes)) if self.nodes[i].parent == index]
-
-    def path(self, index: int) -> tuple[int, ...]:
-        """Tokens from below the root to a node."""
-        tokens: list[int] = []
-        while index >= 0:
-            tokens.append(self.nodes[index].token_id)
-            index = self.nodes[index].parent
-        return tuple(reversed(tokens))
-
-    def confidence(self, index: int) -> Confidence:
-        """How sure the proposer was at the place of a node, and of its token."""
-        node = self.nodes[index]
-        law = self.laws[node.parent]
-        return Confidence(law.likeliest[0], float(law.probs[node.token_id]))
 
     def draft(self) -> Draft:
         """What has grown."""
@@ -187,7 +82,7 @@ class Growth:
             if self.draws:
                 self.request.drawn.note((*self.request.path, *self.path(last)), row, token)
             self.nodes.append(Node(token, last, last + 2, 0, last + 1))
-            if not _may_go_on(self, last + 1):
+            if not self.may_go_on(last + 1):
                 return
         self.level = [len(self.nodes) - 1] if len(self.nodes) < self.budget else []
 
@@ -206,7 +101,7 @@ def add_level(growths: Sequence[Growth], logits: Tensor, noise: DraftNoise) -> N
         growth.open = []
     _add_children([(growth, growth.request.builder.children(growth, company)) for growth in growths], noise)
     for growth in growths:
-        growth.open = [node for node in growth.open if _may_go_on(growth, node)]
+        growth.open = [node for node in growth.open if growth.may_go_on(node)]
         room = len(growth.nodes) < growth.budget
         growth.level = growth.request.builder.expanded(growth, company) if growth.open and room else []
     ended = [growth for growth in growths if not growth.level]
@@ -256,13 +151,6 @@ def _along_paths(growth: Growth, rows: Tensor) -> Tensor:
     if not processing.active:
         return rows
     return processing.apply(rows, [before + growth.path(i) for i in growth.level]).logits
-
-
-def _may_go_on(growth: Growth, node: int) -> bool:
-    """Whether a draft may go on behind a token; a token of low confidence is kept, and is the last of its path."""
-    if growth.nodes[node].depth >= growth.max_depth:
-        return False
-    return growth.min_confidence <= 0.0 or growth.confidence(node).token >= growth.min_confidence
 
 
 @dataclass

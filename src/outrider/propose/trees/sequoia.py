@@ -14,9 +14,8 @@ from functools import cache
 from typing import ClassVar
 
 from outrider.draft import Draft, depths_of
-from outrider.propose.trees.growth import Growth
 from outrider.propose.trees.pace import Pace
-from outrider.propose.trees.tree import Mode, TemplateTree
+from outrider.propose.trees.tree import GrowingTree, Mode, TemplateTree
 
 #: Siblings that the programme considers.
 _RANKS = 6
@@ -134,7 +133,7 @@ class SequoiaTree(TemplateTree):
         self._renew_at = _FIRST_DRAFTS
         self._planned: dict[tuple[Mode, int], PlannedTree] = {}
 
-    def parents(self, growth: Growth) -> tuple[int, ...]:
+    def parents(self, growth: GrowingTree) -> tuple[int, ...]:
         if not growth.budget:
             return ()
         key = (growth.mode, min(growth.budget, _ROWS))
