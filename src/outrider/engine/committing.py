@@ -13,13 +13,14 @@ from outrider.engine.proposing.observation import ComputedRows
 from outrider.engine.scheduling.row_shares import RowShares
 from outrider.engine.scheduling.scheduler import Schedule
 from outrider.engine.scheduling.tenants import Tenants
-from outrider.engine.scoring import Decode, Written, score, score_prompt
+from outrider.engine.scoring import Written, score, score_prompt
 from outrider.engine.sequence import Sequence, Status
 from outrider.engine.stats import EngineStats
 from outrider.engine.verification import Judged
 from outrider.model.runner import ForwardOutput
 from outrider.params import TokenOrigin
 from outrider.structured.grammar import GrammarError
+from outrider.verify.logprobs import Decode
 from outrider.verify.verifier import Verdict
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 
@@ -14,12 +13,11 @@ from outrider.engine.proposing.drafting import StepDraft
 from outrider.engine.sequence import Sequence
 from outrider.trace import DraftedBy, DrawTrace, Likely, RoundTrace, RowTrace
 from outrider.verify.logits import target_probs
+from outrider.verify.logprobs import Decode
 from outrider.verify.verifier import Candidate, Verdict
 
 #: Likeliest tokens of either model that a trace names at each row.
 _LIKELIEST = 5
-#: From a token to how it reads by itself.
-Decode = Callable[[int], str | None]
 
 
 def trace(

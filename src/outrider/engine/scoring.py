@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
 from outrider.engine.sequence import Sequence
-from outrider.verify.logprobs import positions, processed_logprobs, raw_logprobs
+from outrider.verify.logprobs import Decode, positions, processed_logprobs, raw_logprobs
 from outrider.verify.verifier import Candidate
 
-Decode = Callable[[int], str | None]
 Written = Seq[tuple[int, int]]
 
 

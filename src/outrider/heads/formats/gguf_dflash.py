@@ -116,4 +116,4 @@ def _windows(reaches: tuple[BlockReach, ...]) -> dict[str, Any]:
     return {"layer_types": kinds, "sliding_window": max(filter(None, windows)), "use_sliding_window": True}
 
 
-FORMAT = GgufFormat(ARCHITECTURE, read, read_tensors, prefixes)
+GGUF_DFLASH = GgufFormat(ARCHITECTURE, read, read_tensors, prefixes)

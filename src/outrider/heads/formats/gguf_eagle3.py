@@ -102,4 +102,4 @@ def _scaled(file: GgufFile, layer: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-FORMAT = GgufFormat(ARCHITECTURE, read, read_tensors, prefixes)
+GGUF_EAGLE3 = GgufFormat(ARCHITECTURE, read, read_tensors, prefixes)

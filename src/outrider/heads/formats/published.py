@@ -14,19 +14,17 @@ from outrider.heads.block_config import BlockHeadConfig
 from outrider.heads.block_network import BlockHeadNetwork
 from outrider.heads.feature_config import FeatureHeadConfig
 from outrider.heads.feature_networks import Eagle1Network, Eagle3Network
-from outrider.heads.formats import (
-    gguf_dflash,
-    gguf_eagle3,
-    safeailab,
-    safeailab1,
-    speculators,
-    speculators_dflash,
-    speculators_peagle,
-    zlab,
-)
 from outrider.heads.formats.folder import CONFIG, HeadTensor, list_tensors, read_config, read_tensors
+from outrider.heads.formats.gguf_dflash import GGUF_DFLASH
+from outrider.heads.formats.gguf_eagle3 import GGUF_EAGLE3
 from outrider.heads.formats.gguf_tensors import ORIGINAL, GgufFormat
 from outrider.heads.formats.layer import Format, refused
+from outrider.heads.formats.safeailab import SAFEAILAB_EAGLE3
+from outrider.heads.formats.safeailab1 import SAFEAILAB_EAGLE1
+from outrider.heads.formats.speculators import SPECULATORS_EAGLE3
+from outrider.heads.formats.speculators_dflash import SPECULATORS_DFLASH
+from outrider.heads.formats.speculators_peagle import SPECULATORS_PEAGLE
+from outrider.heads.formats.zlab import ZLAB_DFLASH
 from outrider.heads.parallel_config import ParallelHeadConfig
 from outrider.heads.parallel_network import ParallelNetwork
 from outrider.heads.published_network import PublishedNetwork
@@ -35,15 +33,15 @@ from outrider.model.loading.gguf.values import Values
 
 #: In the order in which a configuration is tried.
 FORMATS = (
-    speculators_dflash.FORMAT,
-    speculators_peagle.FORMAT,
-    zlab.FORMAT,
-    safeailab.FORMAT,
-    speculators.FORMAT,
-    safeailab1.FORMAT,
+    SPECULATORS_DFLASH,
+    SPECULATORS_PEAGLE,
+    ZLAB_DFLASH,
+    SAFEAILAB_EAGLE3,
+    SPECULATORS_EAGLE3,
+    SAFEAILAB_EAGLE1,
 )
 #: Those in GGUF files, by the architecture that such a file names.
-_GGUF_FORMATS = {each.architecture: each for each in (gguf_eagle3.FORMAT, gguf_dflash.FORMAT)}
+_GGUF_FORMATS = {each.architecture: each for each in (GGUF_EAGLE3, GGUF_DFLASH)}
 _EMBEDDING, _OUTPUT, _FUSION = "embed_tokens.weight", "lm_head.weight", "fc.weight"
 #: Copies of the target's own weights, which a target lends anyway.
 _COPIES = ("verifier_norm.", "verifier_lm_head.")
@@ -77,7 +75,7 @@ def is_head(folder: str) -> bool:
     mapping = read_config(folder)
     form = next((each for each in FORMATS if each.fits(mapping)), None)
     # The configuration of a first EAGLE is also one of a model of one layer.
-    return form is not None and (form is not safeailab1.FORMAT or _FUSION in list_tensors(folder))
+    return form is not None and (form is not SAFEAILAB_EAGLE1 or _FUSION in list_tensors(folder))
 
 
 def read_head_config(folder: str) -> FeatureHeadConfig:

@@ -74,4 +74,4 @@ def write(config: FeatureHeadConfig) -> dict[str, Any]:
     }
 
 
-FORMAT = Format("SafeAILab EAGLE-3", "safeailab", "eagle3", _PREFIXES, fits, read, write, {"midlayer.": "layer."})
+SAFEAILAB_EAGLE3 = Format("SafeAILab EAGLE-3", "safeailab", "eagle3", _PREFIXES, fits, read, write, {"midlayer.": "layer."})

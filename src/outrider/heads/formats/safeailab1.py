@@ -48,4 +48,4 @@ def write(config: FeatureHeadConfig) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], **layer_fields(config.layer)}
 
 
-FORMAT = Format("SafeAILab EAGLE", "safeailab", "eagle1", _PREFIXES, fits, read, write)
+SAFEAILAB_EAGLE1 = Format("SafeAILab EAGLE", "safeailab", "eagle1", _PREFIXES, fits, read, write)

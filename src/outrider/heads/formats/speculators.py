@@ -143,4 +143,4 @@ def described(config: FeatureHeadConfig, num_draft_tokens: int) -> dict[str, Any
     }
 
 
-FORMAT = Format("speculators", "speculators", "eagle3", _PREFIXES, fits, read, write)
+SPECULATORS_EAGLE3 = Format("speculators", "speculators", "eagle3", _PREFIXES, fits, read, write)

@@ -88,4 +88,4 @@ def write(config: BlockHeadConfig) -> dict[str, Any]:
     }
 
 
-FORMAT = Format("speculators DFlash", "speculators", "dflash", {}, fits, read, write)
+SPECULATORS_DFLASH = Format("speculators DFlash", "speculators", "dflash", {}, fits, read, write)

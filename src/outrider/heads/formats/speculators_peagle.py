@@ -51,4 +51,4 @@ def write(config: ParallelHeadConfig) -> dict[str, Any]:
     }
 
 
-FORMAT = Format("speculators P-EAGLE", "speculators", "peagle", _PREFIXES, fits, read, write)
+SPECULATORS_PEAGLE = Format("speculators P-EAGLE", "speculators", "peagle", _PREFIXES, fits, read, write)

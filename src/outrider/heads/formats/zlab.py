@@ -102,4 +102,4 @@ def write(config: BlockHeadConfig) -> dict[str, Any]:
     }
 
 
-FORMAT = Format("z-lab DFlash", "z-lab", "dflash", {}, fits, read, write)
+ZLAB_DFLASH = Format("z-lab DFlash", "z-lab", "dflash", {}, fits, read, write)
