@@ -3,44 +3,72 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from outrider import __version__
-from outrider.cli.bench import bench
-from outrider.cli.chat import chat
-from outrider.cli.convert import convert
-from outrider.cli.doctor import doctor
-from outrider.cli.generate import generate
-from outrider.cli.plan import plan
-from outrider.cli.prove import prove
-from outrider.cli.quantize import quantize
-from outrider.cli.serve import serve
-from outrider.cli.train import app as train
-from outrider.cli.tune import tune
-from outrider.cli.vocabulary import vocabulary
+
+#: Where each verb is, in the order in which help names them: module, and function or group.
+_VERBS = {
+    "generate": ("outrider.cli.generate", "generate"),
+    "chat": ("outrider.cli.chat", "chat"),
+    "serve": ("outrider.cli.serve", "serve"),
+    "prove": ("outrider.cli.prove", "prove"),
+    "bench": ("outrider.cli.bench", "bench"),
+    "vocabulary": ("outrider.cli.vocabulary", "vocabulary"),
+    "quantize": ("outrider.cli.quantize", "quantize"),
+    "convert": ("outrider.cli.convert", "convert"),
+    "plan": ("outrider.cli.plan", "plan"),
+    "doctor": ("outrider.cli.doctor", "doctor"),
+    "tune": ("outrider.cli.tune", "tune"),
+    "train": ("outrider.cli.train", "app"),
+}
+
+
+class _Commands(Mapping[str, Any]):
+    """The verbs by their names. The module of a verb is imported when the verb is asked for."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_VERBS)
+
+    def __len__(self) -> int:
+        return len(_VERBS)
+
+    def __getitem__(self, name: str) -> Any:
+        module, attribute = _VERBS[name]
+        found = getattr(import_module(module), attribute)
+        if not isinstance(found, typer.Typer):
+            function, found = found, typer.Typer(add_completion=False)
+            found.command(name)(function)
+        command = typer.main.get_command(found)
+        command.name = name
+        return command
+
+
+class _Verbs(TyperGroup):
+    """The verbs of the command, each imported when it is asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Commands()  # type: ignore[assignment]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_VERBS)
+
 
 app = typer.Typer(
     name="outrider",
+    cls=_Verbs,
     help="Lossless speculative decoding for any Hugging Face causal language model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate)
-app.command()(chat)
-app.command()(serve)
-app.command()(prove)
-app.command()(bench)
-app.command()(vocabulary)
-app.command()(quantize)
-app.command()(convert)
-app.add_typer(train, name="train")
-app.command()(plan)
-app.command()(doctor)
-app.command()(tune)
 
 
 def _print_version(value: bool) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from outrider.train.sizes import Size
 
 app = typer.Typer(
+    add_completion=False,
     help="Train what drafts for a target: `data` first, then a draft model (`distill`), or heads by their method.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
