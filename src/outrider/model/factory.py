@@ -62,6 +62,8 @@ def make_runner(
         ModelLoadError: Its logits are no numbers.
         ModelTooLargeError: There is no memory for the running states of so many texts, or beside the other parts.
     """
+    if loaded.long_rope_after is not None:
+        hf.split_rotary_regimes(loaded.model, loaded.long_rope_after)
     ways, known = ways_of(attention_backend, loaded.device, batch_invariant=batch_invariant), read_reference(loaded)
     if known is not None:  # where the first way does not agree with it, nothing is believed that was kept
         found, _ = _first_fitting(loaded, ways[:1], known.logits, bits=batch_invariant)

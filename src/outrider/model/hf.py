@@ -283,7 +283,8 @@ def split_rotary_regimes(model: Any, long_after: int) -> None:
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
-        if kind == "longrope" or (isinstance(kind, dict) and "longrope" in kind.values()):
+        splits = kind == "longrope" or (isinstance(kind, dict) and "longrope" in kind.values())
+        if splits and not isinstance(module.forward, _RegimeRotary):
             module.forward = _RegimeRotary(module.forward, long_after)
 
 

@@ -129,10 +129,7 @@ def _loaded(
         hf.use_stored_experts(model)
     if model.dtype == torch.float64:
         hf.use_plain_experts(model)
-    found = describe_model(config, model, tokenizer, device, max_model_len)
-    if found.long_rope_after is not None:
-        hf.split_rotary_regimes(model, found.long_rope_after)
-    return found
+    return describe_model(config, model, tokenizer, device, max_model_len)
 
 
 def _load_weights(config: ModelConfig, hf_config: Any, source: dict[str, Any], device: torch.device) -> Any:
