@@ -43,7 +43,7 @@ BLOCK_MUTANTS = (
     _mutant(
         "a draft behind another one takes its places",
         _DRAFTS,
-        "len(others)))",
-        "0))",
+        "Block(anchor, held, context, wanted_places(growth, len(others)))",
+        "Block(anchor, held, context, wanted_places(growth, 0))",
     ),
 )

@@ -12,15 +12,19 @@ def _mutant(name: str, path: str, old: str, new: str) -> Mutant:
     return Mutant(name, 0, path, old, new)
 
 
-_QUANTISED, _RECORDS = "model/loading/quantised", "server/records"
 ROOM_MUTANTS = (
     _mutant(
         "zero points of GPTQ's first version stay too low",
-        f"{_QUANTISED}/gptq.py",
+        "model/loading/quantised/gptq.py",
         "zeros = zeros + _ONES[self.bits]",
         "zeros = zeros + 0",
     ),
-    _mutant("codes of AWQ in their order", f"{_QUANTISED}/awq.py", "(0, 4, 1, 5, 2, 6, 3, 7)", "(0, 1, 2, 3, 4, 5, 6, 7)"),
+    _mutant(
+        "codes of AWQ in their order",
+        "model/loading/quantised/awq.py",
+        "(0, 4, 1, 5, 2, 6, 3, 7)",
+        "(0, 1, 2, 3, 4, 5, 6, 7)",
+    ),
     _mutant(
         "the two numbers of a byte change places",
         "kernels/formats/int4.py",
@@ -85,17 +89,17 @@ ROOM_MUTANTS = (
     _mutant("biases by distance lie the other way round", "model/hf_encoder.py", "[0, :, 0].flip(-1)", "[0, :, 0]"),
     _mutant(
         "records of a key that asked for none",
-        f"{_RECORDS}/recorder.py",
+        "server/records/recorder.py",
         " or job.is_silent or job.asked.store is False",
         " or job.is_silent",
     ),
     _mutant(
         "texts that were broken off are trained on",
-        f"{_RECORDS}/recorder.py",
+        "server/records/recorder.py",
         'if output.finish_reason != "cancelled"',
         "if True",
     ),
-    _mutant("records outgrow their budget", f"{_RECORDS}/namespace.py", "if left < 0:", "if False:"),
+    _mutant("records outgrow their budget", "server/records/namespace.py", "if left < 0:", "if False:"),
     _mutant(
         "a merge counts what came behind the end of a text",
         "engine/proposing/member_drafts.py",

@@ -16,7 +16,18 @@ from outrider.govern.costs import CostModel, CostTable, Curve, DraftWork, StepTi
 from outrider.govern.decision import Candidate, Decision, Running
 from outrider.govern.governor import Governor
 from outrider.govern.standing import Standings
-from tests.unit.governor_world import FLAT, STEEP, Log, Method, World, always, best_fixed, governor_of, run
+from tests.unit.governor_world import (
+    FLAT,
+    STEEP,
+    CountingGovernor,
+    Log,
+    Method,
+    World,
+    always,
+    best_fixed,
+    governor_of,
+    run,
+)
 
 SEEDS = (0, 1)
 #: What a policy may lose against the best fixed choice in hindsight, which is free to lose against plain decoding. Without
@@ -365,7 +376,7 @@ def test_contexts_cost_what_was_calibrated() -> None:
 
 def test_what_is_assumed_without_a_calibration_is_soon_corrected() -> None:
     world = World({"draft": drafting(always(0.0))}, STEEP)
-    chosen = Governor([Candidate("draft", 16)], CostTable.assumed(1e-4))
+    chosen = CountingGovernor([Candidate("draft", 16)], CostTable.assumed(1e-4))
     assert run(world, chosen, tokens=2000).seconds <= 1.03 * run(world, None, tokens=2000).seconds
 
 
