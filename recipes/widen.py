@@ -1,4 +1,4 @@
-"""Make a *wide* copy of a checkpoint like Llama or Qwen3.5, which computes the same function with many times the weights.
+"""Make a *wide* copy of a checkpoint like Llama, Qwen3.5 or T5, the same function with many times the weights.
 
     python recipes/widen.py SOURCE_DIR TARGET_DIR --hidden 4 --ffn 8 --dtype bfloat16
 

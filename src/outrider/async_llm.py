@@ -65,7 +65,7 @@ class AsyncLLM:
         Args:
             prompt: As in LLM.generate.
             params: As in LLM.generate.
-            options: `speculation`, `namespace`, `trace`, `prediction` and `priority`; see CallOptions.
+            options: `speculation`, `namespace`, `trace`, `prediction`, `priority` and `decoder_prompt`; see CallOptions.
         """
         return await self._whole(AsyncStream(self, prompt, params, options))
 

@@ -263,6 +263,7 @@ class LLM:
         trace: bool = False,
         prediction: str | Sequence[int] | None = None,
         on_finished: Callable[[RequestOutput], None] | None = None,
+        decoder_prompt: str | Sequence[int] | None = None,
         **unknown: Never,
     ) -> list[RequestOutput]:
         """Complete prompts in continuous batches.
@@ -279,6 +280,8 @@ class LLM:
             prediction: A text, or token ids, that the caller expects each output to have. The method `prediction` drafts
                 from it; it changes no text.
             on_finished: Called with each output as it is done, for progress displays.
+            decoder_prompt: For models whose encoder reads the prompts: what each text begins with and goes on from, which
+                is no part of the output. A text, or token ids from the decoder's start token on.
 
         Returns:
             Outputs in the order of the prompts. In a list, a prompt that cannot be served has `error` set and the
@@ -290,7 +293,7 @@ class LLM:
         """
         refuse_keywords(self.generate, unknown)
         items, single = split_prompts(prompts)
-        options = self._options(namespace=namespace, trace=trace, prediction=prediction)
+        options = self._options(namespace=namespace, trace=trace, prediction=prediction, decoder_prompt=decoder_prompt)
         return self._complete(items, single, self.prompts.encode, params, speculation, options, on_finished)
 
     def stream(
@@ -473,11 +476,14 @@ class LLM:
         prediction: str | Sequence[int] | None = None,
         priority: int = 0,
         streaming: bool = False,
+        decoder_prompt: str | Sequence[int] | None = None,
     ) -> RequestOptions:
         check_namespace(namespace)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise InvalidParameterError("priority", priority, "no whole number", "Use 0, or less to go first.")
-        return RequestOptions(namespace, self.prompts.encode_prediction(prediction), priority, trace, streaming)
+        predicted = self.prompts.encode_prediction(prediction)
+        begun = self.prompts.encode_decoder_prompt(decoder_prompt, self._thread.engine.runner.loaded.text_start or ())
+        return RequestOptions(namespace, predicted, priority, trace, streaming, begun)
 
     def resolve(self, speculation: Speculation) -> SpeculationConfig:
         """The settings with what the caller left to us: the LLM's own draft model, or the embedded one."""

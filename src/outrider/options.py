@@ -20,12 +20,15 @@ class TextOptions(TypedDict, total=False):
         trace: Whether outputs tell of every round.
         prediction: A text, or token ids, that the caller expects the output to have, for the method `prediction`.
         priority: Among the requests of one namespace that wait, lower numbers go first. The usual number is 0.
+        decoder_prompt: A text that the decoder goes on from, or token ids from its start token on, where an encoder reads
+            the prompt.
     """
 
     namespace: str | None
     trace: bool
     prediction: str | Sequence[int] | None
     priority: int
+    decoder_prompt: str | Sequence[int] | None
 
 
 class CallOptions(TextOptions, total=False):

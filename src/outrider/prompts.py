@@ -56,16 +56,29 @@ class PromptEncoder:
         Raises:
             InvalidPromptError: It is none of these, it is far too long, or it cannot be encoded.
         """
-        if prediction is None or prediction == "":
+        return self._encode_continuation("prediction", prediction)
+
+    def encode_decoder_prompt(self, decoder_prompt: Any, text_start: tuple[int, ...]) -> tuple[int, ...]:
+        """What a decoder goes on from, where an encoder reads the prompt: a text, which gets the tokens that every text
+        begins with, or token ids, which are taken as they are; empty for None.
+
+        Raises:
+            InvalidPromptError: It is none of these, it is far too long, or it cannot be encoded.
+        """
+        tokens = self._encode_continuation("decoder_prompt", decoder_prompt)
+        return (*text_start, *tokens) if tokens and isinstance(decoder_prompt, str) else tokens
+
+    def _encode_continuation(self, field: str, given: Any) -> tuple[int, ...]:
+        if given is None or (isinstance(given, str) and not given):
             return ()
-        if not isinstance(prediction, str):
+        if not isinstance(given, str):
             try:
-                return self.encode(prediction)[1]
+                return self.encode(given)[1]
             except InvalidPromptError as error:
-                raise InvalidPromptError("prediction", prediction, error.problem, error.remedy) from None
-        self._check_length("prediction", len(prediction))
-        with self._lock:  # it goes on behind a prompt, so it has no token that begins a text
-            return encode_text(self.tokenizer, prediction, field="prediction", add_special_tokens=False)
+                raise InvalidPromptError(field, given, error.problem, error.remedy) from None
+        self._check_length(field, len(given))
+        with self._lock:  # it goes on behind other tokens, so it has none that begins a text
+            return encode_text(self.tokenizer, given, field=field, add_special_tokens=False)
 
     def encode_conversation(self, messages: Any, *, tools: Any | None = None, **settings: Any) -> Encoded:
         """A conversation through the tokenizer's chat template, with the turn handed to the model.

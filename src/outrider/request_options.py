@@ -15,6 +15,8 @@ class RequestOptions:
         priority: Among the requests of one namespace that wait, lower numbers go first.
         trace: Whether outputs tell of every round.
         streaming: Whether pieces of the text are kept for a stream.
+        decoder_prompt: Token ids that the decoder begins with, where an encoder reads the prompt, from its start token on;
+            empty for those that the model always begins with.
     """
 
     namespace: str | None = None
@@ -22,6 +24,7 @@ class RequestOptions:
     priority: int = 0
     trace: bool = False
     streaming: bool = False
+    decoder_prompt: tuple[int, ...] = ()
 
 
 NO_OPTIONS = RequestOptions()

@@ -38,6 +38,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "BlenderbotSmallConfig": _BART,
     "BigBirdPegasusConfig": {**_BART, "attention_type": "original_full"},
 }
+#: Those of them whose decoders the kernels know, as they know T5.
+DESCRIBED = ("MT5Config", "UMT5Config", "LongT5Config")
 
 
 def save_other(folder: Path, kind: str) -> str:
@@ -85,10 +87,14 @@ def stock_logprobs(path: str, source: list[int], text: list[int]) -> torch.Tenso
     return logits.log_softmax(-1)
 
 
-def greedy_by_transformers(path: str, source: list[int], num_tokens: int) -> tuple[int, ...]:
-    """What `generate` writes behind the start token. Its cache is left out: it has as many layers as the encoder."""
+def greedy_by_transformers(
+    path: str, source: list[int], num_tokens: int, begun: tuple[int, ...] = (START,)
+) -> tuple[int, ...]:
+    """What `generate` writes behind the start token, or behind what the decoder is given. Its cache is left out: it has
+    as many layers as the encoder."""
     from transformers import AutoModelForSeq2SeqLM
 
     model = AutoModelForSeq2SeqLM.from_pretrained(path, dtype=torch.float64).eval()
-    out = model.generate(torch.tensor([source]), max_new_tokens=num_tokens, do_sample=False, use_cache=False)
-    return tuple(out[0, 1:].tolist())
+    given = {} if begun == (START,) else {"decoder_input_ids": torch.tensor([begun])}
+    out = model.generate(torch.tensor([source]), max_new_tokens=num_tokens, do_sample=False, use_cache=False, **given)
+    return tuple(out[0, len(begun) :].tolist())

@@ -3,7 +3,7 @@
 - GPTQ: `QuantLinear.pack` of AutoGPTQ, and the two versions of zero points of GPTQModel.
 - AWQ: `WQLinear_GEMM.from_linear` of AutoAWQ.
 - FP8: `Fp8Quantize` of transformers, whose loading is what its values are compared with.
-- compressed-tensors: its own package (tests/model/test_quantised_files.py).
+- compressed-tensors: its own package packs, and says what the numbers stand for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -96,6 +97,34 @@ def fp8(block: int | None, scales: torch.dtype = torch.float32) -> Packing:
         return {"weight": codes, "weight_scale_inv": kept}, codes.float() * wide
 
     return pack
+
+
+def compressed(
+    bits: int, group: int | None, *, symmetric: bool, dtype: torch.dtype, format: str = "pack-quantized"
+) -> tuple[Packing, dict[str, Any]]:
+    """How the package of compressed-tensors packs, and what it declares in a configuration. Skips where it is missing."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    args = QuantizationArgs(num_bits=bits, symmetric=symmetric, strategy="group" if group else "channel", group_size=group)
+    scheme, compressor = (
+        QuantizationScheme(targets=["Linear"], weights=args),
+        BaseCompressor.get_value_from_registry(format),
+    )
+
+    def pack(weight: Tensor, random: torch.Generator) -> tuple[Packed, Tensor]:
+        groups = weight.shape[1] // group if group else 1
+        scale = (0.5**bits * (0.5 + torch.rand(len(weight), groups, generator=random))).to(dtype)
+        least = -(2 ** (bits - 1))
+        zero = torch.randint(least, -least, scale.shape, generator=random).to(torch.int8)
+        state = {"weight": weight.to(dtype), "weight_scale": scale, "weight_zero_point": zero * (not symmetric)}
+        packed = compressor.compress(state, scheme)
+        wide = packed | {"weight_scale": scale.double()}  # so that the package rounds no product
+        return packed, compressor.decompress(wide, scheme)["weight"]
+
+    declared = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": scheme.model_dump()}}
+    return pack, declared
 
 
 def write(

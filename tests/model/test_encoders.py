@@ -14,12 +14,14 @@ from outrider import LLM, SamplingParams
 from outrider.cli import generate, render
 from outrider.embedded import default_model
 from outrider.errors import (
+    ContradictionError,
     InvalidPromptError,
     ModelLoadError,
     UnsupportedModelError,
     UnsupportedParameterError,
     VocabularyMismatchError,
 )
+from outrider.kernels.library import available_sets
 from outrider.model import hf_encoder
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import ForwardContext
@@ -101,12 +103,21 @@ def test_texts_are_those_of_transformers(llm: LLM, draft: str, greedy: list[tupl
     assert llm.stats.finished.num_accepted_tokens > 50
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "BartConfig" else pytest.param(kind, marks=pytest.mark.slow) for kind in encoders.OTHERS]
+#: Where a change may concern one type of those that the kernels know.
+OF_FUSED = (
+    *("src/outrider/model/fused/", "src/outrider/model/hf_encoder.py", "src/outrider/kernels/native/"),
+    "tests/model/encoders.py",
 )
+TIERS: dict[str, Any] = {kind: pytest.mark.slow for kind in encoders.OTHERS if kind != "BartConfig"}
+TIERS |= dict.fromkeys(encoders.DESCRIBED, pytest.mark.by_change(*OF_FUSED))
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=TIERS.get(kind, ())) for kind in encoders.OTHERS])
 def test_other_types_write_the_texts_of_transformers(kind: str, tmp_path: Path) -> None:
     path = encoders.save_other(tmp_path, kind)
     llm = LLM(path, dtype="float64", speculation="none")
+    fused = kind in encoders.DESCRIBED and bool(available_sets())
+    assert llm.engine.runner.backend.name == ("fused" if fused else "paged")
     assert texts(llm) == [encoders.greedy_by_transformers(path, source, LENGTH) for source in SOURCES]
     plain = drawn_as_stock(llm, path)
     for way in ({"method": "draft_model", "model": path, "tree": (2, 1)}, {"method": "layer_skip", "tree": (2, 1)}):
@@ -185,10 +196,34 @@ def test_samples_share_their_source(path: str, encoded: list[int]) -> None:
 def test_bits_do_not_depend_on_the_batch(path: str) -> None:
     llm = LLM(path, dtype="float32", batch_invariant=True)
     params = DRAWN.replace(max_tokens=8)
-    alone = [llm.generate(source, params, speculation="none")[0].outputs[0] for source in SOURCES]
-    beside = [output.outputs[0] for output in llm.generate(SOURCES, params, speculation="ngram")]
-    assert [each.token_ids for each in alone] == [each.token_ids for each in beside]
-    assert [each.logprobs for each in alone] == [each.logprobs for each in beside]
+    assert bits(llm, params, "ngram") == bits(llm, params, None)
+
+
+@pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_of_whole_passes_depend_on_nothing_beside_a_row(path: str, dtype: str) -> None:
+    """Not on the rows of a draft, the other texts, the size of a chunk or the number of threads."""
+    llm, small = (LLM(path, dtype=dtype, prefix_caching=False, max_num_batched_tokens=most) for most in (2048, 33))
+    assert llm.engine.runner.backend.name == small.engine.runner.backend.name == "fused"
+    begun = (encoders.START, *LONG, *LONG)
+    alone = bits(llm, DRAWN, None, decoder_prompt=begun)
+    threads = torch.get_num_threads()
+    try:
+        for each, count in ((llm, 1), (llm, 3), (small, 2)):
+            torch.set_num_threads(count)
+            for way in ("none", "suffix", {"method": "token_recycling", "tree": (3, 2, 1)}):
+                assert bits(each, DRAWN, way, decoder_prompt=begun) == alone, (count, way)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def bits(llm: LLM, params: SamplingParams, way: Any, **options: Any) -> list[Any]:
+    """The tokens of all texts and their exact log-probabilities: each text alone where `way` is None, else together."""
+    if way is None:
+        outputs = [llm.generate(source, params, speculation="none", **options)[0] for source in SOURCES]
+    else:
+        outputs = llm.generate(SOURCES, params, speculation=way, **options)
+    return [(output.error, output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
 def test_a_tree_gets_the_bias_of_its_distances(llm: LLM) -> None:
@@ -215,6 +250,38 @@ def test_a_forced_token_stands_behind_the_start(tmp_path: Path) -> None:
     path = encoders.save(tmp_path, forced=7)
     (output,) = LLM(path, dtype="float64", speculation="ngram").generate([SOURCES[3]], GREEDY.replace(max_tokens=4))
     assert (7, *output.outputs[0].token_ids) == encoders.greedy_by_transformers(path, SOURCES[3], 5)
+
+
+def test_a_decoder_goes_on_from_what_it_is_given(llm: LLM, path: str, draft: str, tmp_path: Path) -> None:
+    begun = (encoders.START, *LONG[5:25])  # longer than a block
+    wanted = [encoders.greedy_by_transformers(path, source, LENGTH, begun) for source in SOURCES]
+    assert texts(llm) != wanted, "what a decoder is given would show nothing"
+    for way in ["none", *ways(draft)]:
+        assert texts(llm, speculation=way, decoder_prompt=begun) == wanted, way
+    assert texts(llm, decoder_prompt=[encoders.START]) == texts(llm, decoder_prompt="") == texts(llm)
+    worded = LLM(path, dtype="float64", speculation="none", tokenizer=str(default_model("target")))
+    inside = tuple(worded.tokenizer("!#", add_special_tokens=False)["input_ids"])
+    assert texts(worded, decoder_prompt="!#") == texts(llm, decoder_prompt=(encoders.START, *inside))
+    forced = encoders.save(tmp_path, forced=7)
+    output = LLM(forced, dtype="float64", speculation="ngram").generate(LONG, GREEDY, decoder_prompt=(3, 7, 9))[0]
+    assert output.outputs[0].token_ids == encoders.greedy_by_transformers(forced, LONG, LENGTH, (3, 7, 9))
+
+
+def test_what_a_decoder_cannot_go_on_from_is_refused(llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(ContradictionError, match=r"decoder_prompt=\[4, 5\].*begin with \[3\].*decoder_start_token_id"):
+        llm.generate([1, 2], decoder_prompt=[4, 5])
+    with pytest.raises(InvalidPromptError, match=r"decoder_prompt=61.*outside the vocabulary"):
+        llm.generate([1, 2], decoder_prompt=[encoders.START, 61])
+    with pytest.raises(InvalidPromptError, match=r"decoder_prompt='4000 tokens'.*no room in the context"):
+        llm.generate([1, 2], decoder_prompt=[encoders.START] * 4000)
+    with pytest.raises(InvalidPromptError, match=r"decoder_prompt=.*has no tokenizer"):
+        llm.generate([1, 2], decoder_prompt="!#")
+    forced = LLM(encoders.save(tmp_path / "forced", forced=7), dtype="float64", speculation="none")
+    with pytest.raises(ContradictionError, match=r"begin with \[3, 7\].*forced_bos_token_id"):
+        forced.generate([1, 2], decoder_prompt=[3, 8])
+    alone = LLM(checkpoints.save("llama", tmp_path / "alone"), dtype="float64", speculation="none")
+    with pytest.raises(UnsupportedParameterError, match=r"decoder_prompt=.*the model has no encoder"):
+        alone.generate([1, 2], decoder_prompt=[3, 8])
 
 
 def test_what_cannot_be_served_is_refused_by_name(llm: LLM, path: str, tmp_path: Path) -> None:

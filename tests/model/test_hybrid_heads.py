@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ from outrider.prove.cache_truth import CacheAudit
 from outrider.prove.own_model import KV_BOUND
 from outrider.prove.published_heads import save_random_eagle
 from tests.model import checkpoints, test_mtp
+from tests.model.double import Double
 from tests.model.eagle_reference import Eagle1Reference, EagleReference
 from tests.model.mtp_reference import MtpReference
 from tests.model.test_feature_heads import BOUND, GREEDY, PROMPTS, SEEDED, Watch, faults, texts
 from tests.model.test_running_states import PROMPT
 from tests.model.test_target import Oracle
 
-#: Running states are float32 in stock transformers, whatever the dtype of the model.
-STATE_BOUND = 10 * BOUND
+#: All of a layer of the checkpoint is float64 here but for rotary factors, which stock transformers makes in float32.
+FACTORS_BOUND = 1e-7
 HYBRID = test_mtp.Family("qwen3_5_text", "qwen3_next")
 
 
@@ -44,12 +46,20 @@ def test_every_draft_of_eagle_is_what_the_reference_says(
     outputs = llm.generate([*PROMPTS, *PROMPTS], params, speculation=way)
     stats = llm.stats.finished
     assert faults(outputs) == 0
-    assert watch.worst <= STATE_BOUND
+    assert watch.worst <= BOUND
     assert watch.num_rows > 50
     assert stats.num_preemptions > 0
     assert stats.num_cached_tokens > 0
     assert stats.num_draft_tokens > stats.num_accepted_tokens
     assert texts(outputs) == texts(llm.generate([*PROMPTS, *PROMPTS], params, speculation="none"))
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    """Running states and norms are float32 in stock transformers, whatever the dtype of the model, and they are here beside
+    the target and in the reference."""
+    with Double():
+        yield
 
 
 def audited(llm: LLM, prompt: list[int], way: SpeculationConfig) -> tuple[int, ...]:
@@ -77,7 +87,7 @@ def test_texts_that_begin_with_kept_states_are_drafted_for_at_once(tmp_path: Pat
         audited(llm, prompt, way)
         cached.append(llm.stats.finished.num_cached_tokens)
         assert watch.num_rows > rows
-    assert watch.worst <= STATE_BOUND
+    assert watch.worst <= FACTORS_BOUND
     assert cached == [0, 0, 20, 40, 72]
     assert llm.stats.finished.num_accepted_tokens < llm.stats.finished.num_draft_tokens
     llm.engine.check_integrity()

@@ -107,19 +107,27 @@ MIXTRAL = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_hidden_layers"
 QWEN = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "mlp_only_layers": [], "head_dim": 16}
 
 
+def compressed(bits: int, group: int | None, **how: Any) -> Any:
+    return lambda: quantised_files.compressed(bits, group, **how)
+
+
 @pytest.mark.parametrize(
-    ("family", "packing", "declared", "shape"),
+    ("family", "files", "shape", "rounds_rows"),
     [
-        ("mixtral", gptq(), GPTQ, MIXTRAL),
-        ("qwen3_moe", gptq(8, zeros=False), GPTQ | {"bits": 8, "sym": True}, QWEN),
-        ("qwen3_moe", awq, AWQ, QWEN),
-        ("qwen3_moe", fp8(GROUP), FP8, QWEN),
+        ("mixtral", (gptq(), GPTQ), MIXTRAL, False),
+        ("qwen3_moe", (gptq(8, zeros=False), GPTQ | {"bits": 8, "sym": True}), QWEN, False),
+        ("qwen3_moe", (awq, AWQ), QWEN, True),
+        ("qwen3_moe", (fp8(GROUP), FP8), QWEN, False),
+        ("qwen3_moe", compressed(4, GROUP, symmetric=False, dtype=torch.bfloat16), QWEN, True),
+        ("mixtral", compressed(4, GROUP, symmetric=True, dtype=torch.float16), MIXTRAL, False),
+        ("qwen3_moe", compressed(8, None, symmetric=False, dtype=torch.bfloat16, format="int-quantized"), QWEN, True),
     ],
-    ids=["mixtral", "gptq", "awq", "fp8"],
+    ids=["mixtral", "gptq", "awq", "fp8", "compressed", "compressed-mixtral", "compressed-channels"],
 )
 def test_experts_are_those_of_the_layout_to_the_bit(
-    tmp_path: Path, family: str, packing: Any, declared: dict[str, Any], shape: dict[str, Any]
+    tmp_path: Path, family: str, files: Any, shape: dict[str, Any], rounds_rows: bool
 ) -> None:
+    packing, declared = files() if callable(files) else files
     folder, values = quantised_files.write(tmp_path / "model", packing, declared, family, **shape)
     plain = Path(checkpoints.save(family, tmp_path / "plain", hidden_size=64, intermediate_size=96, num_attention_heads=4,
                                   **{"num_hidden_layers": 2} | shape))  # fmt: skip
@@ -137,9 +145,8 @@ def test_experts_are_those_of_the_layout_to_the_bit(
         if stored.quantised:
             assert getattr(ours.module, ours.name).untyped_storage().nbytes() <= 4, "nothing is kept in full precision"
     prompt, params = [5, 3, 8, 1, 2, 3, 8, 1], SamplingParams(temperature=0, max_tokens=12)
-    for how in ({"dtype": "float64"}, {"dtype": "float32"}, {"dtype": "float32", "activations": "int8"})[
-        : 2 + (packing is awq)
-    ]:
+    computed = [{"dtype": "float64"}, {"dtype": "float32"}] + [{"dtype": "float32", "activations": "int8"}] * rounds_rows
+    for how in computed:
         llm = LLM(str(folder), **how)
         assert llm.engine.runner.backend.name == "fused"
         texts = [llm.generate([prompt], params, speculation=way)[0].token_ids for way in ("none", "suffix")]
@@ -169,30 +176,10 @@ def test_experts_that_cannot_be_kept_together_are_named(tmp_path: Path) -> None:
 def test_compressed_tensors_are_those_of_its_package(
     tmp_path: Path, bits: int, group: int | None, dtype: str, format: str, symmetric: bool
 ) -> None:
-    package = pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
     if format == "int-quantized" and bits == 4:
         pytest.skip("whole numbers of 8 bits alone are kept as they are")
-    args = QuantizationArgs(num_bits=bits, symmetric=symmetric, strategy="group" if group else "channel", group_size=group)
-    scheme, compressor = (
-        QuantizationScheme(targets=["Linear"], weights=args),
-        BaseCompressor.get_value_from_registry(format),
-    )
-    assert package.__version__
-
-    def pack(weight: Tensor, random: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
-        groups = weight.shape[1] // group if group else 1
-        scale = (0.5**bits * (0.5 + torch.rand(len(weight), groups, generator=random))).to(getattr(torch, dtype))
-        least = -(2 ** (bits - 1))
-        zero = torch.randint(least, -least, scale.shape, generator=random).to(torch.int8)
-        state = {"weight": weight.to(scale.dtype), "weight_scale": scale, "weight_zero_point": zero * (not symmetric)}
-        packed = compressor.compress(state, scheme)
-        wide = packed | {"weight_scale": scale.double()}  # so that the package rounds no product
-        return packed, compressor.decompress(wide, scheme)["weight"]
-
-    declared = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": scheme.model_dump()}}
+    how = {"symmetric": symmetric, "dtype": getattr(torch, dtype), "format": format}
+    pack, declared = quantised_files.compressed(bits, group, **how)
     folder, values = quantised_files.write(tmp_path / "model", pack, declared, num_hidden_layers=1)
     model = read(folder)
     for name, want in values.items():

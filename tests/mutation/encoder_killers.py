@@ -29,6 +29,23 @@ def encoder_prefixes() -> None:
         assert output.outputs[0].token_ids == _stock(tuple(source))
 
 
+def kernels_sources() -> None:
+    """The same as `encoder_batch`, by whole passes of our kernels."""
+    llm = LLM(
+        _path(), dtype="float64", speculation={"method": "token_recycling", "tree": (2, 1)}, attention_backend="fused"
+    )
+    sources = [[9], _LONG]
+    outputs = llm.generate(sources, _GREEDY)
+    assert [output.outputs[0].token_ids for output in outputs] == [_stock(tuple(source)) for source in sources]
+
+
+def kernels_distances() -> None:
+    """A text in which distances are farther than the last bucket."""
+    llm = LLM(_path(), dtype="float64", speculation="none", attention_backend="fused")
+    (output,) = llm.generate([_LONG], _GREEDY.replace(max_tokens=30))
+    assert output.outputs[0].token_ids == tuple(encoders.greedy_by_transformers(_path(), _LONG, 31)[1:])
+
+
 @cache
 def _path() -> str:
     """Texts begin with two tokens, so that one of them may be found."""

@@ -9,6 +9,65 @@ def _mutant(name: str, path: str, old: str, new: str, killer: str, refused: Refu
     return Mutant(name, 0, path, old, new, killer, refused=refused)
 
 
+_ATTENTION, _ROWS = "kernels/native/attention.inc", "model/backends/pass_rows.py"
+#: In our kernels, or in what they are told.
+ENCODER_KERNEL_MUTANTS = (
+    _mutant(
+        "all heads have the bias of the first",
+        _ATTENTION,
+        "shape->biases + head * shape->distances, shape->distances",
+        "shape->biases, shape->distances",
+        "kernels_sources",
+        PROBE_DIFFERS,
+    ),
+    _mutant(
+        "a bias belongs to the distance before",
+        _ATTENTION,
+        "scores[i] += biases[distance - i];",
+        "scores[i] += biases[distance > i ? distance - i - 1 : 0];",
+        "kernels_sources",
+        PROBE_DIFFERS,
+    ),
+    _mutant(
+        "far keys have the bias of nearer ones",
+        _ATTENTION,
+        "scores[i] += biases[last];",
+        "scores[i] += biases[last / 2];",
+        "kernels_distances",
+    ),
+    _mutant(
+        "attention to a source has biases",
+        "kernels/native/decoder.inc",
+        ".softcap = layer->softcap};",
+        ".softcap = layer->softcap, .biases = layer->biases, .distances = layer->distances};",
+        "kernels_sources",
+        PROBE_DIFFERS,
+    ),
+    _mutant(
+        "rows see the source of the first text",
+        _ROWS,
+        "table_at=list(accumulate(map(len, tables), initial=0))[:-1],",
+        "table_at=[0] * len(tables),",
+        "kernels_sources",
+    ),
+    _mutant(
+        "the last token of a source is not seen",
+        _ROWS,
+        "positions=[length - 1 for",
+        "positions=[max(length - 2, 0) for",
+        "kernels_sources",
+        PROBE_DIFFERS,
+    ),
+    _mutant(
+        "a source is computed from what another one left",
+        "model/backends/fused.py",
+        "each) for each in encoded]",
+        "encoded[0]) for _ in encoded]",
+        "kernels_sources",
+        Refusal("UnsupportedModelError", "no attention backend", "the probe at load cannot write a source of other length"),
+    ),
+)
+
 _STAND_IN = "if context.sources is None or key is not context.sources.stand_in:"
 ENCODER_MUTANTS = (
     _mutant(

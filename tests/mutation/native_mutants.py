@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutation.encoder_mutants import ENCODER_KERNEL_MUTANTS
 from tests.mutation.head_mutants import HEAD_MUTANTS
 from tests.mutation.mutants import PROBE_DIFFERS, Mutant, Refusal
 
@@ -187,6 +188,21 @@ PASS_MUTANTS = tuple(
             "{row: torch.empty_like(like) for row in rows}",
             "{row: like for row in rows}",
             "kernels_running_failure",
+        ),
+        (
+            "windows of all texts are left in one place",
+            _MIXER_ROWS,
+            "{row: torch.empty_like(like) for row in rows}",
+            "{row: vars(self).setdefault('one', torch.empty_like(like)) if like.dim() == 2 else torch.empty_like(like) "
+            "for row in rows}",
+            "kernels_running",
+        ),
+        (
+            "all texts look for their windows where the first one has its own",
+            _MIXER,
+            "from[w] = m->rows->windows[segment] +",
+            "from[w] = m->rows->windows[0] +",
+            "kernels_running",
         ),
     )
 )
@@ -637,4 +653,5 @@ NATIVE_MUTANTS = (
     *PASS_MUTANTS,
     _SIBLINGS,
     *HEAD_MUTANTS,
+    *ENCODER_KERNEL_MUTANTS,
 )

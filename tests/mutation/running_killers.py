@@ -43,6 +43,15 @@ def running_prefixes() -> None:
     assert audit.worst <= 1e-9
 
 
+def running_prefixes_of_layers_ahead() -> None:
+    """Texts go on behind kept states, drafted for by layers that keep keys, values and a feature beside them."""
+    from tests.model import test_hybrid_heads
+    from tests.model.double import Double
+
+    with pytest.MonkeyPatch.context() as patch, Double():
+        test_hybrid_heads.test_texts_that_begin_with_kept_states_are_drafted_for_at_once(Path(tempfile.mkdtemp()), patch)
+
+
 def kernels_running() -> None:
     """Texts that are read together in passes of the kernels, drafts for them, and what they leave to others."""
     from outrider.model import memory

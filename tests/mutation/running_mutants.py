@@ -62,4 +62,25 @@ RUNNING_MUTANTS = (
         "return self._states[block]",
         "running_prefixes",
     ),
+    _mutant(
+        "a hit ends at a kept state whose blocks the layers ahead do not hold",
+        "cache/blocks.py",
+        "if block is None or not needs <= self._held[block]:",
+        "if block is None or (self.states is None and not needs <= self._held[block]):",
+        "running_prefixes_of_layers_ahead",
+    ),
+    _mutant(
+        "the feature of the token before a hit is forgotten",
+        "propose/methods/feature_texts.py",
+        "return self._last_features(text.sequence) if text.start else",
+        "return self._last_features(text.sequence) if text.sequence.seq_id in self._features else",
+        "running_prefixes_of_layers_ahead",
+    ),
+    _mutant(
+        "the feature kept with a block is that of the last token read",
+        "cache/added_layers.py",
+        "features[[end - stop - 1 for end in ends]]",
+        "features[[-1 for end in ends]]",
+        "running_prefixes_of_layers_ahead",
+    ),
 )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from outrider.cache.source import SourceState
+from outrider.kernels.decoder import PassRows
+from outrider.model.backends import fused
 from outrider.model.context import ForwardContext, SeenPart
 from outrider.prove.engine_distribution import BOUND, EngineProof
 from outrider.prove.settings.encoders import ENCODER_SETTINGS
@@ -35,11 +39,16 @@ def test_joint_distribution(proof: EngineProof, name: str) -> None:
 
 
 def test_control(proof: EngineProof, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of trees, and rows behind others, get the bias of the first distance."""
-    stock = ForwardContext._biased
+    """Rows get the bias of the first distance, or see no more than the first token of a source where our kernels run."""
+    stock, stock_rows = ForwardContext._biased, fused.source_rows
 
     def wrong(context: ForwardContext, index: int, part: SeenPart, bias: torch.Tensor) -> SeenPart:
         return stock(context, index, part, bias[:, :1])
 
+    def wrong_rows(rows: PassRows, sources: Sequence[SourceState]) -> PassRows:
+        found = stock_rows(rows, sources)
+        return replace(found, start=[1] * len(found.start), positions=[0] * len(found.positions))
+
     monkeypatch.setattr(ForwardContext, "_biased", wrong)
+    monkeypatch.setattr(fused, "source_rows", wrong_rows)
     assert proof.prove(BY_NAME["encoder, tree, traversal"], 3).measured > 1e-4

@@ -15,12 +15,19 @@ from outrider.model.running.convolution import Convolution
 from outrider.params import SamplingParams
 from outrider.prove.engine_distribution import BOUND, EngineProof
 from outrider.prove.forking import total_variation
-from outrider.prove.settings.running import RUNNING_SETTINGS
+from outrider.prove.published_mtp import save_random_mtp
+from outrider.prove.settings.methods import MTP
+from outrider.prove.settings.running import RUNNING_HEADS_SETTINGS, RUNNING_SETTINGS
 from outrider.prove.settings.setting import Setting
+from outrider.prove.settings.shared_target import SHARED_TARGET_LAYERS
 from outrider.prove.tiny import save_tiny_hybrid
+from outrider.prove.tiny_heads import save_tiny_heads
 
 BY_NAME = {setting.name: setting for setting in RUNNING_SETTINGS}
+HEADS_BY_NAME = {setting.name: setting for setting in RUNNING_HEADS_SETTINGS}
 CHAIN, TREE = BY_NAME["running state, chain"], BY_NAME["running state, tree, traversal"]
+#: Drafts of the layer that a checkpoint of such a model carries.
+LAYER_TREE = Setting("MTP, tree", MTP | {"tree": (2, 1), "rule": "token"})
 #: What the states of the stock delta rule and the norms round to.
 FLOAT32_BOUND = 1e-6
 
@@ -39,6 +46,25 @@ def test_joint_distribution(proof: EngineProof, name: str) -> None:
     proof.llm.stats.reset()
     assert proof.prove(BY_NAME[name], 3).measured <= BOUND
     stats = proof.llm.stats.finished
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_proposer_faults == 0
+
+
+@pytest.fixture(scope="module")
+def heads_proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProof]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny tensors
+    folder = tmp_path_factory.mktemp("heads")
+    target = save_tiny_hybrid(folder / "target", 1, num_layers=SHARED_TARGET_LAYERS)
+    yield EngineProof(target, save_tiny_hybrid(folder / "draft", 2), heads=save_tiny_heads(folder, target))
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", HEADS_BY_NAME)
+def test_joint_distribution_with_heads(heads_proof: EngineProof, name: str) -> None:
+    heads_proof.llm.stats.reset()
+    assert heads_proof.prove(HEADS_BY_NAME[name], 3).measured <= BOUND
+    stats = heads_proof.llm.stats.finished
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_proposer_faults == 0
 
@@ -64,6 +90,16 @@ def test_control(
     assert proof.prove(setting, 3).measured > 1e-4
 
 
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [("replay", lambda _, state, tape: state), ("state_at", _rejected_rows_stay)],
+    ids=["accepted rows are forgotten", "rejected rows stay"],
+)
+def test_control_with_heads(heads_proof: EngineProof, name: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Convolution if name == "replay" else CellRecord, name, bug)
+    assert heads_proof.prove(HEADS_BY_NAME["running state, EAGLE-3"], 3).measured > 1e-4
+
+
 def test_a_delta_rule_has_the_law_of_plain_decoding(tmp_path: Path) -> None:
     """Its stock states are float32, so drafts are held against plain decoding, and that against the stock model."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
@@ -81,9 +117,14 @@ def test_a_delta_rule_has_the_law_of_plain_decoding(tmp_path: Path) -> None:
             for weight in model.parameters():
                 weight.normal_(0.0, 0.7)
         model.save_pretrained(tmp_path / part)
-    proof = EngineProof(str(tmp_path / "target"), str(tmp_path / "draft"))
+    target = str(tmp_path / "target")
+    layer = save_random_mtp(tmp_path / "target", target, "qwen3_next", scale=0.7)
+    proof = EngineProof(target, str(tmp_path / "draft"), heads={"mtp": layer})
     params = SamplingParams(**{"max_tokens": 3, **CHAIN.params})
     plain = proof.distribution(Setting("plain"), params)
-    found = proof.distribution(TREE, params)
-    assert total_variation(found.probs, plain.probs) + found.dropped <= BOUND
+    for setting in (TREE, *(Setting(rule, MTP | {"rule": rule}) for rule in ("block", "token")), LAYER_TREE):
+        proof.llm.stats.reset()
+        found = proof.distribution(setting, params)
+        assert total_variation(found.probs, plain.probs) + found.dropped <= BOUND
+        assert 0 < proof.llm.stats.finished.num_accepted_tokens < proof.llm.stats.finished.num_draft_tokens
     assert proof.prove(CHAIN, 3).measured <= FLOAT32_BOUND

@@ -10,6 +10,7 @@ from outrider.errors import ContradictionError, InvalidParameterError, InvalidPr
 from outrider.model.loading.loaded_model import LoadedModel
 from outrider.params import SamplingParams
 from outrider.propose.speculation import SpeculationConfig, tree_size
+from outrider.request_options import NO_OPTIONS, RequestOptions
 
 #: How many characters the stop strings of a request may have in all: their automaton takes time and memory for each.
 MAX_STOP_CHARACTERS = 100_000
@@ -22,6 +23,7 @@ def check_request(
     loaded: LoadedModel,
     blocks: BlockManager,
     config: SchedulerConfig,
+    options: RequestOptions = NO_OPTIONS,
 ) -> None:
     """Refuse what the engine, the model or the memory cannot serve.
 
@@ -30,6 +32,8 @@ def check_request(
         InvalidParameterError, ContradictionError, UnsupportedParameterError: Parameters that cannot be served.
     """
     _check_prompt(tokens, params, loaded)
+    if options.decoder_prompt:
+        _check_decoder_prompt(options.decoder_prompt, loaded)
     if params.n > config.max_num_seqs:
         raise InvalidParameterError("n", params.n, f"more samples than max_num_seqs={config.max_num_seqs}", "Lower it.")
     if params.seed is not None:
@@ -37,7 +41,7 @@ def check_request(
     _check_tree(speculation, loaded.max_model_len, config.max_num_batched_tokens)
     _check_ends(params, loaded)
     _check_token_ids(params, loaded)
-    _check_memory(len(tokens), params, loaded, blocks)
+    _check_memory(len(tokens), params, loaded, blocks, options.decoder_prompt)
 
 
 def rule_against_seeds(speculation: SpeculationConfig, place: str = "") -> str | None:
@@ -58,12 +62,12 @@ def _check_coupled(seed: int, speculation: SpeculationConfig) -> None:
         raise ContradictionError("seed", seed, problem, "Use rule='auto', or leave the seed out.")
 
 
-def check_prompt_ids(tokens: tuple[int, ...], vocab_size: int) -> None:
+def check_prompt_ids(tokens: tuple[int, ...], vocab_size: int, field: str = "prompt") -> None:
     """Raise InvalidPromptError where a token of a prompt is outside the vocabulary."""
     for token in tokens:
         if not 0 <= token < vocab_size:
             remedy = f"Use ids from 0 to {vocab_size - 1}."
-            raise InvalidPromptError("prompt", token, "token id outside the vocabulary", remedy)
+            raise InvalidPromptError(field, token, "token id outside the vocabulary", remedy)
 
 
 def bad_word_ids(params: SamplingParams, tokenizer: Any | None) -> tuple[tuple[int, ...], ...]:
@@ -106,6 +110,23 @@ def _check_source(tokens: tuple[int, ...], params: SamplingParams, longest: int)
     if params.prompt_logprobs is not None:
         problem = "an encoder reads the prompt, and gives its tokens no probabilities"
         raise UnsupportedParameterError("prompt_logprobs", params.prompt_logprobs, problem, "Leave it out.")
+
+
+def _check_decoder_prompt(tokens: tuple[int, ...], loaded: LoadedModel) -> None:
+    """It must begin as every text of the model does, and leave room for a token."""
+    field = "decoder_prompt"
+    if loaded.encoder is None:
+        problem = "the model has no encoder, so its text begins with the prompt"
+        raise UnsupportedParameterError(field, list(tokens), problem, "Put it behind the prompt.")
+    check_prompt_ids(tokens, loaded.vocab_size, field)
+    start = loaded.encoder.text_start
+    if tokens[: len(start)] != start[: len(tokens)]:
+        names = "decoder_start_token_id" if len(start) == 1 else "decoder_start_token_id and forced_bos_token_id"
+        problem = f"texts of this model begin with {list(start)}, as {names} of its configuration say"
+        raise ContradictionError(field, list(tokens), problem, "Begin with these tokens, or give a text.")
+    if len(tokens) >= loaded.max_model_len:
+        problem, remedy = f"no room in the context of {loaded.max_model_len}", f"Shorten it to {loaded.max_model_len - 1}."
+        raise InvalidPromptError(field, f"{len(tokens)} tokens", problem, remedy)
 
 
 def _check_tree(speculation: SpeculationConfig, max_model_len: int, max_rows: int) -> None:
@@ -151,9 +172,12 @@ def _check_token_ids(params: SamplingParams, loaded: LoadedModel) -> None:
                 )
 
 
-def _check_memory(prompt_len: int, params: SamplingParams, loaded: LoadedModel, blocks: BlockManager) -> None:
+def _check_memory(
+    prompt_len: int, params: SamplingParams, loaded: LoadedModel, blocks: BlockManager, decoder_prompt: tuple[int, ...]
+) -> None:
     """A text, and its source, must fit into the memory alone, or preemption could never make room for them."""
-    begins, source = (prompt_len, 0) if loaded.encoder is None else (len(loaded.encoder.text_start), prompt_len)
+    encoder = loaded.encoder
+    begins, source = (prompt_len, 0) if encoder is None else (len(encoder.begin(decoder_prompt)), prompt_len)
     text = min(begins + params.max_tokens, loaded.max_model_len)
     longest, capacity = text + source, blocks.num_blocks * blocks.block_size
     if blocks.blocks_for(text) + blocks.blocks_for(source) > blocks.num_blocks:

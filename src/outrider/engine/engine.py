@@ -126,12 +126,12 @@ class Engine:
                 this installation cannot serve.
         """
         loaded = self.runner.loaded
-        check_request(prompt_token_ids, params, speculation, loaded, self.runner.blocks, self.scheduler.config)
+        check_request(prompt_token_ids, params, speculation, loaded, self.runner.blocks, self.scheduler.config, options)
         encoder = loaded.encoder
         request = Request(
             next(self._ids),
             prompt,
-            prompt_token_ids if encoder is None else encoder.text_start,
+            prompt_token_ids if encoder is None else encoder.begin(options.decoder_prompt),
             params,
             speculation,
             secrets.randbits(63) if params.seed is None else params.seed,

@@ -27,6 +27,11 @@ KNOWN_DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.float32, tor
 class RowAttention(Protocol):
     """The attention of the rows of one pass, layer by layer, by kernels of this project."""
 
+    @property
+    def knows_biases(self) -> bool:
+        """Whether the kernels add biases to scores."""
+        ...
+
     def takes(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernels take such rows and memory [..., heads, dim]."""
         ...
@@ -42,6 +47,7 @@ class RowAttention(Protocol):
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        biases: Tensor | None = None,
     ) -> Tensor:
         """Attention of all rows over their contexts: [num_rows, num_heads, head_dim] in the dtype of `query`.
 
@@ -52,6 +58,8 @@ class RowAttention(Protocol):
             scale: The factor of the scores.
             softcap: Scores stay between -softcap and softcap by a scaled tanh. None for no such bound.
             sinks: [num_heads] a logit for each head that takes weight and gives nothing, or None.
+            biases: [num_heads, num_distances] what is added to scores by the distance of a key; the last one holds for all
+                greater distances. None for nothing.
         """
         ...
 
@@ -62,15 +70,20 @@ class PassAttention:
     Args:
         library: The kernels of this processor.
         rows: The rows. Their lists are copied once for all layers.
+        of_sources: Whether the rows see all of a source, as `source_rows` describes them.
     """
 
-    def __init__(self, library: KernelLibrary, rows: PassRows) -> None:
+    knows_biases = True
+
+    def __init__(self, library: KernelLibrary, rows: PassRows, *, of_sources: bool = False) -> None:
         self._library = library
         lists = [getattr(rows, name) for name in ATTENTION_LISTS]
         self._numbers = np.array(list(chain.from_iterable(lists)), np.int64)
         self._ancestry = rows.ancestry
         begins = accumulate((len(values) for values in lists[:-1]), initial=0)
-        self._call = AttendCall(rows=len(rows.positions), segments=len(rows.start), block_size=rows.block_size)
+        self._call = AttendCall(
+            rows=len(rows.positions), segments=len(rows.start), block_size=rows.block_size, of_sources=of_sources
+        )
         for name, begin in zip(ATTENTION_LISTS, begins, strict=True):
             setattr(self._call, name, self._numbers.ctypes.data + 8 * begin)
         self._call.ancestry = self._ancestry.ctypes.data
@@ -92,18 +105,20 @@ class PassAttention:
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        biases: Tensor | None = None,
     ) -> Tensor:
         """See RowAttention."""
         real = KNOWN_DTYPES[query.dtype]
         rows = query.to(real).contiguous()
         out = torch.empty_like(rows)
-        taken = None if sinks is None else sinks.to(real).contiguous()
+        taken, added = (None if each is None else each.to(real).contiguous() for each in (sinks, biases))
         call = self._call
         call.heads, call.kv_heads, call.head_dim = query.shape[1], keys.shape[1], query.shape[2]
         call.kv_bf16 = keys.dtype == torch.bfloat16
         call.window, call.chunk, call.scale, call.softcap = window, chunk, scale, softcap or 0.0
         call.keys, call.values, call.query, call.out = (t.data_ptr() for t in (keys, values, rows, out))
-        call.sinks = None if taken is None else taken.data_ptr()
+        call.sinks, call.biases = (None if each is None else each.data_ptr() for each in (taken, added))
+        call.distances = 0 if added is None else added.shape[1]
         threads, passed = _I64(self._library.num_threads), ctypes.byref(call)
         needed = self._library.function("attend_scratch_size", real, _I64)(passed, threads)
         if needed > len(self._scratch) or self._scratch.dtype != real:

@@ -23,6 +23,7 @@ from torch import Tensor
 from outrider.kernels.experts import PackedExperts
 from outrider.kernels.layout import (
     ACTIVATIONS,
+    ATTENTION_LISTS,
     LAYER_MATRICES,
     LAYER_NORMS,
     PASS_LISTS,
@@ -117,6 +118,11 @@ class DecoderLayer:
         gated_heads: Whether what heads attend to is multiplied by the sigmoids of gates.
         beside_gate: [hidden_size] what a feed-forward beside experts is scaled by: the sigmoid of the product with a row.
         sinks: [num_heads], for each query head a score that all rows see and that has no value. None where there are none.
+        biases: [num_heads, num_distances] what is added to scores by the distance of a key; the last one holds for all
+            greater distances. None where there are none.
+        source_norm: The norm before attention to a source, or None.
+        source_query: The projection to the queries of such attention, whose keys and values lie in the KV memory, or None.
+        source_out: The projection from its heads to the hidden state, or None.
     """
 
     attention_norm: Norm | None
@@ -145,6 +151,10 @@ class DecoderLayer:
     mixer: Mixer | None = None
     gated_heads: bool = False
     beside_gate: Tensor | None = None
+    biases: Tensor | None = None
+    source_norm: Norm | None = None
+    source_query: PackedWeights | None = None
+    source_out: PackedWeights | None = None
 
     @property
     def feed_forward(self) -> FeedForward:
@@ -182,6 +192,8 @@ class PassRows:
             where there are none.
         tree_positions: The positions of all rows, in each segment those of the known rows first. Empty where there are
             none.
+        sources: The same rows as they see the sources of their texts: `start` says how many tokens a source has, and the
+            position of every row is that of the last one. None where there are no sources.
     """
 
     tokens: list[int]
@@ -199,6 +211,7 @@ class PassRows:
     parents: Sequence[int] = ()
     known: Sequence[int] = ()
     tree_positions: Sequence[int] = ()
+    sources: PassRows | None = None
 
 
 class DecoderKernel:
@@ -443,6 +456,7 @@ class DecoderKernel:
             keeps_only: Whether the last layer ends with its keys and values.
         """
         num_rows, num_logits = len(rows.tokens), len(rows.logit_rows)
+        beyond = None if rows.sources is None else _SourceRows(rows.sources)
         assert self.head is not None or not num_logits, "these layers have no logits of their own"
         width, vocab_size = (0, 0) if self.head is None else (self.head.width, self.head.out_features)
         out = torch.empty(num_logits, width, dtype=self.real)
@@ -467,6 +481,8 @@ class DecoderKernel:
             known.ctypes.data if rows.known else None,
             places.ctypes.data if rows.known else None,
             keeps_only,
+            False,
+            None if beyond is None else ctypes.addressof(beyond.struct),
             out.data_ptr(),
             None if pointers is None else ctypes.addressof(pointers),
             None if given is None else given.data_ptr(),
@@ -497,6 +513,8 @@ class DecoderKernel:
             beside_gate=self._vector(layer.beside_gate),
             rotary=rotary,
             sinks=self._vector(layer.sinks),
+            biases=self._vector(layer.biases),
+            distances=0 if layer.biases is None else layer.biases.shape[1],
             window=layer.window,
             chunk=layer.chunk,
             unseen=layer.unseen,
@@ -519,6 +537,22 @@ class DecoderKernel:
             return None
         self._vectors.append(values.detach().to(self.real).contiguous())
         return self._vectors[-1].data_ptr()
+
+
+class _SourceRows:
+    """Rows as they see sources, for the kernels.
+
+    Args:
+        rows: See `PassRows.sources`.
+    """
+
+    def __init__(self, rows: PassRows) -> None:
+        lists = [getattr(rows, name) for name in ATTENTION_LISTS]
+        self._numbers = np.array(list(chain.from_iterable(lists)), np.int64)  # the structure points into it
+        begins = accumulate((len(values) for values in lists[:-1]), initial=0)
+        addresses = {name: self._numbers.ctypes.data + 8 * at for name, at in zip(ATTENTION_LISTS, begins, strict=True)}
+        segments, size = len(rows.start), rows.block_size
+        self.struct = PassStruct(rows=len(rows.positions), segments=segments, block_size=size, of_sources=True, **addresses)
 
 
 def rows_without_context(tokens: list[int], positions: list[int] | None = None, slots: list[int] | None = None) -> PassRows:

@@ -150,8 +150,9 @@ class RotaryStruct(ctypes.Structure):
 #: The norms and the matrices of a layer.
 LAYER_NORMS = (
     "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "query_norm", "key_norm", "beside_norm",
+    "source_norm",
 )  # fmt: skip
-LAYER_MATRICES = ("qkv", "out", "gate", "up", "down")
+LAYER_MATRICES = ("qkv", "out", "gate", "up", "down", "source_query", "source_out")
 
 
 class ExpertsStruct(ctypes.Structure):
@@ -200,7 +201,8 @@ class LayerStruct(ctypes.Structure):
         ("values", _POINTER),
         ("rotary", _POINTER),
         ("sinks", _POINTER),
-        *((name, _I64) for name in ("window", "chunk", "unseen", "normed_residual")),
+        ("biases", _POINTER),
+        *((name, _I64) for name in ("distances", "window", "chunk", "unseen", "normed_residual")),
         *((name, _I64) for name in ("gated_heads", "whole_norms", "feed_forward")),
         ("scale", _F64),
         ("softcap", _F64),
@@ -242,6 +244,8 @@ class PassStruct(ctypes.Structure):
         ("known", _POINTER),
         ("tree_positions", _POINTER),
         ("keeps_only", _I64),
+        ("of_sources", _I64),
+        ("sources", _POINTER),
         ("out", _POINTER),
         ("states", _POINTER),
         ("hidden_in", _POINTER),
@@ -260,10 +264,10 @@ class AttendCall(ctypes.Structure):
 
     _fields_ = [
         *((name, _I64) for name in ("rows", "segments", "heads", "kv_heads", "head_dim", "kv_bf16", "block_size")),
-        *((name, _I64) for name in ("window", "chunk")),
+        *((name, _I64) for name in ("window", "chunk", "distances", "of_sources")),
         *((name, _F64) for name in ("scale", "softcap")),
         *((name, _POINTER) for name in ATTENTION_LISTS),
-        *((name, _POINTER) for name in ("ancestry", "sinks", "keys", "values", "query", "out", "scratch")),
+        *((name, _POINTER) for name in ("ancestry", "sinks", "biases", "keys", "values", "query", "out", "scratch")),
     ]
 
 

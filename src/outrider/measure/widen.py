@@ -1,4 +1,4 @@
-"""Makes a *wide* copy of a checkpoint like Llama or Qwen3.5: the same function, with many times the weights to read.
+"""Makes a *wide* copy of a checkpoint like Llama, Qwen3.5 or T5: the same function, with many times the weights to read.
 
 The hidden state, the heads and the feed-forward units are repeated, and the matching input weights are divided. So the
 network computes what it computed before, up to the rounding of longer sums; with powers of two the divisions are exact.
@@ -24,6 +24,7 @@ import torch
 
 from outrider.embedded import default_model
 from outrider.heads.formats.folder import list_tensors, read_tensors
+from outrider.measure import widen_t5
 from outrider.model.loading.exclusive import exclusive_transformers
 from outrider.model.loading.files import WHOLE
 
@@ -133,21 +134,22 @@ def wide_module(
         layers: The number of its layers. Those behind the layers of `source` add zeros to the hidden state: they take time
             and change nothing. None adds no layers.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     config, factors = AutoConfig.from_pretrained(source), _factors(source, hidden, ffn)
     _grow(config, factors)
     config.num_hidden_layers = layers or config.num_hidden_layers
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with exclusive_transformers():
-        narrow = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        narrow = kind.from_pretrained(source, dtype=torch.float32)
     with torch.device(device):
-        wide = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        wide = kind.from_config(config, dtype=dtype)
     wide.generation_config = narrow.generation_config
-    weights = narrow.state_dict()
+    weights, tile = narrow.state_dict(), _tiled if factors.scales_outputs is None else _tiled_t5
     with torch.no_grad():
         for name, w in wide.state_dict().items():
             if name in weights:
-                w.copy_(_tiled(name, weights[name].to(device), factors))
+                w.copy_(tile(name, weights[name].to(device), factors))
             elif name.endswith(_INTO_HIDDEN):
                 w.zero_()
     return wide
@@ -157,7 +159,7 @@ def _factors(source: str, hidden: int, ffn: int) -> _Factors:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(source)
-    return _Factors(hidden, ffn, _block_rows(config), _norms_add_one(config))
+    return _Factors(hidden, ffn, _block_rows(config), _norms_add_one(config), _scales_outputs(config))
 
 
 #: What the names of a layer begin with that predicts several tokens.
@@ -183,12 +185,14 @@ class _Factors:
         hidden, ffn: The factors.
         blocks: Rows of the queries, keys and values that a delta rule projects together.
         norms_add_one: Whether norms multiply by 1 + w.
+        scales_outputs: Whether a T5 divides what enters its head by the root of the hidden size; None for other models.
     """
 
     hidden: int
     ffn: int
     blocks: tuple[int, ...]
     norms_add_one: bool
+    scales_outputs: bool | None = None
 
 
 def _add_layers_ahead(source: str, target: str, factors: _Factors, dtype: torch.dtype) -> None:
@@ -205,6 +209,17 @@ def _norms_add_one(config: Any) -> bool:
     return bool(config.model_type == "qwen3_5_text")
 
 
+def _scales_outputs(config: Any) -> bool | None:
+    if config.model_type not in widen_t5.TYPES:
+        return None
+    return bool(getattr(config, "scale_decoder_outputs", config.model_type == "umt5" and config.tie_word_embeddings))
+
+
+def _tiled_t5(name: str, w: Any, factors: _Factors) -> Any:
+    assert factors.scales_outputs is not None, "it is a T5"
+    return widen_t5.tiled(name, w, factors.hidden, factors.ffn, scales_outputs=factors.scales_outputs)
+
+
 def _block_rows(config: Any) -> tuple[int, ...]:
     if not hasattr(config, "linear_num_key_heads"):
         return ()
@@ -214,6 +229,9 @@ def _block_rows(config: Any) -> tuple[int, ...]:
 
 def _grow(config: Any, factors: _Factors) -> None:
     """Let a configuration be that of the copy."""
+    if factors.scales_outputs is not None:
+        widen_t5.grow(config, factors.hidden, factors.ffn)
+        return
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name in _GROWN:
         if hasattr(config, name):

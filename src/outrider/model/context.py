@@ -45,6 +45,7 @@ class ForwardContext:
         pool: Where their KV goes and their context comes from.
         reaches: How far each layer looks, by layer index.
         kernel: What attends in the pass where our kernels do.
+        source_kernel: What attends to the sources where our kernels do.
         running: The running states, where the model has layers with such.
         sources: The sources of its texts, where the model has an encoder.
         biases: What a layer adds to products of queries and keys by their distance, [num_heads, num_distances]; the last
@@ -58,6 +59,7 @@ class ForwardContext:
     running: RunningPass | None = None
     sources: SourcePass | None = None
     biases: Mapping[int, Tensor] = field(default_factory=dict)
+    source_kernel: RowAttention | None = None
     _parts: dict[tuple[int, LayerReach, torch.dtype, int], SeenPart] = field(default_factory=dict)
     _row_parts: dict[tuple[int, LayerReach, int], list[SeenPart]] = field(default_factory=dict)
 

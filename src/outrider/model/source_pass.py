@@ -44,11 +44,21 @@ class SourcePass:
                 source.encoded = encode(source)
         #: Tells our attention that a layer attends to the source: transformers hands it on as the layer's keys.
         self.stand_in = torch.zeros(1, 1, 1, 1, dtype=dtype, device=batch.device)
-        states = [source.encoded for source in self._new if source.encoded is not None]
+        states = self.encoded_apart
         #: [1, num_rows, width] of all new sources; one row of zeros, which nobody reads, where there is none.
         self.encoded = torch.cat(states)[None] if states else torch.zeros(1, 1, width, dtype=dtype, device=batch.device)
         self._written: set[int] = set()
         self._slots = [batch.as_slots(self._slots_of(source)) for source in self._sources]
+
+    @property
+    def sources(self) -> list[SourceState]:
+        """The source of each segment."""
+        return self._sources
+
+    @property
+    def encoded_apart(self) -> list[Tensor]:
+        """What the encoder has left of each new source, [num_tokens, width]."""
+        return [source.encoded for source in self._new if source.encoded is not None]
 
     @property
     def has_new(self) -> bool:

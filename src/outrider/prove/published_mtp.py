@@ -76,7 +76,8 @@ def _layer_names(config: object, layer_type: str) -> dict[str, tuple[int, ...]]:
         model = AutoModelForCausalLM.from_config(lone_config(config, experts=experts, layer_type=layer_type))
         model.save_pretrained(folder)
         found = load_file(Path(folder) / "model.safetensors")
-    shapes = {name: tuple(tensor.shape) for name, tensor in found.items() if name.startswith("model.layers.0.")}
+    own = sorted(name for name in found if name.startswith("model.layers.0."))  # files are read in any order
+    shapes = {name: tuple(found[name].shape) for name in own}
     renamed = {"post_attention_layernorm.": "pre_mlp_layernorm."} if layer_type == "sliding_attention" else {}
     shown = {}
     for name, shape in shapes.items():

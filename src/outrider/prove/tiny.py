@@ -63,8 +63,8 @@ def save_tiny_llama(
     return str(folder)
 
 
-def save_tiny_hybrid(folder: Path, seed: int) -> str:
-    """Write an LFM2 over three tokens, a short convolution and a layer that attends; returns its path.
+def save_tiny_hybrid(folder: Path, seed: int, *, num_layers: int = 2) -> str:
+    """Write an LFM2 over three tokens, short convolutions and a last layer that attends; returns its path.
 
     Stock transformers computes a convolution in float64, so that bounds are as tight as for a Llama. The states of other
     layers are float32 there.
@@ -72,6 +72,7 @@ def save_tiny_hybrid(folder: Path, seed: int) -> str:
     Args:
         folder: The folder to write to.
         seed: Fixes the weights, which are as wide as those of `save_tiny_llama`.
+        num_layers: The number of layers.
     """
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
@@ -79,8 +80,8 @@ def save_tiny_hybrid(folder: Path, seed: int) -> str:
         vocab_size=3,
         hidden_size=8,
         intermediate_size=16,
-        num_hidden_layers=2,
-        layer_types=["conv", "full_attention"],
+        num_hidden_layers=num_layers,
+        layer_types=[*("conv",) * (num_layers - 1), "full_attention"],
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,

@@ -43,7 +43,7 @@ def random_config(method: str, target: HeadTarget) -> HeadsConfig:
 
 def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
     """Write heads of each method for a tiny target; returns their folders by method. Those that read features need three
-    layers.
+    layers, and layers that predict several tokens serve a Llama alone.
 
     Args:
         folder: Where to write them.

@@ -181,7 +181,7 @@ def labels(found: dict[str, Any]) -> list[str]:
 
 
 def test_members_have_colours_and_names(page: Any, server: Server) -> None:
-    run = saved(server, {"method": "merge"}, DRAWS["free"], 48)
+    run = saved(server, {"method": "merge"}, DRAWS["seeded"], 48)
     show(page, run)
     found, rounds = page.evaluate(READ), run["fast"]["rounds"]
     names = list(dict.fromkeys(part["method"] for each in rounds for part in each["drafted_by"]))

@@ -41,6 +41,8 @@ class TritonAttention:
         device: Where queries, keys and values lie.
     """
 
+    knows_biases = False
+
     def __init__(self, rows: PassRows, device: torch.device) -> None:
         self._rows = rows
         self._device = device
@@ -64,6 +66,7 @@ class TritonAttention:
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        biases: Tensor | None = None,
     ) -> Tensor:
         """See RowAttention."""
         query = query.contiguous()

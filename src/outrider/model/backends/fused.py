@@ -8,21 +8,28 @@ shapes and nothing else, filled with "not a number", so that whoever still multi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from outrider.cache.pool import KVPool
-from outrider.kernels.decoder import DecoderKernel
+from outrider.kernels.decoder import DecoderKernel, DecoderLayer, PassRows
 from outrider.kernels.library import KernelLibrary, kernel_library
-from outrider.model import hf
+from outrider.model import hf, hf_encoder
 from outrider.model.backends.base import AttentionBackend, PartialPass, PassOutput
-from outrider.model.backends.pass_rows import pass_rows
+from outrider.model.backends.pass_rows import pass_rows, source_rows
 from outrider.model.batch import RaggedBatch
 from outrider.model.context import ForwardContext
 from outrider.model.fused.family import Family
-from outrider.model.fused.layer_builder import decoder_layer, decoder_shape, described, norm_of
+from outrider.model.fused.layer_builder import (
+    decoder_layer,
+    decoder_shape,
+    described,
+    keys_and_values_of_source,
+    norm_of,
+)
 from outrider.model.fused.matrices import Matrices
 from outrider.model.fused.rotary import RotaryTables
 from outrider.model.fused.weight_slice import stored, whole
@@ -49,6 +56,7 @@ class FusedDecoder(AttentionBackend):
             raise ValueError("the kernels are not compiled, or OUTRIDER_KERNELS is off")
         self.uninstall()
         config, family = described(model)
+        self._family = family
         self._memory, self._positions = None, 0
         self._rotary = RotaryTables(model, family)
         self._matrices = Matrices(library)
@@ -72,7 +80,7 @@ class FusedDecoder(AttentionBackend):
         self._use_memory(context, loaded)
         self._use_positions(max(s.context_len for s in context.batch.segments), loaded)
         mixed = self._open_states(context, range(len(context.reaches)) if part is None else part.layers)
-        rows, read = pass_rows(context.batch), [] if mixed is None else mixed.rows
+        rows, read = self._rows(context, loaded), [] if mixed is None else mixed.rows
         if part is None:
             out = PassOutput(*self._kernel.forward(rows, aux_layers, read))
         else:
@@ -80,6 +88,23 @@ class FusedDecoder(AttentionBackend):
         if mixed is not None:
             mixed.leave()
         return out
+
+    def _rows(self, context: ForwardContext, loaded: LoadedModel) -> PassRows:
+        """The rows of a pass, with their sources where there are some; those that are new are written."""
+        rows, sources = pass_rows(context.batch), context.sources
+        if sources is None:
+            return rows
+        for layer, module in enumerate(hf.decoder_layers(loaded.model) if sources.has_new else ()):
+            sources.write(layer, *self._of_sources(module, sources.encoded_apart))
+        return replace(rows, sources=source_rows(rows, sources.sources))
+
+    def _of_sources(self, layer: Any, encoded: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values [num_rows, num_kv_heads, head_dim] of sources. Each is computed alone, so that its bits are its
+        own."""
+        shape = (-1, self._kernel.shape.num_kv_heads, self._kernel.shape.head_dim)
+        found = [keys_and_values_of_source(layer, self._family, each) for each in encoded]
+        keys, values = (torch.cat(each).view(shape) for each in zip(*found, strict=True))
+        return keys, values
 
     def _open_states(self, context: ForwardContext, layers: Sequence[int]) -> FusedPass | None:
         """The running states that a pass through some layers reads and leaves; None for a model without them."""
@@ -128,15 +153,17 @@ def _kernel(
     stack, embeddings, lm_head = hf.decoder_stack(model), model.get_input_embeddings(), model.get_output_embeddings()
     shared = getattr(embeddings, "quantised_weight", None)
     tied = embeddings.weight is lm_head.weight if shared is None else shared.data is stored(lm_head).data
+    biases = hf_encoder.distance_biases(model) if hf.has_encoder(model.config) else {}
     head = matrices.take(whole(lm_head))
     matrices.empty()
     if tied:  # the kernels read embeddings from the head
         matrices.tie(embeddings, lm_head)
     embedding = None if tied else embeddings.weight.data if shared is None else matrices.take(whole(embeddings))
     matrices.empty()
-    layers = []
-    for layer, spec in zip(hf.decoder_layers(model), hf.layer_specs(config), strict=True):
-        layers.append(decoder_layer(layer, spec.reach, rotary.number(spec.type_name), config, family, matrices))
+    layers: list[DecoderLayer] = []
+    for layer, spec in zip(hf.decoder_layers(model), hf.layer_specs(model.config), strict=True):
+        number, added = rotary.number(spec.type_name), biases.get(len(layers))
+        layers.append(decoder_layer(layer, spec.reach, number, config, family, matrices, added))
         matrices.empty()
     table = None if family.positions is None else getattr(stack, family.positions).weight.data[family.first_position :]
     return DecoderKernel(

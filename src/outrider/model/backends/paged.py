@@ -29,7 +29,7 @@ from outrider.kernels.triton.devices import TRITON, runs_on
 from outrider.model import hf, hf_encoder
 from outrider.model.backends.base import PartialPass, PassOutput
 from outrider.model.backends.hosted import HostedAttention
-from outrider.model.backends.pass_rows import pass_rows
+from outrider.model.backends.pass_rows import pass_rows, source_rows
 from outrider.model.backends.row_guard import RowGuard, noting_kinds
 from outrider.model.batch import RaggedBatch
 from outrider.model.context import ForwardContext, SeenPart, current_context, ongoing_context
@@ -126,6 +126,9 @@ class PagedAttention(HostedAttention):
     ) -> PassOutput:
         context.biases = self._biases
         context.kernel = self._row_attention(context.batch)
+        if self._library is not None and context.sources is not None:
+            rows = source_rows(pass_rows(context.batch), context.sources.sources)
+            context.source_kernel = PassAttention(self._library, rows, of_sources=True)
         if not self._looks:
             return super().forward(loaded, context, aux_layers, part)
         with noting_kinds(loaded.model) as found:  # the first pass, which is one of the probe
@@ -156,9 +159,10 @@ def _attention(
     if context.kernel is not None and width != query.shape[-1]:  # as latent attention has them
         query, key, value = _of_one_width(query, key, value)
     keys, values = context.pool.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), context.batch.slot_mapping)
-    if context.kernel is None or layer in context.biases or not context.kernel.takes(query, keys, values):
+    biases, kernel = context.biases.get(layer), context.kernel
+    if kernel is None or not kernel.takes(query, keys, values) or not (biases is None or kernel.knows_biases):
         return stock(context, layer, query[0], scores, False)[None, ..., :width], None
-    out = context.kernel.attend(
+    out = kernel.attend(
         query[0].transpose(0, 1),
         keys,
         values,
@@ -167,6 +171,7 @@ def _attention(
         scale=scores.scale,
         softcap=scores.softcap,
         sinks=scores.sinks,
+        biases=biases,
     )
     return out[None, ..., :width], None
 
@@ -190,7 +195,11 @@ def _attention_behind_encoder(
     if context.sources is None or key is not context.sources.stand_in:
         return _attention(module, query, key, value, attention_mask, stock=stock, scaling=scaling, **others)
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, others.get("softcap"))
-    return stock(context, module.layer_idx, query[0], scores, True)[None], None
+    memory, kernel = context.pool.memory(module.layer_idx, key[0], value[0]), context.source_kernel
+    if kernel is None or not kernel.takes(query, *memory):
+        return stock(context, module.layer_idx, query[0], scores, True)[None], None
+    taken = query[0].transpose(0, 1)
+    return kernel.attend(taken, *memory, window=0, chunk=0, scale=scores.scale, softcap=scores.softcap)[None], None
 
 
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:

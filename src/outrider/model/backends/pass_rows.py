@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 
+from outrider.cache.source import SourceState
 from outrider.kernels.decoder import PassRows
 from outrider.model.batch import RaggedBatch, Segment
 
@@ -32,6 +34,26 @@ def pass_rows(batch: RaggedBatch) -> PassRows:
         ancestry=np.concatenate(trees).view(np.uint8),
         block_size=size,
         parents=[parent for s in segments for parent in s.row_parents],
+    )
+
+
+def source_rows(rows: PassRows, sources: Sequence[SourceState]) -> PassRows:
+    """The same rows where they attend to the source of each sequence, all of which they see: as if each was its last token.
+
+    Args:
+        rows: Of the pass.
+        sources: By sequence.
+    """
+    lengths, tables = [len(each.token_ids) for each in sources], [each.block_table for each in sources]
+    counts = [end - first for first, end in pairwise(rows.first)]
+    return replace(
+        rows,
+        positions=[length - 1 for length, count in zip(lengths, counts, strict=True) for _ in range(count)],
+        start=lengths,
+        tables=[block for table in tables for block in table],
+        table_at=list(accumulate(map(len, tables), initial=0))[:-1],
+        ancestry_at=[-1] * len(sources),
+        ancestry=np.empty(0, np.uint8),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.kernels.layout import NormKind
-from outrider.model.fused.family import Family, FamilyExperts
+from outrider.model.fused.family import Family, FamilyExperts, FamilySource
 from outrider.model.fused.mixers import joined_delta, parted_delta, scan, short_convolution
 
 _LLAMA = Family()
@@ -121,6 +121,20 @@ _GRANITE_HYBRID = replace(
     matrices=("input_linear", "output_linear"),
     experts=FamilyExperts(router="router", block="block_sparse_moe", beside="shared_mlp"),
 )
+_T5 = Family(
+    final_norm="final_layer_norm",
+    attention="layer.0.SelfAttention",
+    mlp="layer.2.DenseReluDense",
+    qkv=("q", "k", "v"),
+    out="o",
+    matrices=("wi_0", "wi_1", "wo"),
+    gated="is_gated_act",
+    plain_matrices=("wi", "wo"),
+    activation="dense_act_fn",
+    attention_norm="layer.0.layer_norm",
+    mlp_norm="layer.2.layer_norm",
+    source=FamilySource(attention="layer.1.EncDecAttention", norm="layer.1.layer_norm"),
+)
 
 #: By the model type of their configuration.
 FAMILIES: dict[str, Family] = {
@@ -138,8 +152,10 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": _GRANITE_HYBRID,
     "lfm2": _LFM2,
     "llama": _LLAMA,
+    "longt5": replace(_T5, scaled_outputs="scale_decoder_outputs"),
     "mistral": _LLAMA,
     "mixtral": _MIXTRAL,
+    "mt5": _T5,
     "olmo": _OLMO,
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
@@ -158,4 +174,6 @@ FAMILIES: dict[str, Family] = {
     "smollm3": replace(_LLAMA, rotary_where="use_rope"),
     "stablelm": _STABLELM,
     "starcoder2": _STARCODER2,
+    "t5": replace(_T5, scaled_outputs="scale_decoder_outputs"),
+    "umt5": replace(_T5, scaled_outputs="tie_word_embeddings"),
 }

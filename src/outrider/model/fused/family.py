@@ -36,11 +36,24 @@ class FamilyExperts:
 
 
 @dataclass(frozen=True)
+class FamilySource:
+    """How attention to a source is described, in decoders behind an encoder. Its projections have the names of the others.
+
+    Attributes:
+        attention: The part of a layer.
+        norm: The norm before it.
+    """
+
+    attention: str
+    norm: str
+
+
+@dataclass(frozen=True)
 class Family:
     """What a decoder of this family is made of, and under which names transformers keeps it.
 
     The defaults describe Llama. Where a value depends on the checkpoint, the description names the attribute of its
-    configuration.
+    configuration. Names of parts of a layer may have dots.
 
     Attributes:
         final_norm: The norm behind the last layer.
@@ -51,7 +64,8 @@ class Family:
         interleaved_qkv: Whether this one holds query, key and value of one head after another.
         out: The projection behind attention.
         matrices: The projections of the feed-forward in their order. In a gated one of two, the first holds gate and up.
-        gated: Whether the activation is multiplied with a second projection.
+        gated: Whether the activation is multiplied with a second projection, or the attribute that says so.
+        plain_matrices: The projections of the feed-forward where the checkpoint's is not gated.
         activation: The attribute that names the activation, which is SiLU where there is none.
         mixer: The part of a layer with a running state that stands in the place of attention, and what describes it; None
             where all layers attend.
@@ -74,6 +88,8 @@ class Family:
         score_cap: The attribute that holds the bound that attention scores come near to.
         logit_scale, logit_divisor: The attribute that holds a factor or a divisor of logits.
         logit_cap: The attribute that holds the bound that logits come near to.
+        scaled_outputs: The attribute that says whether logits are divided by the root of the hidden size, or None.
+        source: How attention to a source is described, or None where there is no encoder.
         only: What the configuration must say for this description to hold.
     """
 
@@ -86,7 +102,8 @@ class Family:
     interleaved_qkv: bool = False
     out: str = "o_proj"
     matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    gated: bool = True
+    gated: bool | str = True
+    plain_matrices: tuple[str, ...] = ()
     activation: str = "hidden_act"
     mixer: tuple[str, DescribeMixer] | None = None
     gated_heads: bool = False
@@ -112,3 +129,5 @@ class Family:
     logit_divisor: str | None = None
     logit_cap: str | None = None
     only: Mapping[str, Any] = field(default_factory=dict)
+    scaled_outputs: str | None = None
+    source: FamilySource | None = None

@@ -73,9 +73,15 @@ def decoder_shape(
         interleaved=family.interleaved,
         embedding_scale=1.0 if embeddings is None or scale is None else float(scale.to(embeddings.weight.dtype)),
         input_scale=_number(config, family.input_scale, 1.0),
-        logit_scale=_number(config, family.logit_scale, 1.0) / _number(config, family.logit_divisor, 1.0),
+        logit_scale=_logit_scale(config, family),
         logit_cap=_number(config, family.logit_cap, 0.0),
     )
+
+
+def _logit_scale(config: Any, family: Family) -> float:
+    scaled = family.scaled_outputs is not None and _switch(config, family.scaled_outputs)
+    divisor = _number(config, family.logit_divisor, 1.0) * (config.hidden_size**0.5 if scaled else 1.0)
+    return _number(config, family.logit_scale, 1.0) / divisor
 
 
 def _heads(config: Any, family: Family, layers: Sequence[DecoderLayer]) -> dict[str, int]:
@@ -89,12 +95,18 @@ def _heads(config: Any, family: Family, layers: Sequence[DecoderLayer]) -> dict[
 
 
 def decoder_layer(
-    layer: Any, reach: LayerReach, rotary: int | None, config: Any, family: Family, packer: Packer
+    layer: Any,
+    reach: LayerReach,
+    rotary: int | None,
+    config: Any,
+    family: Family,
+    packer: Packer,
+    biases: Tensor | None = None,
 ) -> DecoderLayer:
-    """A layer for the kernels. Its weights are taken out of their modules by `packer`."""
+    """A layer for the kernels. Its weights are taken out of their modules by `packer`; `biases` are those of its scores."""
     parts = _mixer(layer, family, packer) or _attention(layer, reach, rotary, config, family, packer)
     experts = _experts(layer, config, family, packer)
-    gate, up, down = _feed_forward(layer, experts, family, packer)
+    gate, up, down = _feed_forward(layer, experts, config, family, packer)
     return DecoderLayer(
         attention_norm=_layer_norm(layer, family.attention_norm, family),
         attention_post_norm=_layer_norm(layer, family.attention_post_norm, family),
@@ -106,7 +118,9 @@ def decoder_layer(
         experts=experts,
         beside_gate=_beside_gate(layer, experts, family),
         residual_scale=_number(config, family.residual_scale, 1.0),
+        biases=biases,
         **parts,
+        **_source(layer, family, packer),
     )
 
 
@@ -128,7 +142,7 @@ def _attention(
     layer: Any, reach: LayerReach, rotary: int | None, config: Any, family: Family, packer: Packer
 ) -> dict[str, Any]:
     """What a layer has that attends."""
-    attention, num_heads = getattr(layer, family.attention), config.num_attention_heads
+    attention, num_heads = attrgetter(family.attention)(layer), config.num_attention_heads
     if family.rotary_where is not None and not getattr(attention, family.rotary_where):
         rotary = None
     out = packer.take(whole(getattr(attention, family.out)))
@@ -157,17 +171,39 @@ def _attention(
     }
 
 
+def _source(layer: Any, family: Family, packer: Packer) -> dict[str, Any]:
+    """What a layer has that attends to a source. The keys and values of a source are computed by its own modules."""
+    if family.source is None:
+        return {}
+    attention = attrgetter(family.source.attention)(layer)
+    return {
+        "source_norm": _layer_norm(layer, family.source.norm, family),
+        "source_query": packer.take(whole(getattr(attention, family.qkv[0]))),
+        "source_out": packer.take(whole(getattr(attention, family.out))),
+    }
+
+
+def keys_and_values_of_source(layer: Any, family: Family, encoded: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of a source in a layer, [num_tokens, num_kv_heads * head_dim] both, from what the encoder leaves of
+    it, [num_tokens, width]."""
+    assert family.source is not None, "the family has an encoder"
+    attention = attrgetter(family.source.attention)(layer)
+    keys, values = (getattr(attention, name)(encoded) for name in family.qkv[1:])
+    return keys, values
+
+
 def _feed_forward(
-    layer: Any, experts: PackedExperts | None, family: Family, packer: Packer
+    layer: Any, experts: PackedExperts | None, config: Any, family: Family, packer: Packer
 ) -> tuple[PackedWeights | None, PackedWeights | None, PackedWeights | None]:
     """The matrices of a feed-forward, or of the one beside experts: gate, if there is one, up and down. None without it."""
-    mlp = getattr(layer, family.mlp) if family.mlp else layer
+    mlp = attrgetter(family.mlp)(layer) if family.mlp else layer
     if experts is not None:
         if family.experts is None or family.experts.beside is None:
             return None, None, None
         mlp = attrgetter(family.experts.beside)(layer)
-    modules = [getattr(mlp, name) for name in family.matrices]
-    if not family.gated:
+    gated = _switch(config, family.gated)
+    modules = [getattr(mlp, name) for name in (family.matrices if gated else family.plain_matrices or family.matrices)]
+    if not gated:
         return None, packer.take(whole(modules[0])), packer.take(whole(modules[1]))
     gate, up = halves(modules[0]) if len(modules) == 2 else (whole(modules[0]), whole(modules[1]))
     packed_gate, packed_up = packer.take(gate), packer.take(up)
@@ -204,7 +240,7 @@ def _experts(layer: Any, config: Any, family: Family, packer: Packer) -> PackedE
 
 
 def _layer_norm(layer: Any, name: str | None, family: Family) -> Norm | None:
-    module = None if name is None else getattr(layer, name)  # some layers have a norm only where they need it
+    module = None if name is None else attrgetter(name)(layer)  # some layers have a norm only where they need it
     return None if module is None else norm_of(module, family)
 
 

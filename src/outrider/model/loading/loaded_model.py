@@ -48,6 +48,10 @@ class EncoderFacts:
     width: int
     text_start: tuple[int, ...]
 
+    def begin(self, decoder_prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """What a text begins with whose caller gives so much of it, the start tokens among it; empty for nothing."""
+        return decoder_prompt if len(decoder_prompt) > len(self.text_start) else self.text_start
+
 
 @dataclass(frozen=True)
 class LoadedModel:
